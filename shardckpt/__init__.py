@@ -1,0 +1,63 @@
+"""shardckpt: sharded checkpoints for PyTorch. This face is lazy: importing it imports neither torch nor pydantic."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardckpt import dist_checkpointing
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.hookspecs import Event, hookimpl
+    from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+    from shardckpt.strategy import LoadContext, LoadStrategy, Migration, SaveContext, SaveStrategy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointingException": "errors",
+    "Event": "hookspecs",
+    "LoadContext": "strategy",
+    "LoadStrategy": "strategy",
+    "LocalNonpersistentObject": "mapping",
+    "Migration": "strategy",
+    "SaveContext": "strategy",
+    "SaveStrategy": "strategy",
+    "ShardedObject": "mapping",
+    "ShardedTensor": "mapping",
+    "ShardedTensorFactory": "mapping",
+    "dist_checkpointing": "",
+    "hookimpl": "hookspecs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not _HOMES[name]:
+        return importlib.import_module(f"{__name__}.{name}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *_HOMES))
+
+
+__all__ = [
+    "CheckpointingException",
+    "Event",
+    "LoadContext",
+    "LoadStrategy",
+    "LocalNonpersistentObject",
+    "Migration",
+    "SaveContext",
+    "SaveStrategy",
+    "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "__version__",
+    "dist_checkpointing",
+    "hookimpl",
+]

@@ -1,0 +1,36 @@
+"""``shardckpt strategies``: what is installed, who brought it, and what does not work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def add(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("strategies", help="list the installed strategies, and broken plugins with the reason")
+    parser.set_defaults(run=run)
+
+
+def run(_: Any) -> int:
+    """Print a row for every strategy, then broken and disabled plugins."""
+    from shardckpt.cli.table import table
+    from shardckpt.plugins import host
+
+    rows = [
+        (
+            entry.backend,
+            entry.version,
+            entry.action.value.partition("_")[0],
+            entry.summary,
+            entry.distribution,
+            entry.name,
+        )
+        for entry in host().registry.entries()
+    ]
+    print(table(("backend", "version", "does", "what", "distribution", "class"), rows))
+    for plugin in host().broken():
+        print(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
+    return 0
+
+
+__all__ = ["add", "run"]

@@ -1,0 +1,186 @@
+"""The only file that calls collectives. Every rank reaches the same verdict: all go on, or all raise the same error.
+
+The rule that makes it safe: each primitive begins by settling. A rank that fails anywhere goes to its next
+settlement, finds the others at theirs, and all raise; no rank is left in a collective that another never enters.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardckpt import errors
+from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_T = TypeVar("_T")
+
+#: gloo twins of groups whose backend cannot move CPU tensors, by group.
+_cpu_twins: dict[Any, Any] = {}
+
+
+@dataclass(frozen=True)
+class _Report:
+    """An error on its way to the other ranks."""
+
+    rank: int
+    phase: str
+    kind: str
+    message: str
+
+
+class Comm:
+    """The ranks that save or load together; with no process group, one rank.
+
+    Args:
+        process_group: The group, or None for the default one where torch.distributed is initialised.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        active = dist.is_available() and dist.is_initialized()
+        self._group: Any = _cpu_group(process_group) if active else None
+        self.rank: int = dist.get_rank(self._group) if active else 0
+        self.world_size: int = dist.get_world_size(self._group) if active else 1
+        self._phase = "start"
+
+    @classmethod
+    def alone(cls) -> Comm:
+        """This process by itself, whatever groups there are."""
+        comm = cls.__new__(cls)
+        comm._group, comm.rank, comm.world_size, comm._phase = None, 0, 1, "start"
+        return comm
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for the group."""
+        return self.rank == 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Do a step together: after it every rank goes on, or every rank raises the error of the first that failed.
+
+        Args:
+            name: What the step does, for the error: "planning", "writing tensors".
+        """
+        before, self._phase = self._phase, name
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            error = exc
+        self.settle(error)
+        self._phase = before
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
+        if isinstance(error, CheckpointingException) and error.settled:
+            raise error
+        if self.world_size == 1:
+            if error is not None:
+                raise _local(error, self._phase)
+            return
+        failed = torch.tensor([int(error is not None)])
+        self._call(lambda: dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group))
+        if failed.item():
+            reports = self._all_gather_object(None if error is None else self._report(error))
+            raise _verdict([report for report in reports if report is not None]) from error
+
+    def all_gather(self, value: _T) -> list[_T]:
+        """Every rank's value, on every rank."""
+        self.settle()
+        return [value] if self.world_size == 1 else self._all_gather_object(value)
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every rank's value on the main rank, an empty list on the others."""
+        self.settle()
+        if self.world_size == 1:
+            return [value]
+        parts: list[Any] | None = [None] * self.world_size if self.is_main else None
+        self._call(lambda: dist.gather_object(value, parts, dst=self._main(), group=self._group))
+        return parts or []
+
+    def broadcast(self, value: _T) -> _T:
+        """The main rank's value, on every rank."""
+        self.settle()
+        if self.world_size == 1:
+            return value
+        box = [value if self.is_main else None]
+        self._call(lambda: dist.broadcast_object_list(box, src=self._main(), group=self._group))
+        return box[0]  # type: ignore[return-value]
+
+    def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
+        """Run ``function`` on the main rank as a phase, and hand its result to all."""
+        result: Any = None
+        with self.phase(name):
+            if self.is_main:
+                result = function()
+        return self.broadcast(result)  # type: ignore[no-any-return]
+
+    def _main(self) -> int:
+        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
+
+    def _all_gather_object(self, value: Any) -> list[Any]:
+        parts: list[Any] = [None] * self.world_size
+        self._call(lambda: dist.all_gather_object(parts, value, group=self._group))
+        return parts
+
+    def _call(self, collective: Callable[[], Any]) -> None:
+        try:
+            collective()
+        except RuntimeError as exc:  # gloo and NCCL: a peer died, or the group's timeout passed
+            lost = CommunicationError(
+                f"rank {self.rank}, in {self._phase!r}: another rank of {self.world_size} died or did not answer "
+                f"within the process group's timeout ({exc})"
+            )
+            lost.settled = True
+            raise lost from exc
+
+    def _report(self, error: BaseException) -> _Report:
+        kind = type(error).__name__ if isinstance(error, CheckpointingException) else ""
+        message = str(error) if kind else f"{type(error).__name__}: {error}"
+        return _Report(self.rank, self._phase, kind, message)
+
+
+def _verdict(reports: list[_Report]) -> CheckpointingException:
+    """The one error that all ranks raise."""
+    first = reports[0]
+    kind = getattr(errors, first.kind, RankFailedError) if first.kind else RankFailedError
+    message = f"rank {first.rank}, in {first.phase!r}: {first.message}"
+    also = [report for report in reports[1:] if report.message != first.message]
+    message += "".join(f"\nrank {report.rank}, in {report.phase!r}: {report.message}" for report in also[:8])
+    if len(also) > 8:  # noqa: PLR2004 - enough to see the pattern
+        message += f"\n... and {len(also) - 8} more ranks"
+    error: CheckpointingException = kind(message)
+    error.settled = True
+    return error
+
+
+def _local(error: BaseException, phase: str) -> BaseException:
+    """The error of a single process: one of the family as it is, any other wrapped with the phase."""
+    if isinstance(error, CheckpointingException):
+        error.settled = True
+        return error
+    wrapped = RankFailedError(f"in {phase!r}: {type(error).__name__}: {error}")
+    wrapped.settled = True
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _cpu_group(group: Any) -> Any:
+    """The group itself if it moves CPU tensors, else its gloo twin, made once by all its ranks."""
+    group = dist.group.WORLD if group is None else group
+    if "cpu:" in str(dist.get_backend_config(group)):
+        return group
+    if group not in _cpu_twins:
+        ranks = dist.get_process_group_ranks(group)
+        _cpu_twins[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _cpu_twins[group]
+
+
+__all__ = ["Comm"]

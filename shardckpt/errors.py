@@ -1,0 +1,110 @@
+"""The one family of errors: every failure that a user meets says what, where, why and what to do."""
+
+from __future__ import annotations
+
+
+class CheckpointingException(Exception):
+    """The root of the family (Megatron's name for it)."""
+
+    #: True once every rank of the group is known to raise this same error.
+    settled: bool = False
+
+
+class ShardingError(CheckpointingException):
+    """Shards that contradict themselves or each other: shapes, offsets, overlaps, holes."""
+
+
+class ShapeMismatchError(ShardingError):
+    """A wanted tensor whose global shape is not the stored one."""
+
+
+class KeyMismatchError(CheckpointingException):
+    """Keys that are wanted and not stored, or stored and not wanted, where the caller forbids it."""
+
+
+class StorageError(CheckpointingException):
+    """A file operation that failed: names the file, the offset and the operating system's reason."""
+
+
+class CorruptCheckpointError(CheckpointingException):
+    """Stored bytes that are not what was written: missing, cut, altered or malformed."""
+
+
+class UnsafePickleError(CheckpointingException):
+    """A legacy pickle in a checkpoint that asks for a global outside the allow-list."""
+
+
+class CommunicationError(CheckpointingException):
+    """A collective that failed: another rank died or did not answer before the group's timeout."""
+
+
+class RankFailedError(CheckpointingException):
+    """An exception from outside this family, raised on one rank and reported on all."""
+
+
+class PluginError(CheckpointingException):
+    """A plugin that is broken, or breaks the rules of the registry."""
+
+
+class DuplicateStrategyError(PluginError):
+    """Two strategies that claim the same backend and version."""
+
+
+class CannotLoadError(CheckpointingException):
+    """The version gate's refusals: every subclass is one case of it."""
+
+
+class NotACheckpointError(CannotLoadError):
+    """The directory does not exist, or nothing installed recognises it as a checkpoint."""
+
+
+class IncompleteCheckpointError(CannotLoadError):
+    """A save that began and was never committed."""
+
+
+class UnknownBackendError(CannotLoadError):
+    """No installed strategy has the checkpoint's backend."""
+
+
+class VersionTooNewError(CannotLoadError):
+    """The checkpoint's version is newer than every installed reader's."""
+
+
+class VersionTooOldError(CannotLoadError):
+    """The checkpoint's version is older than every installed reader's."""
+
+
+class BrokenPluginError(CannotLoadError):
+    """The strategy's plugin is installed, and fails to import or to register."""
+
+
+class RefusedByPolicyError(CannotLoadError):
+    """The caller's ``accept=`` leaves this backend or version out."""
+
+
+class StrategyMismatchError(CannotLoadError):
+    """The strategy that the caller named is not the one that the checkpoint needs."""
+
+
+__all__ = [
+    "BrokenPluginError",
+    "CannotLoadError",
+    "CheckpointingException",
+    "CommunicationError",
+    "CorruptCheckpointError",
+    "DuplicateStrategyError",
+    "IncompleteCheckpointError",
+    "KeyMismatchError",
+    "NotACheckpointError",
+    "PluginError",
+    "RankFailedError",
+    "RefusedByPolicyError",
+    "ShapeMismatchError",
+    "ShardingError",
+    "StorageError",
+    "StrategyMismatchError",
+    "UnknownBackendError",
+    "UnsafePickleError",
+    "VersionTooNewError",
+    "VersionTooOldError",
+]

@@ -1,0 +1,201 @@
+"""The version gate: which strategy reads a checkpoint, or exactly why none does and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from shardckpt.errors import (
+    BrokenPluginError,
+    CannotLoadError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+    RefusedByPolicyError,
+    StrategyMismatchError,
+    UnknownBackendError,
+    VersionTooNewError,
+    VersionTooOldError,
+)
+from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
+from shardckpt.registry import Entry, StrategyAction, parse_key
+from shardckpt.storage.commit import is_staging, replaced_of, staging_of
+from shardckpt.storage.filesystem import read_file
+from shardckpt.strategy import LoadStrategy, Recognises
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.plugins import PluginHost
+
+#: Backends, or (backend, version) pairs, that a caller is willing to load.
+Accept = Collection[str | tuple[str, int]]
+
+
+def read_manifest(directory: Path, host: PluginHost) -> Manifest:
+    """What the checkpoint says of itself.
+
+    Raises:
+        NotACheckpointError: there is no checkpoint.
+        IncompleteCheckpointError: there is a save that never ended.
+        CorruptCheckpointError: its JSON files are damaged.
+    """
+    if is_staging(directory):
+        raise IncompleteCheckpointError(f"{directory} is the staging directory of a save that was not committed")
+    if not directory.is_dir():
+        raise _absent(directory)
+    if not (directory / MARKER_NAME).exists():
+        return _recognised(directory, host)
+    marker = _parse(Marker, directory / MARKER_NAME, MARKER_LIMIT)
+    record = None
+    if (directory / RECORD_NAME).exists():
+        record = _parse(Record, directory / RECORD_NAME, RECORD_LIMIT)
+        if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
+            raise CorruptCheckpointError(
+                f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "
+                f"{RECORD_NAME} says {record.backend!r} version {record.version}: another save wrote into it"
+            )
+    return Manifest(backend=marker.sharded_backend, version=marker.sharded_backend_version, record=record)
+
+
+def choose_reader(
+    directory: Path, manifest: Manifest, host: PluginHost, wanted: Any = None, accept: Accept | None = None
+) -> LoadStrategy:
+    """The strategy that reads the checkpoint.
+
+    Args:
+        directory: For error texts.
+        manifest: What the checkpoint says of itself.
+        host: The installed plugins.
+        wanted: The caller's strategy: an instance, a backend, or (backend, version); None leaves it to the registry.
+        accept: What the caller is willing to load; None is everything.
+
+    Raises:
+        CannotLoadError: one of its subclasses for every case, with every candidate's reason.
+    """
+    _apply_policy(directory, manifest, accept)
+    if isinstance(wanted, LoadStrategy):
+        reason = wanted.cannot_load(manifest)
+        if reason is not None:
+            raise StrategyMismatchError(f"{_shown(directory, manifest)}; the given {type(wanted).__name__} {reason}")
+        return wanted
+    if wanted is not None:
+        backend, version = parse_key(wanted)
+        if backend != manifest.backend or version not in (None, manifest.version):
+            raise StrategyMismatchError(
+                f"{_shown(directory, manifest)}, not {wanted!r} as sharded_strategy asks; leave sharded_strategy out "
+                "to read what the checkpoint is"
+            )
+    reasons = []
+    for entry in host.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend):
+        strategy: LoadStrategy = entry.create()
+        reason = strategy.cannot_load(manifest)
+        if reason is None:
+            return strategy
+        reasons.append(f"{entry.name} of {entry.distribution}: {reason}")
+    raise _refusal(directory, manifest, host, reasons)
+
+
+def _parse(model: type[Any], path: Path, limit: int) -> Any:
+    raw = read_file(path, limit)
+    try:
+        return model.model_validate(json.loads(raw))
+    except (ValidationError, ValueError, RecursionError) as exc:
+        detail = "; ".join(str(exc).splitlines()[:4])
+        raise CorruptCheckpointError(f"{path} is damaged: {detail:.500}") from exc
+
+
+def _recognised(directory: Path, host: PluginHost) -> Manifest:
+    """A directory without ``metadata.json``: a layout that some strategy knows, or no checkpoint."""
+    for entry in host.registry.entries(StrategyAction.LOAD_SHARDED):
+        strategy = entry.create()
+        version = strategy.recognises(directory) if isinstance(strategy, Recognises) else None
+        if version is not None:
+            return Manifest(backend=entry.backend, version=version, recognised_as=entry.backend)
+    names = sorted(path.name for path in directory.iterdir())
+    if not names:
+        raise NotACheckpointError(f"{directory} is an empty directory, not a checkpoint")
+    raise IncompleteCheckpointError(
+        f"{directory} has no {MARKER_NAME}: no checkpoint, or a save by another library that did not end "
+        f"(found {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"  # noqa: PLR2004 - a glance is enough
+    )
+
+
+def _absent(directory: Path) -> CannotLoadError:
+    replaced = replaced_of(directory)
+    if replaced:
+        return IncompleteCheckpointError(
+            f"{directory}: an overwrite was interrupted; the previous checkpoint is whole at {replaced[-1]}: rename it "
+            "back"
+        )
+    staging = staging_of(directory)
+    if staging:
+        return IncompleteCheckpointError(
+            f"{directory}: the save to it did not end; what it wrote lies in {', '.join(map(str, staging))} and is "
+            "not a checkpoint: save again"
+        )
+    return NotACheckpointError(f"{directory} does not exist or is not a directory")
+
+
+def _apply_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:
+    if accept is None:
+        return
+    for choice in accept:
+        backend, version = parse_key(choice)
+        if backend == manifest.backend and version in (None, manifest.version):
+            return
+    allowed = ", ".join(repr(choice) for choice in accept) or "nothing"
+    raise RefusedByPolicyError(f"{_shown(directory, manifest)}; the caller's accept= allows {allowed}")
+
+
+def _refusal(directory: Path, manifest: Manifest, host: PluginHost, reasons: list[str]) -> CannotLoadError:
+    """Why no installed strategy reads the checkpoint, the fitting case of it."""
+    what = _shown(directory, manifest)
+    broken = [plugin for plugin in host.broken() if plugin.name == manifest.backend]
+    tail = "".join(f"\n  {reason}" for reason in reasons) + _installed_text(host)
+    if broken:
+        faults = "; ".join(f"{plugin.name} of {plugin.distribution}: {plugin.fault}" for plugin in broken)
+        return BrokenPluginError(f"{what}; its plugin is installed and does not work: {faults}{tail}")
+    readers = host.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)
+    if not readers:
+        return UnknownBackendError(
+            f"{what}; no installed plugin reads that backend. Install the distribution that provides it"
+            f"{_reader_hint(manifest)}{tail}"
+        )
+    versions = [entry.version for entry in readers]
+    if manifest.version > max(versions):
+        return VersionTooNewError(
+            f"{what}, newer than what is installed (version {max(versions)}). Upgrade{_reader_hint(manifest)}{tail}"
+        )
+    return VersionTooOldError(f"{what}, older than what is installed reads. {_way_out(manifest, host, readers)}{tail}")
+
+
+def _way_out(manifest: Manifest, host: PluginHost, readers: list[Entry]) -> str:
+    migrations = host.registry.migrations(manifest.backend, manifest.version)
+    if migrations:
+        return f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate OLD NEW"
+    return f"Load and save it with a release of {readers[0].distribution.split()[0]} that reads it" + _reader_hint(
+        manifest
+    )
+
+
+def _reader_hint(manifest: Manifest) -> str:
+    reader = manifest.record.reader if manifest.record else ""
+    return f": {reader} or newer reads it" if reader else ""
+
+
+def _installed_text(host: PluginHost) -> str:
+    entries = host.registry.entries(StrategyAction.LOAD_SHARDED)
+    found = ", ".join(f"{entry.backend} {entry.version} ({entry.distribution})" for entry in entries) or "none"
+    faults = "".join(f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in host.broken())
+    return f"\ninstalled readers: {found}{faults}"
+
+
+def _shown(directory: Path, manifest: Manifest) -> str:
+    return f"{directory} is a {manifest.backend!r} checkpoint of version {manifest.version}"
+
+
+__all__ = ["Accept", "choose_reader", "read_manifest"]

@@ -1,0 +1,104 @@
+"""A load, from a directory to a state dict of the form that the caller asked for; and the queries beside it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.gate import Accept, choose_reader, read_manifest
+from shardckpt.operation import Operation
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.strategy import LoadContext, LoadStrategy
+from shardckpt.template import MISSING, LoadTemplate
+from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, stored_key, validate_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from shardckpt.comm import Comm
+    from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
+    from shardckpt.plugins import PluginHost
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a checkpoint is opened; see :func:`shardckpt.dist_checkpointing.load`."""
+
+    strategy: Any = None
+    accept: Accept | None = None
+    allow_globals: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint with the strategy that reads it."""
+
+    strategy: LoadStrategy
+    context: LoadContext
+    operation: Operation
+
+    def common(self) -> StateDict:
+        """The state that is not sharded."""
+        with self.operation.step("loading the common state"):
+            common = self.strategy.load_common(self.context)
+        return common
+
+    def index(self) -> list[ShardedBase]:
+        """What is stored, without data."""
+        with self.operation.step("reading the index"):
+            index = self.strategy.load_index(self.context)
+        return index
+
+    def values(self, wanted: list[ShardedBase]) -> list[Any]:
+        """The values of shards that are stored."""
+        with self.operation.step("loading shards"):
+            values = self.strategy.load(wanted, self.context)
+        return values
+
+
+@contextmanager
+def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: LoadOptions) -> Iterator[OpenCheckpoint]:
+    """Read the manifest, pass the version gate and open the files; all ranks do, or all raise the same error."""
+    operation = Operation("load", directory, comm, host)
+    with operation.whole():
+        with operation.step("reading the manifest"):
+            manifest = read_manifest(directory, host) if comm.is_main else None
+        manifest = comm.broadcast(manifest)
+        if manifest is None:
+            raise AssertionError("the main rank has read the manifest")
+        with operation.step("choosing a strategy"):
+            strategy = choose_reader(directory, manifest, host, options.strategy, options.accept)
+            operation.dispatched(strategy)
+            reader = CheckpointReader(directory, manifest)
+        with reader:
+            yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
+
+
+def load_checkpoint(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint: OpenCheckpoint,
+    *,
+    validate: bool,
+    strict: StrictHandling,
+) -> tuple[StateDict, KeyMismatch]:
+    """Load what is wanted; see :func:`shardckpt.dist_checkpointing.load`."""
+    comm = checkpoint.context.comm
+    with checkpoint.operation.step("preparing the state dict"):
+        template = LoadTemplate(sharded_state_dict)
+    if validate:
+        with checkpoint.operation.step("validating"):
+            validate_shards(template.shards, comm)
+    stored = [stored_key(shard) for shard in checkpoint.index()]
+    mismatch = compare_keys(template.shards, stored, strict, comm)
+    available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
+    common = checkpoint.common()
+    loaded = iter(checkpoint.values(available))
+    with checkpoint.operation.step("assembling the state dict"):
+        values = [MISSING if stored_key(s) in mismatch.unexpected else next(loaded) for s in template.shards]
+        state_dict = template.fill(values, common)
+    return state_dict, mismatch
+
+
+__all__ = ["LoadOptions", "OpenCheckpoint", "load_checkpoint", "open_checkpoint"]

@@ -1,0 +1,86 @@
+"""The JSON files of a checkpoint, as pydantic models: these models are the specification.
+
+``metadata.json`` has Megatron's four fields and says which strategy reads the rest. ``shardckpt.json`` is ours: who
+saved, which files belong to the checkpoint, and their digests. Both are written last, before the commit.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MARKER_NAME = "metadata.json"
+RECORD_NAME = "shardckpt.json"
+#: Largest size of either file that a reader accepts, in bytes.
+MARKER_LIMIT = 1 << 20
+RECORD_LIMIT = 1 << 31
+
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,255}$")]
+_Count = Annotated[int, Field(ge=0)]
+
+
+class Marker(BaseModel):
+    """``metadata.json``: which strategy, by Megatron's names; other fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+class FileRecord(BaseModel):
+    """A file of the checkpoint: its size in bytes, who wrote it, and its digests (see :mod:`shardckpt.storage.digest`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: _Name
+    size: _Count
+    rank: _Count
+    keys: _Count
+    digest: str
+    segments: str
+
+
+class Record(BaseModel):
+    """``shardckpt.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format: Literal[1] = 1
+    save_id: str
+    backend: str
+    version: int
+    #: Oldest shardckpt (or plugin distribution) whose reader understands this version, for the gate's error.
+    reader: str
+    writer: dict[str, str]
+    world_size: Annotated[int, Field(ge=1)]
+    digest_algorithm: str
+    files: tuple[FileRecord, ...]
+
+
+class Manifest(BaseModel):
+    """What a reader knows of a checkpoint before it opens a data file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    backend: str
+    version: int
+    #: Ours, or None for a checkpoint that another library wrote.
+    record: Record | None = None
+    #: Set where the checkpoint has no ``metadata.json`` and a strategy recognised it by content.
+    recognised_as: str | None = None
+
+
+__all__ = [
+    "MARKER_LIMIT",
+    "MARKER_NAME",
+    "RECORD_LIMIT",
+    "RECORD_NAME",
+    "FileRecord",
+    "Manifest",
+    "Marker",
+    "Record",
+]

@@ -1,0 +1,426 @@
+"""The vocabulary that describes a local piece of global state: Megatron's names, no process group needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from shardckpt.errors import CheckpointingException, ShardingError
+
+StateDict: TypeAlias = dict[str, Any]
+CommonStateDict: TypeAlias = dict[str, Any]
+ShardedStateDict: TypeAlias = dict[str, Any]
+ReplicaId: TypeAlias = int | tuple[int, ...]
+FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, "slice | None"], Any]
+FactoryMergeFn: TypeAlias = Callable[[Any], torch.Tensor]
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Whether this replica is the one that is written: 0, or a tuple of zeros."""
+    if isinstance(replica_id, int):
+        return replica_id == 0
+    return all(part == 0 for part in replica_id)
+
+
+class ShardedBase(ABC):
+    """A leaf that stands for one shard of something global: ``key``, ``data`` and ``replica_id``."""
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise :class:`ShardingError` if the description contradicts itself."""
+
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """The same description with ``data=None``."""
+
+
+@dataclass
+class ShardedTensor(ShardedBase):
+    """A local tensor and its place in a global one.
+
+    Args:
+        key: Name of the global tensor, equal on every rank that holds a piece of it.
+        data: The local tensor, or None where only the description is wanted.
+        dtype: Its dtype.
+        local_shape: Shape of the local tensor, without the prepended axes.
+        global_shape: Shape of the global tensor, prepended axes included.
+        global_offset: Where the local tensor starts in the global one, in elements, an axis each.
+        axis_fragmentations: Number of equal pieces along each axis (a regular grid), or None (any boxes).
+        replica_id: 0 or a tuple of zeros for the copy that is written, anything else for the others.
+        prepend_axis_num: Leading global axes that the local tensor lacks; its extent along them is 1.
+        allow_shape_mismatch: Whether a load may find another global shape (padded vocabularies): the common
+            region is loaded, the rest is zero.
+        flattened_range: Legacy (Megatron 0.6 to 0.15): ``data`` is this slice of the row-major flattened local
+            block of shape ``local_shape``.
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether the shards of all ranks are equal cells of a grid."""
+        return self.axis_fragmentations is not None
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise :class:`ShardingError` if shapes, offsets, dtype and data do not fit each other."""
+        for fault in _tensor_faults(self):
+            raise ShardingError(f"ShardedTensor {self.key!r}: {fault} in {self!r}")
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """The cell of the regular grid that this shard fills, an index an axis."""
+        if self.axis_fragmentations is None:
+            raise ShardingError(f"ShardedTensor {self.key!r} has an irregular grid: it has no cell index")
+        lengths = (1,) * self.prepend_axis_num + tuple(self.local_shape)
+        return tuple(off // max(length, 1) for off, length in zip(self.global_offset, lengths, strict=True))
+
+    def without_data(self) -> ShardedTensor:
+        """The same description with ``data=None``."""
+        return dataclasses.replace(self, data=None)
+
+    def init_data(self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
+        """Allocate ``data`` on ``device`` by ``init_fn(shape, dtype=, device=)`` if there is none yet."""
+        if self.data is None:
+            self.data = init_fn(self.data_shape, dtype=self.dtype, device=device)
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """Shape that ``data`` has: ``local_shape``, or one axis for a flattened shard."""
+        if self.flattened_range is None:
+            return tuple(self.local_shape)
+        return (self.flattened_range.stop - self.flattened_range.start,)
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """The shard that remains when every rank narrows its local tensor alike along ``dim`` (regular grids only).
+
+        Args:
+            dim: Axis of the local tensor.
+            start: First local index kept.
+            length: Number of local indices kept.
+        """
+        if self.axis_fragmentations is None or self.flattened_range is not None:
+            raise ShardingError(f"ShardedTensor {self.key!r}: narrow needs a regular grid and no flattened_range")
+        axis = dim + self.prepend_axis_num
+        local_shape = _replaced(self.local_shape, dim, length)
+        cell = self.global_offset[axis] // max(self.local_shape[dim], 1)
+        return [
+            dataclasses.replace(
+                self,
+                data=None if self.data is None else self.data.narrow(dim, start, length),
+                local_shape=local_shape,
+                global_shape=_replaced(self.global_shape, axis, length * self.axis_fragmentations[axis]),
+                global_offset=_replaced(self.global_offset, axis, length * cell),
+            )
+        ]
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        **init_kwargs: Any,
+    ) -> ShardedTensor:
+        """Describe a cell of a regular grid: "I am piece ``i`` of ``n`` along ``axis``".
+
+        Args:
+            key: Name of the global tensor.
+            data: The local tensor.
+            rank_offsets: Tuples (axis, i, n); prepended axes are counted; axes not named are whole.
+            replica_id: See the class.
+            prepend_axis_num: See the class.
+            flattened_range: Must be None here; see :meth:`from_rank_offsets_flat`.
+            **init_kwargs: More fields of the class.
+        """
+        if flattened_range is not None:
+            raise ShardingError(f"ShardedTensor {key!r}: use from_rank_offsets_flat for a flattened_range")
+        shape = tuple(data.shape)
+        offsets, global_shape, fragments = _grid_geometry(key, shape, rank_offsets, prepend_axis_num)
+        return cls(
+            key,
+            data,
+            data.dtype,
+            shape,
+            global_shape,
+            offsets,
+            fragments,
+            replica_id=replica_id,
+            prepend_axis_num=prepend_axis_num,
+            **init_kwargs,
+        )
+
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        non_flat_local_shape: Sequence[int],
+        *rank_offsets: tuple[int, int, int],
+        flattened_range: slice,
+        prepend_axis_num: int = 0,
+        **init_kwargs: Any,
+    ) -> ShardedTensor:
+        """Describe a slice of a flattened grid cell, as Megatron's distributed optimizer did until 0.15.
+
+        Args:
+            key: Name of the global tensor.
+            data: One axis: elements ``flattened_range`` of the row-major flattened cell.
+            non_flat_local_shape: Shape of the whole cell.
+            rank_offsets: Where the cell lies; see :meth:`from_rank_offsets`.
+            flattened_range: Start and stop in the flattened cell.
+            prepend_axis_num: See the class.
+            **init_kwargs: More fields of the class.
+        """
+        shape = tuple(non_flat_local_shape)
+        offsets, global_shape, fragments = _grid_geometry(key, shape, rank_offsets, prepend_axis_num)
+        return cls(
+            key,
+            data,
+            data.dtype,
+            shape,
+            global_shape,
+            offsets,
+            fragments,
+            prepend_axis_num=prepend_axis_num,
+            flattened_range=flattened_range,
+            **init_kwargs,
+        )
+
+
+@dataclass
+class ShardedObject(ShardedBase):
+    """An opaque object in a fixed grid of objects: it is loaded as it was saved, never resharded.
+
+    Args:
+        key: Name of the grid.
+        data: The object, or None where only the description is wanted.
+        global_shape: Shape of the grid.
+        global_offset: This object's place in it.
+        replica_id: See :class:`ShardedTensor`.
+    """
+
+    key: str
+    data: object = field(repr=False)
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise :class:`ShardingError` if the offset does not lie in the grid."""
+        if len(self.global_shape) != len(self.global_offset):
+            raise ShardingError(
+                f"ShardedObject {self.key!r}: global_shape {self.global_shape} and global_offset "
+                f"{self.global_offset} differ in length"
+            )
+        if not all(0 <= off < size for off, size in zip(self.global_offset, self.global_shape, strict=True)):
+            raise ShardingError(
+                f"ShardedObject {self.key!r}: offset {self.global_offset} lies outside the grid {self.global_shape}"
+            )
+
+    def without_data(self) -> ShardedObject:
+        """The same description with ``data=None``."""
+        return dataclasses.replace(self, data=None)
+
+    @property
+    def unique_key(self) -> str:
+        """``key/shard_<offset>_<shape>``, the name under which Megatron stores the object."""
+        offset = ".".join(map(str, self.global_offset))
+        shape = ".".join(map(str, self.global_shape))
+        return f"{self.key}/shard_{offset}_{shape}"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """The data-less object that :attr:`unique_key` describes; the key itself may contain ``/``.
+
+        Names written by Megatron 0.4 to 0.7 lack the last extent of the shape; it is taken as the offset plus one.
+
+        Raises:
+            CheckpointingException: ``unique_key`` is not of that form.
+        """
+        key, mark, tail = unique_key.rpartition("/shard_")
+        offset_text, _, shape_text = tail.partition("_")
+        try:
+            offset = _dotted_integers(offset_text)
+            shape = _dotted_integers(shape_text)
+        except ValueError:
+            mark = ""
+        if not mark:
+            raise CheckpointingException(
+                f"{unique_key!r} is not the name of a sharded object: expected <key>/shard_<offsets>_<shape>"
+            )
+        if len(shape) + 1 == len(offset):
+            shape = (*shape, offset[-1] + 1)
+        return cls(key, None, shape, offset, replica_id)
+
+
+@dataclass
+class ShardedTensorFactory(ShardedBase):
+    """One local tensor that is stored as several shards: ``build_fn`` splits it, ``merge_fn`` puts it together.
+
+    Args:
+        key: Passed to ``build_fn``.
+        data: The local tensor.
+        build_fn: ``(key, data, replica_id, flattened_range)`` → a nest of sharded tensors.
+        merge_fn: The same nest, loaded → the local tensor.
+        replica_id: See :class:`ShardedTensor`.
+        flattened_range: Passed to ``build_fn``.
+    """
+
+    key: str
+    data: torch.Tensor
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        """The nest of shards that stands for ``data``."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def validate_metadata_integrity(self) -> None:
+        """Nothing to check before it is built."""
+
+    def without_data(self) -> ShardedTensorFactory:
+        """Refused: a factory without data builds nothing."""
+        raise CheckpointingException(f"ShardedTensorFactory {self.key!r} has no form without data: build() it first")
+
+
+class LocalNonpersistentObject:
+    """A value that is not stored: dropped on save, handed back as it is on load."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        """The wrapped value."""
+        return self.obj
+
+
+#: Megatron's name until 0.9.
+LocalNonpersitentObject = LocalNonpersistentObject
+
+
+def _grid_geometry(
+    key: str, shape: tuple[int, ...], rank_offsets: Iterable[tuple[int, int, int]], prepend_axis_num: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Offset, global shape and fragmentation of the grid cell that ``rank_offsets`` names."""
+    local = (1,) * prepend_axis_num + shape
+    cells, fragments = [0] * len(local), [1] * len(local)
+    named: set[int] = set()
+    for axis, cell, count in rank_offsets:
+        if not 0 <= axis < len(local) or axis in named:
+            raise ShardingError(f"ShardedTensor {key!r}: axis {axis} is named twice or not one of {len(local)} axes")
+        if not 0 <= cell < count:
+            raise ShardingError(f"ShardedTensor {key!r}: piece {cell} of {count} along axis {axis} does not exist")
+        named.add(axis)
+        cells[axis], fragments[axis] = cell, count
+    offsets = tuple(cell * length for cell, length in zip(cells, local, strict=True))
+    global_shape = tuple(count * length for count, length in zip(fragments, local, strict=True))
+    return offsets, global_shape, tuple(fragments)
+
+
+def _tensor_faults(shard: ShardedTensor) -> Iterable[str]:
+    """What is wrong with a shard's description, the plainest fault first."""
+    extents = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    if len(shard.global_shape) != len(shard.global_offset):
+        yield f"global_shape {shard.global_shape} and global_offset {shard.global_offset} differ in length"
+        return
+    if len(extents) != len(shard.global_shape):
+        yield (
+            f"local_shape {shard.local_shape} with {shard.prepend_axis_num} prepended axes does not have the "
+            f"{len(shard.global_shape)} axes of global_shape {shard.global_shape}"
+        )
+        return
+    if any(value < 0 for value in (*shard.global_offset, *extents)):
+        yield "offsets and extents must not be negative"
+    ends = (off + length for off, length in zip(shard.global_offset, extents, strict=True))
+    if any(end > size for end, size in zip(ends, shard.global_shape, strict=True)):
+        yield f"offset {shard.global_offset} plus extent {extents} leaves the global shape {shard.global_shape}"
+    yield from _grid_faults(shard, extents)
+    yield from _flat_faults(shard)
+    yield from _data_faults(shard)
+
+
+def _grid_faults(shard: ShardedTensor, extents: tuple[int, ...]) -> Iterable[str]:
+    if shard.axis_fragmentations is None:
+        return
+    if len(shard.axis_fragmentations) != len(extents):
+        yield f"axis_fragmentations {shard.axis_fragmentations} does not have {len(extents)} axes"
+        return
+    for off, length in zip(shard.global_offset, extents, strict=True):
+        if length and off % length:
+            yield f"offset {shard.global_offset} is not a multiple of the extent {extents}: not a regular grid"
+            return
+
+
+def _flat_faults(shard: ShardedTensor) -> Iterable[str]:
+    part = shard.flattened_range
+    if part is None:
+        return
+    volume = math.prod(shard.local_shape)
+    if part.step not in (None, 1) or part.start is None or part.stop is None:
+        yield f"flattened_range {part} must have a start, a stop and no step"
+    elif not 0 <= part.start <= part.stop <= volume:
+        yield f"flattened_range {part} leaves the flattened local block of {volume} elements"
+
+
+def _data_faults(shard: ShardedTensor) -> Iterable[str]:
+    if shard.data is None:
+        return
+    if shard.data.dtype != shard.dtype:
+        yield f"data has dtype {shard.data.dtype}, the description says {shard.dtype}"
+    if tuple(shard.data.shape) != shard.data_shape:
+        yield f"data has shape {tuple(shard.data.shape)}, the description says {shard.data_shape}"
+
+
+def _replaced(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _dotted_integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")) if text else ()
+
+
+__all__ = [
+    "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
+    "LocalNonpersistentObject",
+    "LocalNonpersitentObject",
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StateDict",
+    "is_main_replica",
+]

@@ -1,0 +1,68 @@
+"""Rewriting a checkpoint of an old version as a newer one, through a plugin's migration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardckpt.comm import Comm
+from shardckpt.errors import VersionTooOldError
+from shardckpt.gate import read_manifest
+from shardckpt.operation import Operation
+from shardckpt.plugins import host
+from shardckpt.registry import StrategyAction
+from shardckpt.saving import commit_files
+from shardckpt.storage.reader import CheckpointReader
+
+if TYPE_CHECKING:
+    from shardckpt.plugins import PluginHost
+    from shardckpt.storage.writer import CheckpointWriter
+
+
+def migrate_checkpoint(
+    old: str | os.PathLike[str], new: str | os.PathLike[str], to: int | None = None
+) -> tuple[str, int, int]:
+    """Write the checkpoint at ``old`` as a newer version at ``new``, whole or not at all.
+
+    Args:
+        old: The checkpoint; it stays as it is.
+        new: Directory of the rewritten one: absent or empty.
+        to: Version to write; by default the newest that there is a migration to.
+
+    Returns:
+        Backend, version of the old, version of the new.
+
+    Raises:
+        VersionTooOldError: no installed plugin has such a migration.
+    """
+    plugins = host()
+    source, target = Path(os.path.realpath(old)), Path(os.path.realpath(new))
+    operation = Operation("migrate", target, Comm.alone(), plugins)
+    with operation.whole():
+        manifest = read_manifest(source, plugins)
+        choices = plugins.registry.migrations(manifest.backend, manifest.version)
+        chosen = next((m for m in choices if to in (None, m.to_version)), None)
+        if chosen is None:
+            found = ", ".join(f"{manifest.version} to {m.to_version}" for m in choices) or "none"
+            raise VersionTooOldError(
+                f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}; no installed plugin "
+                f"has the migration that is asked for (installed for it: {found})"
+            )
+        identity = (manifest.backend, chosen.to_version, _reader_of(manifest.backend, chosen.to_version, plugins))
+        with CheckpointReader(source, manifest, verify=True) as reader:
+
+            def write(writer: CheckpointWriter, _save_id: str) -> None:
+                chosen().migrate(reader, writer)
+
+            commit_files(operation, target, identity, write, overwrite=False)
+    return manifest.backend, manifest.version, chosen.to_version
+
+
+def _reader_of(backend: str, version: int, plugins: PluginHost) -> str:
+    """The oldest release that reads the version, as its save strategy says."""
+    entry = plugins.registry.find(StrategyAction.SAVE_SHARDED, backend, version)
+    return str(entry.create().reader) if entry else ""
+
+
+__all__ = ["migrate_checkpoint"]

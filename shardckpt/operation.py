@@ -1,0 +1,72 @@
+"""One save or load as a sequence of steps that all ranks take together, each reported to ``shardckpt_event``."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.hookspecs import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from shardckpt.comm import Comm
+    from shardckpt.plugins import PluginHost
+
+
+class Operation:
+    """A save, load or migration under way on this rank.
+
+    Args:
+        kind: ``save``, ``load`` or ``migrate``.
+        directory: The checkpoint.
+        comm: The ranks that take part.
+        host: The plugins that hear of it.
+    """
+
+    def __init__(self, kind: str, directory: Path, comm: Comm, host: PluginHost) -> None:
+        self.comm = comm
+        self.host = host
+        self._base = Event(kind, "", "start", str(directory), comm.rank)
+
+    def dispatched(self, strategy: Any) -> None:
+        """Note which strategy does the work."""
+        kind = type(strategy)
+        name = f"({kind.backend!r}, {kind.version}) {kind.__module__}.{kind.__qualname__}"
+        self._base = replace(self._base, strategy=name)
+
+    def wrote(self, nbytes: int) -> None:
+        """Note how many bytes this rank wrote."""
+        self._base = replace(self._base, nbytes=nbytes)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Report the operation from start to end."""
+        with self._reported(""):
+            yield
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A step after which all ranks go on or raise the same error."""
+        with self._reported(name), self.comm.phase(name):
+            yield
+
+    @contextmanager
+    def _reported(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        self._emit(phase=phase, state="start", nbytes=0)
+        try:
+            yield
+        except Exception as exc:
+            self._emit(phase=phase, state="failure", seconds=time.perf_counter() - start, error=str(exc))
+            raise
+        self._emit(phase=phase, state="end", seconds=time.perf_counter() - start)
+
+    def _emit(self, **changes: Any) -> None:
+        self.host.hook.shardckpt_event(event=replace(self._base, **changes))
+
+
+__all__ = ["Operation"]

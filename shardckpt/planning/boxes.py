@@ -1,0 +1,114 @@
+"""Boxes: a shard's place in its global tensor, as offset and extent along every axis."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from shardckpt.mapping import ShardedTensor
+
+Ints = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """An axis-parallel box of global elements."""
+
+    offset: Ints
+    shape: Ints
+
+    @property
+    def volume(self) -> int:
+        """Number of elements; 1 for the box of a 0-D tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> Ints:
+        """The first index behind the box, along every axis."""
+        return tuple(off + size for off, size in zip(self.offset, self.shape, strict=True))
+
+    def moved(self, by: Sequence[int]) -> Box:
+        """The same box with its offset moved."""
+        return Box(tuple(off + step for off, step in zip(self.offset, by, strict=True)), self.shape)
+
+
+class FlatPart(NamedTuple):
+    """A box cut out of a flattened block: the box, and where its elements start in the flattened slice."""
+
+    box: Box
+    start: int
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The elements that both boxes have, or None."""
+    start = tuple(map(max, a.offset, b.offset))
+    end = tuple(map(min, a.end, b.end))
+    if any(lo >= hi for lo, hi in zip(start, end, strict=True)):
+        return None
+    return Box(start, tuple(hi - lo for lo, hi in zip(start, end, strict=True)))
+
+
+def flat_parts(shape: Sequence[int], start: int, stop: int) -> list[FlatPart]:
+    """Cut elements ``start`` to ``stop`` of a row-major flattened block into boxes, at most 2·axes - 1 of them.
+
+    Each part's elements follow each other in the flattened slice, in the box's own row-major order; its ``start``
+    counts from the slice's first element.
+    """
+    parts = _flat_boxes(tuple(shape), start, stop)
+    found, position = [], 0
+    for box in parts:
+        found.append(FlatPart(box, position))
+        position += box.volume
+    return found
+
+
+def _flat_boxes(shape: Ints, start: int, stop: int) -> list[Box]:
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop - start,)) if shape else Box((), ())]
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        return _in_row(shape, first, start, stop, row)
+    head = start // row + bool(start % row)  # the first whole row
+    tail = stop // row  # behind the last whole row
+    boxes = _in_row(shape, first, start, head * row, row) if head > first else []
+    if tail > head:
+        boxes.append(Box((head, *(0,) * (len(shape) - 1)), (tail - head, *shape[1:])))
+    return boxes + (_in_row(shape, last, tail * row, stop, row) if stop > tail * row else [])
+
+
+def _in_row(shape: Ints, index: int, start: int, stop: int, row: int) -> list[Box]:
+    inner = _flat_boxes(shape[1:], start - index * row, stop - index * row)
+    return [Box((index, *box.offset), (1, *box.shape)) for box in inner]
+
+
+def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
+    """The boxes that a shard fills in its global tensor: one, or several for a flattened shard."""
+    lead = shard.prepend_axis_num
+    whole = Box(tuple(shard.global_offset), (1,) * lead + tuple(shard.local_shape))
+    part = shard.flattened_range
+    if part is None:
+        return [FlatPart(whole, 0)]
+    return [
+        FlatPart(Box((0,) * lead + box.offset, (1,) * lead + box.shape).moved(whole.offset), start)
+        for box, start in flat_parts(shard.local_shape, part.start, part.stop)
+    ]
+
+
+def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
+    """The shard's elements of one of its :func:`shard_parts`, as a view of the part's shape."""
+    if shard.data is None:
+        raise ValueError(f"ShardedTensor {shard.key!r} has no data")
+    data = shard.data.detach()
+    if shard.flattened_range is not None:
+        data = data[part.start : part.start + part.box.volume].view(part.box.shape)
+    return data.view(part.box.shape) if data.is_contiguous() else data[(None,) * shard.prepend_axis_num]
+
+
+__all__ = ["Box", "FlatPart", "Ints", "flat_parts", "intersect", "part_view", "shard_parts"]

@@ -1,0 +1,221 @@
+"""The registry: (backend, version) → strategy. Classes or lazy references, never singletons that carry state."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
+from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
+
+_USER = "this process"
+
+
+class StrategyAction(Enum):
+    """What a registered strategy does, by Megatron's names; common state belongs to the sharded strategy here."""
+
+    LOAD_SHARDED = "load_sharded"
+    SAVE_SHARDED = "save_sharded"
+
+
+_BASES: dict[StrategyAction, type[Any]] = {
+    StrategyAction.LOAD_SHARDED: LoadStrategy,
+    StrategyAction.SAVE_SHARDED: SaveStrategy,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered strategy.
+
+    Attributes:
+        action: Whether it saves or loads.
+        backend: Its backend.
+        version: Its version.
+        target: A class, an instance, or ``"module:Class"``, imported at first use.
+        distribution: Who registered it: a distribution with its version, or this process.
+        summary: What it reads or writes.
+        override: Whether it was registered to replace another.
+    """
+
+    action: StrategyAction
+    backend: str
+    version: int
+    target: Any
+    distribution: str
+    summary: str
+    override: bool
+
+    @property
+    def name(self) -> str:
+        """The class's name with its module, without importing it."""
+        if isinstance(self.target, str):
+            return self.target.replace(":", ".")
+        kind = self.target if isinstance(self.target, type) else type(self.target)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def create(self) -> Any:
+        """A strategy for one operation: a fresh one, unless an instance was registered."""
+        target = _imported(self) if isinstance(self.target, str) else self.target
+        return target() if isinstance(target, type) else target
+
+
+class StrategyRegistry:
+    """Strategies by action, backend and version."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[StrategyAction, str, int], Entry] = {}
+        self._migrations: dict[tuple[str, int, int], type[Migration]] = {}
+        self._default: tuple[str, int] | None = None
+        self._distribution = _USER
+
+    def add(self, strategy: type[Any] | SaveStrategy | LoadStrategy, *, override: bool = False) -> None:
+        """Register a strategy class (a fresh instance serves every operation) or an instance.
+
+        Args:
+            strategy: A subclass, or an instance of one, of SaveStrategy or LoadStrategy.
+            override: Replace what is registered under its backend and version, now and for good.
+
+        Raises:
+            DuplicateStrategyError: another strategy has that backend and version.
+            PluginError: it is not a strategy, or does not name its backend and version.
+        """
+        kind = strategy if isinstance(strategy, type) else type(strategy)
+        for action, base in _BASES.items():
+            if issubclass(kind, base):
+                break
+        else:
+            raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy")
+        backend, version = getattr(kind, "backend", None), getattr(kind, "version", None)
+        if not isinstance(backend, str) or not isinstance(version, int):
+            raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
+        summary = kind.reads if action is StrategyAction.LOAD_SHARDED else kind.writes
+        self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
+
+    def add_lazy(
+        self,
+        backend: str,
+        version: int,
+        *,
+        save: str = "",
+        load: str = "",
+        writes: str = "",
+        reads: str = "",
+        default: bool = False,
+        override: bool = False,
+    ) -> None:
+        """Register classes as ``"module:Class"`` without importing them.
+
+        Args:
+            backend: The classes' backend; checked when they are imported.
+            version: Their version.
+            save: The SaveStrategy, if any.
+            load: The LoadStrategy, if any.
+            writes: What it writes, in a few words.
+            reads: What it reads, in a few words.
+            default: Make it what ``save`` uses where the caller names none.
+            override: As for :meth:`add`.
+        """
+        pairs = ((StrategyAction.SAVE_SHARDED, save, writes), (StrategyAction.LOAD_SHARDED, load, reads))
+        for action, target, summary in pairs:
+            if target:
+                self._put(Entry(action, backend, version, target, self._distribution, summary, override))
+        if default:
+            if self._default not in (None, (backend, version)) and not override:
+                raise DuplicateStrategyError(f"{(backend, version)} and {self._default} both claim to be the default")
+            self._default = (backend, version)
+
+    def add_migration(self, migration: type[Migration]) -> None:
+        """Register how checkpoints of one version are rewritten as another."""
+        key = (migration.backend, migration.from_version, migration.to_version)
+        if key in self._migrations:
+            other = self._migrations[key]
+            raise DuplicateStrategyError(f"two migrations for {key}: {other.__qualname__} and {migration.__qualname__}")
+        self._migrations[key] = migration
+
+    def put(self, action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
+        """Register, as the user's override, a strategy under a key of the caller's choice."""
+        kind = strategy if isinstance(strategy, type) else type(strategy)
+        if not issubclass(kind, _BASES[action]):
+            raise PluginError(f"{kind.__qualname__} is not a {_BASES[action].__name__}")
+        self._put(Entry(action, backend, version, strategy, self._distribution, "", override=True))
+
+    @property
+    def default(self) -> tuple[str, int]:
+        """Backend and version that a save uses where the caller names none."""
+        if self._default is None:
+            raise PluginError(
+                "no default strategy is registered: the distribution metadata of shardckpt was not found; "
+                "install the project (pip install -e .), again after entry points were added"
+            )
+        return self._default
+
+    def find(self, action: StrategyAction, backend: str, version: int) -> Entry | None:
+        """The strategy under exactly this key."""
+        return self._entries.get((action, backend, version))
+
+    def entries(self, action: StrategyAction | None = None, backend: str | None = None) -> list[Entry]:
+        """Registered strategies, sorted by backend, newest version first."""
+        chosen = (
+            entry
+            for entry in self._entries.values()
+            if action in (None, entry.action) and backend in (None, entry.backend)
+        )
+        return sorted(chosen, key=lambda entry: (entry.backend, -entry.version, entry.action.value))
+
+    def migrations(self, backend: str, from_version: int) -> list[type[Migration]]:
+        """Migrations from this version, the newest target first."""
+        found = (m for key, m in self._migrations.items() if key[:2] == (backend, from_version))
+        return sorted(found, key=lambda migration: -migration.to_version)
+
+    @contextmanager
+    def registering(self, distribution: str) -> Iterator[None]:
+        """Note the distribution of what is added inside the block, and take all of it back if the block fails."""
+        before = (dict(self._entries), dict(self._migrations), self._default)
+        self._distribution = distribution
+        try:
+            yield
+        except BaseException:
+            self._entries, self._migrations, self._default = before
+            raise
+        finally:
+            self._distribution = _USER
+
+    def _put(self, entry: Entry) -> None:
+        key = (entry.action, entry.backend, entry.version)
+        present = self._entries.get(key)
+        if present is None or (entry.override and (not present.override or entry.distribution == _USER)):
+            self._entries[key] = entry
+        elif entry.override == present.override:
+            raise DuplicateStrategyError(
+                f"({entry.backend!r}, {entry.version}) is claimed twice for {entry.action.value}: by {present.name} of "
+                f"{present.distribution} and by {entry.name} of {entry.distribution}; uninstall one, switch it off "
+                "with SHARDCKPT_DISABLED_PLUGINS, or register the one you want with override=True"
+            )
+
+
+def _imported(entry: Entry) -> type[Any]:
+    module, _, name = entry.target.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as exc:
+        raise PluginError(f"{entry.target} of {entry.distribution} cannot be imported: {exc}") from exc
+    if (kind.backend, kind.version) != (entry.backend, entry.version):
+        raise PluginError(f"{entry.target} is ({kind.backend!r}, {kind.version}), registered as {entry.backend!r}")
+    return kind  # type: ignore[no-any-return]
+
+
+def parse_key(value: Any) -> tuple[str, int | None]:
+    """Backend and version that a caller names: ``"npy"`` or ``("npy", 1)``."""
+    if isinstance(value, str):
+        return value, None
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int):  # noqa: PLR2004
+        return value
+    raise CheckpointingException(f"a strategy is named as 'backend' or ('backend', version), not {value!r}")
+
+
+__all__ = ["Entry", "StrategyAction", "StrategyRegistry", "parse_key"]

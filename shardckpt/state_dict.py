@@ -1,0 +1,321 @@
+"""Pure functions over nests of dicts and lists, and the split of a state dict into what is sharded and what is not.
+
+Only dict and list are containers; everything else, tuples included, is a leaf. Functions whose names end in
+``_inplace``, and those that Megatron documents as such, change their argument; all others leave it alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.mapping import (
+    CommonStateDict,
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+_R = TypeVar("_R")
+
+
+def nested_values(x: Any) -> Iterator[Any]:
+    """The leaves of a nest, depth first."""
+    for _, value in nested_items(x):
+        yield value
+
+
+def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(path, leaf) pairs of a nest, depth first; a path holds keys and indices."""
+    if isinstance(x, dict):
+        for key, value in x.items():
+            yield from nested_items(value, (*path, key))
+    elif isinstance(x, list):
+        for index, value in enumerate(x):
+            yield from nested_items(value, (*path, index))
+    else:
+        yield path, x
+
+
+def extract_matching_values(
+    x: Any, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
+) -> tuple[Any, Any]:
+    """Split a nest into the leaves that match and the rest: ``(match, rest)``.
+
+    Args:
+        x: A dict or list.
+        predicate: Says of a leaf whether it matches.
+        return_lists_as_dicts: Give lists back as dicts from index to value, so that merging finds their places again.
+    """
+    if isinstance(x, dict):
+        items: Iterable[tuple[Any, Any]] = x.items()
+    elif isinstance(x, list):
+        items = enumerate(x)
+    else:
+        raise CheckpointingException(f"expected a dict or a list to split, got {type(x).__name__}")
+    match: dict[Any, Any] = {}
+    rest: dict[Any, Any] = {}
+    for key, value in items:
+        if isinstance(value, (dict, list)):
+            inner_match, inner_rest = extract_matching_values(value, predicate, return_lists_as_dicts)
+            if inner_match:
+                match[key] = inner_match
+            if inner_rest or not value:
+                rest[key] = inner_rest
+        else:
+            (match if predicate(value) else rest)[key] = value
+    if isinstance(x, list) and not return_lists_as_dicts:
+        return list(match.values()), list(rest.values())
+    return match, rest
+
+
+def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
+    """Where two nests differ.
+
+    Returns:
+        Paths that only ``x1`` has, paths that only ``x2`` has, and (path, type, type) where the leaves differ.
+    """
+    only_left: list[Any] = []
+    only_right: list[Any] = []
+    mismatch: list[Any] = []
+    left, right = _children(x1), _children(x2)
+    if left is None or right is None or type(x1) is not type(x2):
+        if not _equal(x1, x2):
+            mismatch.append((prefix, type(x1), type(x2)))
+        return only_left, only_right, mismatch
+    only_left.extend((*prefix, key) for key in left if key not in right)
+    only_right.extend((*prefix, key) for key in right if key not in left)
+    for key in left:
+        if key in right:
+            parts = diff(left[key], right[key], (*prefix, key))
+            for found, total in zip(parts, (only_left, only_right, mismatch), strict=True):
+                total.extend(found)
+    return only_left, only_right, mismatch
+
+
+def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """A nest of the same form with ``f`` applied to every leaf."""
+    if isinstance(x, dict):
+        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [dict_list_map_outplace(f, value) for value in x]
+    return f(x)
+
+
+def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """Replace every leaf of the nest by ``f(leaf)``, and return the nest."""
+    if isinstance(x, dict):
+        for key in x:
+            x[key] = dict_list_map_inplace(f, x[key])
+    elif isinstance(x, list):
+        x[:] = [dict_list_map_inplace(f, value) for value in x]
+    else:
+        return f(x)
+    return x
+
+
+def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+    """Put the nest ``x2`` into ``x1`` (changed in place, and returned).
+
+    A dict whose keys are list indices is merged into a list at these places, and makes the list longer where its
+    index follows the last.
+
+    Raises:
+        ValueError: both have a leaf at the same path, or lists differ in length.
+    """
+    if isinstance(x1, dict) and isinstance(x2, dict):
+        for name, value in x2.items():
+            x1[name] = merge(x1[name], value, (*key, name)) if name in x1 else value
+    elif isinstance(x1, list) and isinstance(x2, list):
+        if len(x1) != len(x2):
+            raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} values at {_shown(key)}")
+        for index, value in enumerate(x2):
+            x1[index] = merge(x1[index], value, (*key, index))
+    elif isinstance(x1, list) and isinstance(x2, dict):
+        return _merge_into_list(x1, x2, key)
+    else:
+        raise ValueError(f"cannot merge: both sides have a value at {_shown(key)}: {x1!r:.80} and {x2!r:.80}")
+    return x1
+
+
+def map_reduce(
+    xs: Iterable[_V],
+    key_fn: Callable[[_V], _K],
+    value_fn: Callable[[_V], Any],
+    reduce_fn: Callable[[list[Any]], _R],
+) -> dict[_K, _R]:
+    """Group ``value_fn(x)`` by ``key_fn(x)`` and reduce every group: ``{key: reduce_fn([values])}``."""
+    groups: dict[_K, list[Any]] = {}
+    for x in xs:
+        groups.setdefault(key_fn(x), []).append(value_fn(x))
+    return {key: reduce_fn(values) for key, values in groups.items()}
+
+
+def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
+    """Replace every factory in the nest, in place, by what it builds."""
+    dict_list_map_inplace(_built, sharded_state_dict)
+
+
+def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+    """Undo :func:`apply_factories` on loaded values: run ``merge_fn`` wherever ``x2`` holds a factory.
+
+    Args:
+        x1: The loaded nest, changed in place.
+        x2: A nest with the factories, a part of the form of ``x1``; lists may be dicts from index to value.
+        key: Path so far, for error texts.
+
+    Raises:
+        ValueError: ``x1`` lacks a place that ``x2`` has.
+    """
+    if isinstance(x2, ShardedTensorFactory):
+        return x2.merge_fn(x1)
+    places = _children(x2)
+    if places is None or not isinstance(x1, (dict, list)):
+        raise ValueError(f"cannot merge factories at {_shown(key)}: {type(x1).__name__} and {type(x2).__name__}")
+    for name, inner in places.items():
+        try:
+            loaded = x1[name]
+        except (KeyError, IndexError):
+            raise ValueError(f"cannot merge the factory at {_shown((*key, name))}: nothing was loaded there") from None
+        x1[name] = apply_factory_merges(loaded, inner, (*key, name))
+    return x1
+
+
+def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """``(sharded tensors, rest)``."""
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
+
+
+def extract_sharded_tensors_and_factories(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """``(sharded tensors and factories, rest)``."""
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory)))
+
+
+def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """``(everything sharded, rest)``."""
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
+
+
+def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """``(local non-persistent objects, rest)``."""
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Prepend ``prefix`` to the key of every sharded leaf, in place."""
+    for value in nested_values(sharded_state_dict):
+        if isinstance(value, ShardedBase):
+            value.key = f"{prefix}{value.key}"
+
+
+def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
+    """Replace the prefix of every sharded leaf's key, in place.
+
+    Raises:
+        ValueError: a key does not begin with ``old_prefix``; nothing is changed then.
+    """
+    leaves = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedBase)]
+    for leaf in leaves:
+        if not leaf.key.startswith(old_prefix):
+            raise ValueError(f"cannot replace prefix {old_prefix!r} by {new_prefix!r}: key {leaf.key!r} lacks it")
+    for leaf in leaves:
+        leaf.key = new_prefix + leaf.key[len(old_prefix) :]
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
+    """Replace, in place, the first of the given prefixes that a sharded leaf's key begins with."""
+    for value in nested_values(sharded_state_dict):
+        if isinstance(value, ShardedBase):
+            for old, new in prefix_map.items():
+                if value.key.startswith(old):
+                    value.key = new + value.key[len(old) :]
+                    break
+
+
+def save_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[list[ShardedBase], CommonStateDict]:
+    """Factories built, local objects dropped, and the rest split into shards and common state; the argument stays."""
+    built = dict_list_map_outplace(build_copy, sharded_state_dict)
+    _, persistent = extract_nonpersistent(built)
+    sharded, common = extract_sharded_base(persistent)
+    return list(nested_values(sharded)), common
+
+
+def _built(value: Any) -> Any:
+    return value.build() if isinstance(value, ShardedTensorFactory) else value
+
+
+def build_copy(value: Any) -> Any:
+    """A leaf with its factory built and its description copied: what is done to it never reaches the caller's."""
+    if isinstance(value, ShardedTensorFactory):
+        return dict_list_map_outplace(_copied, value.build())
+    return _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, ShardedTensorFactory):
+        raise ShardingError(f"the factory {value.key!r} was built by another factory: build it in that one's build_fn")
+    return dataclasses.replace(value) if isinstance(value, ShardedBase) and dataclasses.is_dataclass(value) else value
+
+
+def _children(x: Any) -> dict[Any, Any] | None:
+    if isinstance(x, dict):
+        return x
+    if isinstance(x, list):
+        return dict(enumerate(x))
+    return None
+
+
+def _equal(x1: Any, x2: Any) -> bool:
+    if isinstance(x1, torch.Tensor) or isinstance(x2, torch.Tensor):
+        return isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor) and torch.equal(x1, x2)
+    result = x1 == x2
+    return result if isinstance(result, bool) else bool(getattr(result, "all", lambda: result)())
+
+
+def _merge_into_list(x1: list[Any], x2: dict[Any, Any], key: tuple[Any, ...]) -> list[Any]:
+    for index in sorted(x2):
+        if not isinstance(index, int) or not 0 <= index <= len(x1):
+            raise ValueError(f"cannot merge at {_shown((*key, index))}: the list there has {len(x1)} values")
+        if index == len(x1):
+            x1.append(x2[index])
+        else:
+            x1[index] = merge(x1[index], x2[index], (*key, index))
+    return x1
+
+
+def _shown(key: tuple[Any, ...]) -> str:
+    return "".join(f"[{part!r}]" for part in key) or "the top level"
+
+
+__all__ = [
+    "add_prefix_for_sharding",
+    "apply_factories",
+    "apply_factory_merges",
+    "apply_prefix_mapping",
+    "build_copy",
+    "dict_list_map_inplace",
+    "dict_list_map_outplace",
+    "diff",
+    "extract_matching_values",
+    "extract_nonpersistent",
+    "extract_sharded_base",
+    "extract_sharded_tensors",
+    "extract_sharded_tensors_and_factories",
+    "map_reduce",
+    "merge",
+    "nested_items",
+    "nested_values",
+    "replace_prefix_for_sharding",
+    "save_preprocess",
+]

@@ -1,0 +1,149 @@
+"""Whole or absent: a save fills a staging directory beside its target, and one rename publishes it.
+
+The steps, in the order that a power cut asks for: every file fsynced by who wrote it; then the files that make the
+checkpoint valid; then the staging directory; then the rename, or the exchange with what stood there; then the parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import StorageError
+from shardckpt.storage.filesystem import exchange, naming, sync_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_STAGING = ".shardckpt-staging-"
+_REPLACED = ".shardckpt-replaced-"
+
+
+def new_save_id() -> str:
+    """A name that no other save has."""
+    return uuid.uuid4().hex
+
+
+def create_staging(target: Path, save_id: str) -> Path:
+    """Make the staging directory of a save to ``target``: ``.<name>.shardckpt-staging-<id>`` beside it."""
+    staging = target.with_name(f".{target.name}{_STAGING}{save_id}")
+    with naming("create the staging directory", staging):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        left = staging_of(target)
+        staging.mkdir()
+    if left:
+        logger.warning("unfinished saves to %s lie beside it and can be deleted: %s", target, ", ".join(map(str, left)))
+    return staging
+
+
+def staging_of(target: Path) -> list[Path]:
+    """Staging directories of saves to ``target`` that were not committed (yet)."""
+    return _siblings(target, _STAGING)
+
+
+def replaced_of(target: Path) -> list[Path]:
+    """Checkpoints moved aside by an overwrite of ``target`` that did not end."""
+    return _siblings(target, _REPLACED)
+
+
+def is_staging(path: Path) -> bool:
+    """Whether a directory is a save's own, not a checkpoint: listings leave it out."""
+    return path.name.startswith(".") and (_STAGING in path.name or _REPLACED in path.name)
+
+
+def discard(staging: Path) -> None:
+    """Remove a staging directory after a failed save; what cannot be removed is reported, not raised."""
+    try:
+        shutil.rmtree(staging)
+    except OSError as exc:
+        logger.warning("cannot remove %s, which is no longer needed: %s", staging, exc)
+
+
+def is_free(target: Path) -> bool:
+    """Whether a save may take the path: nothing there, or an empty directory."""
+    with naming("look at", target):
+        if not target.exists():
+            return True
+        if not target.is_dir():
+            raise StorageError(f"{target} exists and is not a directory: give another path")
+        return not any(target.iterdir())
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Make a staging directory the target, which must be absent or an empty directory."""
+    sync_directory(staging)
+    with naming(f"rename {staging} to", target):
+        os.rename(staging, target)
+    sync_directory(target.parent)
+
+
+def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
+    """Put a staging directory in the place of an existing one, and remove the old.
+
+    Args:
+        staging: The new checkpoint.
+        target: The directory to replace.
+        owned: Names in ``target`` that are the old checkpoint's; all others are kept, as hard links.
+    """
+    with naming("keep the other files of", target):
+        _keep_foreign(target, staging, owned)
+    sync_directory(staging)
+    if exchange(staging, target):
+        sync_directory(target.parent)
+        discard(staging)
+        return
+    aside = target.with_name(f".{target.name}{_REPLACED}{new_save_id()}")
+    with naming("replace", target):
+        os.rename(target, aside)
+        try:
+            os.rename(staging, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
+    sync_directory(target.parent)
+    discard(aside)
+
+
+def _siblings(target: Path, mark: str) -> list[Path]:
+    if not target.parent.is_dir():
+        return []
+    return sorted(path for path in target.parent.iterdir() if path.name.startswith(f".{target.name}{mark}"))
+
+
+def _keep_foreign(source: Path, staging: Path, owned: Collection[str]) -> None:
+    for path in source.iterdir():
+        kept = staging / path.name
+        if path.name in owned or os.path.lexists(kept):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            kept.mkdir()
+            _keep_foreign(path, kept, ())
+            sync_directory(kept)
+        else:
+            _link_or_copy(path, kept)
+
+
+def _link_or_copy(path: Path, kept: Path) -> None:
+    try:
+        os.link(path, kept, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(path, kept, follow_symlinks=False)
+
+
+__all__ = [
+    "create_staging",
+    "discard",
+    "is_free",
+    "is_staging",
+    "new_save_id",
+    "publish",
+    "replace",
+    "replaced_of",
+    "staging_of",
+]

@@ -1,0 +1,142 @@
+"""File system calls with whole results and errors that name the file: no call here is retried, none is partial."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import stat
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CorruptCheckpointError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+#: The only names that a checkpoint's files may have: no separators, so none leaves its directory.
+FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_VECTORS = 1024  # IOV_MAX on Linux
+
+
+def check_file_name(name: str) -> str:
+    """The name itself if it is safe inside a checkpoint, else :class:`CorruptCheckpointError`."""
+    if not FILE_NAME.fullmatch(name) or name in (".", ".."):
+        raise CorruptCheckpointError(
+            f"file name {name!r} is not allowed in a checkpoint: only letters, digits, '.', '_' and '-'"
+        )
+    return name
+
+
+@contextmanager
+def naming(action: str, path: Path | str) -> Iterator[None]:
+    """Turn an OSError inside the block into a :class:`StorageError` that says what was done to which file."""
+    try:
+        yield
+    except OSError as exc:
+        code = errno.errorcode.get(exc.errno or 0, "OSError")
+        raise StorageError(f"cannot {action} {path}: {exc.strerror or exc} ({code})") from exc
+
+
+def open_new(path: Path) -> int:
+    """A descriptor of a file that did not exist before."""
+    with naming("create", path):
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+
+def open_existing(path: Path) -> tuple[int, int]:
+    """Descriptor and size of a regular file; links, devices and pipes are refused."""
+    with naming("open", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise CorruptCheckpointError(f"{path} is not a regular file")
+    return fd, info.st_size
+
+
+def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write the buffers one after the other from ``offset`` on, however many calls it takes."""
+    left = [buffer for buffer in buffers if buffer.nbytes]
+    while left:
+        with naming(f"write at offset {offset} of", path):
+            done = os.pwritev(fd, left[:_VECTORS], offset)
+        offset += done
+        left = _drop(left, done)
+
+
+def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
+    """Fill the buffer from ``offset`` on; :class:`CorruptCheckpointError` if the file ends before."""
+    left = buffer
+    while left.nbytes:
+        with naming(f"read at offset {offset} of", path):
+            done = os.preadv(fd, [left], offset)
+        if not done:
+            raise CorruptCheckpointError(f"{path} ends at offset {offset}: {left.nbytes} bytes are missing")
+        left, offset = left[done:], offset + done
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The whole of a small regular file; a file above ``limit`` bytes is refused before memory is taken."""
+    fd, size = open_existing(path)
+    try:
+        if size > limit:
+            raise CorruptCheckpointError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
+        buffer = bytearray(size)
+        read_into(fd, path, memoryview(buffer), 0)
+    finally:
+        os.close(fd)
+    return bytes(buffer)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the directory's entries durable."""
+    with naming("sync the directory", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two directory entries in one step; False where the system or file system has no such call."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    with naming(f"exchange {a} with", b):
+        raise OSError(code, os.strerror(code))
+
+
+def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What remains of the buffers behind their first ``count`` bytes."""
+    for number, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+__all__ = [
+    "FILE_NAME",
+    "check_file_name",
+    "exchange",
+    "naming",
+    "open_existing",
+    "open_new",
+    "read_file",
+    "read_into",
+    "sync_directory",
+    "write_all",
+]

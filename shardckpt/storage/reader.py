@@ -1,0 +1,164 @@
+"""Reading a checkpoint's files: only those that belong to it, only inside its directory, checked against digests."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardckpt import settings
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage.digest import ALGORITHM, Segments, checksum
+from shardckpt.storage.filesystem import check_file_name, open_existing, read_into
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from shardckpt.manifest import FileRecord, Manifest
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class _OpenFile:
+    """A file open for reading, with its table of digests if there is one."""
+
+    def __init__(self, path: Path, record: FileRecord | None, *, verify: bool) -> None:
+        self.path = path
+        self.fd, self.size = open_existing(path)
+        self.segments: Segments | None = None
+        if record is None:
+            return
+        if self.size != record.size:
+            os.close(self.fd)
+            raise CorruptCheckpointError(f"{path} has {self.size} bytes, {record.size} were written")
+        if verify:
+            self.segments = Segments.unpack(record.segments, record.digest)
+            if self.segments.size != record.size:
+                os.close(self.fd)
+                raise CorruptCheckpointError(f"{path}: its table of digests is for {self.segments.size} bytes")
+
+
+class CheckpointReader:
+    """The files of one checkpoint, for one operation; a context manager.
+
+    Args:
+        directory: The checkpoint.
+        manifest: What its JSON files say.
+        verify: Whether to check digests where there are any; by default as ``SHARDCKPT_VERIFY_READS`` says.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, *, verify: bool | None = None) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._verify = settings.verify_reads() if verify is None else verify
+        record = manifest.record
+        self._records = None if record is None else {file.name: file for file in record.files}
+        if record is not None and record.digest_algorithm != ALGORITHM and self._verify:
+            raise CorruptCheckpointError(
+                f"{directory}: digests are {record.digest_algorithm!r}, this reader checks {ALGORITHM!r}; "
+                f"a newer shardckpt reads them, or {settings.VERIFY_READS}=0 loads without checking"
+            )
+        self._lock = threading.Lock()
+        self._files: dict[str, _OpenFile] = {}
+        self._parsed: dict[str, Any] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the file belongs to the checkpoint."""
+        if self._records is not None:
+            return name in self._records
+        return (self.directory / check_file_name(name)).is_file()
+
+    def size(self, name: str) -> int:
+        """Bytes of the file."""
+        return self._file(name).size
+
+    def read(self, name: str) -> bytes:
+        """The whole file."""
+        return self.read_range(name, 0, self.size(name), "the file")
+
+    def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
+        """Bytes of a range; ``what`` (a key) is named in errors."""
+        file = self._file(name)
+        _check_range(file, offset, nbytes, what)
+        buffer = bytearray(nbytes)
+        self._fill(file, offset, memoryview(buffer), what)
+        return bytes(buffer)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill writable memory from the range that begins at ``offset``."""
+        file = self._file(name)
+        _check_range(file, offset, buffer.nbytes, what)
+        self._fill(file, offset, buffer.cast("B"), what)
+
+    def parsed(self, name: str, parse: Callable[[], _T]) -> _T:
+        """``parse()``, done once in the life of this reader and kept under ``name``."""
+        if name not in self._parsed:
+            self._parsed[name] = parse()
+        return self._parsed[name]  # type: ignore[no-any-return]
+
+    def map(self, function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+        """``function`` of every item, by the file threads; the first error is raised once all have ended."""
+        threads = settings.io_threads()
+        if threads == 1:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(threads, "shardckpt-read") as pool:
+            return list(pool.map(function, items))
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for file in self._files.values():
+                os.close(file.fd)
+            self._files.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _file(self, name: str) -> _OpenFile:
+        with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                path = self.directory / check_file_name(name)
+                record = None if self._records is None else self._records.get(name)
+                if self._records is not None and record is None:
+                    raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
+                file = self._files[name] = _OpenFile(path, record, verify=self._verify)
+            return file
+
+    def _fill(self, file: _OpenFile, offset: int, buffer: memoryview, what: str) -> None:
+        if file.segments is None:
+            read_into(file.fd, file.path, buffer, offset)
+            return
+        stop = offset + buffer.nbytes
+        for start, end, digest in file.segments.touching(offset, stop):
+            low, high = max(start, offset), min(end, stop)
+            target = buffer[low - offset : high - offset]
+            whole = target if high - low == end - start else memoryview(bytearray(end - start))
+            read_into(file.fd, file.path, whole, start)
+            if checksum(whole) != digest:
+                raise CorruptCheckpointError(
+                    f"{what}: bytes {start} to {end} of {file.path} are not those that were written (digest differs)"
+                )
+            if whole is not target:
+                target[:] = whole[low - start : high - start]
+
+
+def _check_range(file: _OpenFile, offset: int, nbytes: int, what: str) -> None:
+    if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
+        raise CorruptCheckpointError(
+            f"{what}: bytes {offset} to {offset + nbytes} are outside {file.path} of {file.size} bytes"
+        )
+
+
+__all__ = ["CheckpointReader"]

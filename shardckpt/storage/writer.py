@@ -1,0 +1,169 @@
+"""Writing a checkpoint's files: each created once, digested from memory while it is written, fsynced when closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from shardckpt import settings
+from shardckpt.errors import StorageError
+from shardckpt.manifest import FileRecord
+from shardckpt.storage.digest import Segments, segment_record
+from shardckpt.storage.filesystem import check_file_name, naming, open_new, write_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+Produce = Callable[[], Sequence[memoryview]]
+
+
+class FileWriter:
+    """One new file, written as a sequence of records; a context manager that closes and fsyncs it.
+
+    Records are placed when they are appended and written by a pool of threads; their bytes are asked for only then,
+    so that copies from a device exist for as many records as there are threads.
+    """
+
+    def __init__(self, path: Path, pool: ThreadPoolExecutor | None) -> None:
+        self._path = path
+        self._pool = pool
+        self._fd = open_new(path)
+        self._tasks: list[Future[list[tuple[int, int]]]] = []
+        self._keys = 0
+        #: Offset of the next record, in bytes.
+        self.position = 0
+
+    def align(self, multiple: int) -> int:
+        """Fill with zeros up to the next multiple, and return the position."""
+        gap = -self.position % multiple
+        if gap:
+            self.append(gap, lambda: [memoryview(bytes(gap))], keys=0)
+        return self.position
+
+    def append(self, nbytes: int, produce: Produce, keys: int = 1) -> int:
+        """Place a record of ``nbytes`` bytes and return its offset.
+
+        Args:
+            nbytes: Size of the record.
+            produce: Gives its parts, ``nbytes`` bytes together; called once, in any thread.
+            keys: How many stored items the record is, for reports.
+        """
+        offset, self.position = self.position, self.position + nbytes
+        self._keys += keys
+        self._tasks.append(_submitted(self._pool, lambda: self._write(offset, nbytes, produce)))
+        return offset
+
+    def close(self) -> FileRecord:
+        """Wait for all records, fsync, and return the file's record without its rank (0)."""
+        try:
+            segments = [segment for task in self._tasks for segment in task.result()]
+            with naming("fsync", self._path):
+                os.fsync(self._fd)
+        finally:
+            self._stop()
+        table = Segments([length for length, _ in segments], [digest for _, digest in segments])
+        return FileRecord(
+            name=self._path.name,
+            size=self.position,
+            rank=0,
+            keys=self._keys,
+            digest=table.root(),
+            segments=table.pack(),
+        )
+
+    def _stop(self) -> None:
+        """Let no thread use the descriptor any more, and close it."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            if not task.cancelled():
+                task.exception()
+        self._tasks = []
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, offset: int, nbytes: int, produce: Produce) -> list[tuple[int, int]]:
+        parts = [part.cast("B") for part in produce()]
+        total = sum(part.nbytes for part in parts)
+        if total != nbytes:
+            raise StorageError(
+                f"{self._path}: a record at offset {offset} was announced with {nbytes} bytes, has {total}"
+            )
+        write_all(self._fd, self._path, parts, offset)
+        return segment_record(parts)
+
+
+class CheckpointWriter:
+    """The files that one rank adds to a checkpoint in its staging directory.
+
+    Args:
+        directory: The staging directory.
+        rank: Noted in every file's record.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory = directory
+        self._rank = rank
+        threads = settings.io_threads()
+        self._pool = ThreadPoolExecutor(threads, "shardckpt-write") if threads > 1 else None
+        self._open: dict[str, FileWriter] = {}
+        #: Records of the files that are complete.
+        self.files: list[FileRecord] = []
+
+    def create(self, name: str) -> FileWriter:
+        """Begin a new file; names are of letters, digits, ``.``, ``_`` and ``-``."""
+        writer = FileWriter(self._directory / check_file_name(name), self._pool)
+        self._open[name] = writer
+        return writer
+
+    def finish(self, writer: FileWriter) -> FileRecord:
+        """Complete a file: all its bytes are durable when this returns."""
+        record = writer.close().model_copy(update={"rank": self._rank})
+        del self._open[record.name]
+        self.files.append(record)
+        return record
+
+    def write(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileRecord:
+        """A whole small file at once."""
+        writer = self.create(name)
+        view = memoryview(data)
+        writer.append(view.nbytes, lambda: [view], keys=keys)
+        return self.finish(writer)
+
+    def close(self) -> None:
+        """End the threads; files that were not finished stay incomplete."""
+        for writer in self._open.values():
+            writer._stop()  # noqa: SLF001 - the writer's own half of the same machinery
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _submitted(
+    pool: ThreadPoolExecutor | None, task: Callable[[], list[tuple[int, int]]]
+) -> Future[list[tuple[int, int]]]:
+    """The task's future: run by the pool, or here and now."""
+    if pool is not None:
+        return pool.submit(task)
+    future: Future[list[tuple[int, int]]] = Future()
+    try:
+        future.set_result(task())
+    except Exception as exc:  # noqa: BLE001 - it is raised by result()
+        future.set_exception(exc)
+    return future
+
+
+__all__ = ["CheckpointWriter", "FileWriter", "Produce"]

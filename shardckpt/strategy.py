@@ -1,0 +1,156 @@
+"""What a strategy is: the classes that authors subclass, and the small protocols for optional abilities."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.comm import Comm
+    from shardckpt.manifest import Manifest
+    from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict
+    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.writer import CheckpointWriter
+
+
+@dataclass(frozen=True)
+class SaveContext:
+    """Where and with whom a strategy saves.
+
+    Attributes:
+        writer: Creates the checkpoint's files in the staging directory; digests, fsync and commit are its business.
+        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)``.
+        save_id: A name that no other save has.
+    """
+
+    writer: CheckpointWriter
+    comm: Comm
+    save_id: str
+
+
+@dataclass(frozen=True)
+class LoadContext:
+    """Where and with whom a strategy loads.
+
+    Attributes:
+        reader: The checkpoint's files.
+        comm: The ranks that load.
+        allow_globals: Classes and functions that the caller allows legacy pickles to name.
+    """
+
+    reader: CheckpointReader
+    comm: Comm
+    allow_globals: tuple[Any, ...] = ()
+
+
+class SaveStrategy(ABC):
+    """Writes checkpoints of one (backend, version); an instance serves one save.
+
+    Attributes:
+        backend: Name of the format family.
+        version: Version that it writes.
+        reader: The oldest release that reads this version, for errors of older installations: ``"shardckpt 0.1"``.
+        writes: What it writes, in a few words for ``shardckpt strategies``.
+    """
+
+    backend: ClassVar[str]
+    version: ClassVar[int]
+    reader: ClassVar[str] = ""
+    writes: ClassVar[str] = ""
+
+    @abstractmethod
+    def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
+        """Write this rank's part; called on every rank.
+
+        Args:
+            shards: This rank's ShardedTensors and ShardedObjects, replicas included; checked across ranks.
+            common: The state that is not sharded; the main rank's is the one to store.
+            context: Where and with whom.
+        """
+
+
+class LoadStrategy(ABC):
+    """Reads checkpoints of one backend; an instance serves one load.
+
+    Attributes:
+        backend: Name of the format family.
+        version: Newest version that it reads.
+        reads: What it reads, in a few words for ``shardckpt strategies``.
+    """
+
+    backend: ClassVar[str]
+    version: ClassVar[int]
+    reads: ClassVar[str] = ""
+
+    def cannot_load(self, manifest: Manifest) -> str | None:
+        """Why it cannot read this checkpoint, or None if it can; by default it reads its own version only."""
+        if manifest.backend != self.backend:
+            return f"reads backend {self.backend!r}"
+        if manifest.version != self.version:
+            return f"reads version {self.version}"
+        return None
+
+    @abstractmethod
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """The value of every wanted shard, in order: a tensor for a ShardedTensor, an object for a ShardedObject.
+
+        A ShardedTensor's ``data`` is filled and returned where there is one; else memory is allocated. Shards whose
+        key is not stored do not come here.
+        """
+
+    @abstractmethod
+    def load_common(self, context: LoadContext) -> StateDict:
+        """The state that is not sharded."""
+
+    @abstractmethod
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:
+        """What is stored: a data-less ShardedTensor of the whole shape a tensor, a ShardedObject an object."""
+
+
+@runtime_checkable
+class Recognises(Protocol):
+    """A load strategy that knows checkpoints without ``metadata.json`` by their content."""
+
+    def recognises(self, directory: Path) -> int | None:
+        """The version under which it reads the directory, or None if it does not know it."""
+
+
+@runtime_checkable
+class OwnsFiles(Protocol):
+    """A load strategy that can say which files of a foreign checkpoint are the checkpoint's: an overwrite keeps the rest."""
+
+    def owned_files(self, directory: Path) -> set[str]:
+        """Names of the checkpoint's files."""
+
+
+class Migration(ABC):
+    """Rewrites a checkpoint of one version as another; ``shardckpt migrate OLD NEW`` runs it.
+
+    Attributes:
+        backend: Name of the format family.
+        from_version: Version that it reads.
+        to_version: Version that it writes.
+    """
+
+    backend: ClassVar[str]
+    from_version: ClassVar[int]
+    to_version: ClassVar[int]
+
+    @abstractmethod
+    def migrate(self, reader: CheckpointReader, writer: CheckpointWriter) -> None:
+        """Write the files of the new version; digests, marker and commit are not its business."""
+
+
+__all__ = [
+    "LoadContext",
+    "LoadStrategy",
+    "Migration",
+    "OwnsFiles",
+    "Recognises",
+    "SaveContext",
+    "SaveStrategy",
+]

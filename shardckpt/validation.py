@@ -1,0 +1,221 @@
+"""What must hold across ranks before bytes move: shards agree, cover their tensors exactly, and keys are as wanted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.planning.boxes import Box, Ints, shard_parts
+from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.state_dict import map_reduce
+
+if TYPE_CHECKING:
+    from shardckpt.comm import Comm
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 20
+
+
+class StrictHandling(Enum):
+    """What a load does about keys that do not match, by Megatron's names.
+
+    Megatron's words are the reverse of torch's: *unexpected* keys are wanted and not in the checkpoint (torch:
+    missing); *missing* keys are in the checkpoint and wanted by no rank (torch: unexpected).
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @property
+    def checks_all(self) -> bool:
+        """Whether keys that no rank wants matter too: needs every rank's keys."""
+        return self in (self.LOG_ALL, self.RAISE_ALL, self.RETURN_ALL)
+
+    @property
+    def returns_keys(self) -> bool:
+        """Whether load returns the mismatched keys beside the state dict."""
+        return self in (self.RETURN_UNEXPECTED, self.RETURN_ALL)
+
+
+def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
+    """The mode that a caller's flag means: True raises on every mismatch, False logs it."""
+    if isinstance(strict, bool):
+        return StrictHandling.RAISE_ALL if strict else StrictHandling.LOG_ALL
+    if isinstance(strict, StrictHandling):
+        return strict
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        modes = ", ".join(mode.value for mode in StrictHandling)
+        raise CheckpointingException(f"strict={strict!r}: expected True, False or one of {modes}") from None
+
+
+@dataclass(frozen=True)
+class KeyMismatch:
+    """Keys of a load that do not match, in Megatron's words (see :class:`StrictHandling`)."""
+
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+
+
+def stored_key(shard: ShardedBase) -> str:
+    """The name under which a shard is stored: a tensor's key, an object's unique key."""
+    return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
+
+
+def compare_keys(
+    wanted: Sequence[ShardedBase], stored: Iterable[str], strict: StrictHandling, comm: Comm
+) -> KeyMismatch:
+    """Apply the strictness mode; the same verdict on every rank.
+
+    Args:
+        wanted: This rank's shards.
+        stored: Keys in the checkpoint, common state left out.
+        strict: What to do about a mismatch.
+        comm: The ranks that load.
+
+    Raises:
+        KeyMismatchError: some rank's keys do not match and the mode forbids it.
+    """
+    have = frozenset(stored)
+    mine = frozenset(map(stored_key, wanted))
+    unexpected = mine - have
+    missing: frozenset[str] = frozenset()
+    if strict.checks_all:
+        missing = have.difference(*comm.all_gather(mine))
+    with comm.phase("comparing keys"):
+        if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL) and (unexpected or missing):
+            raise KeyMismatchError(_mismatch_text(missing, unexpected))
+        if strict is StrictHandling.ASSUME_OK_UNEXPECTED and unexpected:
+            raise KeyMismatchError(
+                _mismatch_text(missing, unexpected) + "\nTo load the rest, pass strict='log_unexpected'."
+            )
+    if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
+        logger.warning("%s", _mismatch_text(missing, unexpected))
+    return KeyMismatch(missing, unexpected)
+
+
+def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
+    """Check that the shards of all ranks describe every global tensor and object exactly once.
+
+    Grids may be regular or not. Every rank raises the same error, with all faults found.
+
+    Args:
+        shards: This rank's shards.
+        comm: The ranks that save or load together.
+
+    Raises:
+        ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
+    """
+    with comm.phase("describing shards"):
+        for shard in shards:
+            shard.validate_metadata_integrity()
+        claims = [_claim(shard) for shard in shards]
+    everyone = comm.gather(claims)
+    with comm.phase("checking the shards of all ranks"):
+        if comm.is_main:
+            faults = find_faults(everyone)
+            if faults:
+                shown = faults[:_SHOWN] + ([f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])
+                raise ShardingError("shards do not fit together:\n  " + "\n  ".join(shown))
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A shard as the check sees it: what it says of the whole, and the boxes that it fills."""
+
+    key: str
+    kind: str
+    dtype: Any
+    global_shape: Ints
+    main: bool
+    boxes: tuple[Box, ...]
+
+
+def _claim(shard: ShardedBase) -> _Claim:
+    main = is_main_replica(shard.replica_id)
+    if isinstance(shard, ShardedTensor):
+        boxes = tuple(part.box for part in shard_parts(shard))
+        return _Claim(shard.key, "tensor", shard.dtype, tuple(shard.global_shape), main, boxes)
+    if isinstance(shard, ShardedObject):
+        cell = Box(tuple(shard.global_offset), (1,) * len(shard.global_shape))
+        return _Claim(shard.key, "object", None, tuple(shard.global_shape), main, (cell,))
+    raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
+
+
+def find_faults(claims_by_rank: Sequence[Sequence[_Claim]]) -> list[str]:
+    """What is wrong with the shards of all ranks, sorted by key."""
+    ranked = ((rank, claim) for rank, claims in enumerate(claims_by_rank) for claim in claims)
+    by_key = map_reduce(ranked, lambda item: (item[1].key, item[1].kind), lambda item: item, list)
+    faults = []
+    for key, kind in sorted(by_key):
+        faults.extend(f"{kind} {key!r}: {fault}" for fault in _faults_of_key(by_key[key, kind], kind))
+    return faults
+
+
+def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]:
+    first_rank, first = claims[0]
+    for what in ("global_shape", "dtype"):
+        for rank, claim in claims:
+            if getattr(claim, what) != getattr(first, what):
+                yield (
+                    f"ranks disagree on its {what}: {getattr(first, what)} on rank {first_rank}, "
+                    f"{getattr(claim, what)} on rank {rank}"
+                )
+                return
+    mains = [(rank, box) for rank, claim in claims if claim.main for box in claim.boxes]
+    boxes = [box for _, box in mains]
+    overlap = find_overlap(boxes)
+    if overlap is not None:
+        yield (
+            f"{_region(overlap.common)} is described as the main replica twice, by rank {mains[overlap.first][0]} and "
+            f"rank {mains[overlap.second][0]}: give copies a replica_id other than 0"
+        )
+        return
+    hole = find_hole(first.global_shape, boxes)
+    if hole is not None:
+        part = "no object" if kind == "object" else "no shard"
+        hint = "" if boxes else " (no rank holds a main replica: replica_id 0)"
+        yield f"{part} describes {_region(hole)} of the global shape {first.global_shape}{hint}"
+
+
+def _region(box: Box) -> str:
+    return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(box.offset, box.end, strict=True)) + "]"
+
+
+def _mismatch_text(missing: frozenset[str], unexpected: frozenset[str]) -> str:
+    parts = []
+    if unexpected:
+        parts.append(
+            "wanted and not in the checkpoint (Megatron: unexpected keys, torch: missing keys): "
+            + ", ".join(sorted(unexpected))
+        )
+    if missing:
+        parts.append(
+            "in the checkpoint and wanted by no rank (Megatron: missing keys, torch: unexpected keys): "
+            + ", ".join(sorted(missing))
+        )
+    return "\n".join(parts)
+
+
+__all__ = [
+    "KeyMismatch",
+    "StrictHandling",
+    "compare_keys",
+    "find_faults",
+    "parse_strict_flag",
+    "stored_key",
+    "validate_shards",
+]

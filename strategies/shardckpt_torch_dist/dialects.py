@@ -1,0 +1,108 @@
+"""Every dialect of ``.metadata`` that was ever written under (torch_dist, 1), recognised by content.
+
+The version number never changed from Megatron 0.6 to 0.20; what did:
+
+- 0.6 to 0.18 and we ourselves: the common state is the file ``common.pt``; from 0.19 on, an object among the tensors.
+  The object wins where both are there: a ``common.pt`` may be left from an older save into the same directory.
+- 0.8 to 0.15: a flattened optimizer shard is stored as a slice of a flattened grid cell, under a reformulated global
+  shape (fragments along every axis, then the cell's elements); ``mcore_data`` has the true shape.
+- 0.15: the pickled object is Megatron's MCoreMetadata; 0.11 to 0.15: plans of Megatron's MCoreSavePlan lie in it.
+- plain torch.distributed.checkpoint: no ``metadata.json``; values that are not tensors are stored one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.planning.boxes import Box, Ints, flat_parts
+from shardckpt.storage.filesystem import check_file_name
+from shardckpt_torch_dist.stored import COMMON_KEY, Chunk, Item, StoredIndex, StoredTensor, is_object_key
+from shardckpt_torch_dist.unpickle import load_metadata
+
+if TYPE_CHECKING:
+    from shardckpt.storage.reader import CheckpointReader
+
+METADATA_FILE = ".metadata"
+
+_Places = dict[tuple[str, Ints | None], Item]
+
+
+def read_index(reader: CheckpointReader) -> StoredIndex:
+    """What the checkpoint stores; read once in the life of a reader."""
+    return reader.parsed(METADATA_FILE, lambda: _parse(reader.read(METADATA_FILE), str(reader.directory)))
+
+
+def _parse(pickled: bytes, directory: str) -> StoredIndex:
+    source = f"{directory}/{METADATA_FILE}"
+    raw = load_metadata(pickled, source)
+    try:
+        return _index(raw)
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as exc:
+        raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
+
+
+def _index(raw: Any) -> StoredIndex:
+    places = _places(raw)
+    flattened = getattr(raw, "mcore_data", None) or {}
+    paths = getattr(raw, "planner_data", None) or {}
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Item] = {}
+    loose: dict[tuple[Any, ...], Item] = {}
+    common = None
+    for key, entry in raw.state_dict_metadata.items():
+        if hasattr(entry, "chunks"):
+            true_shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
+            tensors[key] = _tensor(key, entry, true_shape, places)
+        elif (key, None) not in places:
+            raise CorruptCheckpointError(f"object {key!r} is named and not stored: the save lost it")
+        elif key == COMMON_KEY:
+            common = places[key, None]
+        elif is_object_key(key):
+            objects[key] = places[key, None]
+        else:
+            loose[tuple(paths.get(key, (key,)))] = places[key, None]
+    return StoredIndex(tensors, objects, common, loose)
+
+
+def _places(raw: Any) -> _Places:
+    """Where every stored item is, by key and offset (None for objects)."""
+    places: _Places = {}
+    for index, info in raw.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise CorruptCheckpointError(
+                f"{index.fqn!r} is stored through DCP stream extensions {tuple(info.transform_descriptors)}, which are "
+                "not supported: load it with torch.distributed.checkpoint and save it again"
+            )
+        offset = getattr(index, "offset", None)  # left out of the pickle where it is None
+        place = None if offset is None else tuple(offset)
+        places[index.fqn, place] = Item(check_file_name(info.relative_path), int(info.offset), int(info.length))
+    return places
+
+
+def _tensor(key: str, entry: Any, true_shape: Any, places: _Places) -> StoredTensor:
+    shape = tuple(entry.size if true_shape is None else true_shape)
+    chunks: dict[Ints, Chunk] = {}
+    for stored in entry.chunks:
+        offset, sizes = tuple(stored.offsets), tuple(stored.sizes)
+        item = places.get((key, offset))
+        if item is None:
+            continue  # a save that lost it: a load that needs it finds a hole
+        volume = math.prod(sizes)
+        parts = [(Box(offset, sizes), 0)]
+        if true_shape is not None:
+            parts = _flattened(shape, tuple(entry.size), offset, sizes)
+        chunks.update({box.offset: Chunk(box, item, first, volume) for box, first in parts})
+    return StoredTensor(entry.properties.dtype, shape, chunks)
+
+
+def _flattened(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) -> list[tuple[Box, int]]:
+    """The boxes of a flattened slice of a grid cell, in true coordinates, with their first element in the slice."""
+    fragments, cell = stored_shape[:-1], offset[:-1]
+    block = tuple(size // count for size, count in zip(true_shape, fragments, strict=True))
+    corner = tuple(index * length for index, length in zip(cell, block, strict=True))
+    return [(part.box.moved(corner), part.start) for part in flat_parts(block, offset[-1], offset[-1] + sizes[-1])]
+
+
+__all__ = ["METADATA_FILE", "read_index"]

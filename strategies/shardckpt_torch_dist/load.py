@@ -1,0 +1,124 @@
+"""Loading every dialect of (torch_dist, 1), and plain DCP directories."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from shardckpt.manifest import MARKER_NAME
+from shardckpt.mapping import ShardedTensor
+from shardckpt.strategy import LoadStrategy
+from shardckpt_torch_dist.archive import load_bytes
+from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
+from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
+from shardckpt_torch_dist.regions import read_chunk, read_object
+from shardckpt_torch_dist.stored import COMMON_FILE, StoredIndex
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.strategy import LoadContext
+
+_INTEGRITY_FILE = "integrity.json"
+
+
+class TorchDistLoadShardedStrategy(LoadStrategy):
+    """Reads what Megatron-Core 0.6 to 0.20, torch.distributed.checkpoint and shardckpt write."""
+
+    backend = "torch_dist"
+    version = 1
+    reads = "Megatron-Core 0.6 to 0.20 (flattened optimizer shards too), plain DCP directories"
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Plan, and once every rank has a sound plan, read into the destinations."""
+        index = read_index(context.reader)
+        planner = ShardedLoadPlanner(flatten_state_dict=False, allow_globals=context.allow_globals)
+        with context.comm.phase("planning the load"):
+            planner.set_up_planner({"shards": list(wanted)}, index.metadata(), context.comm.is_main)
+            plan = planner.create_local_plan()
+        with context.comm.phase("reading shards"):
+            planner.finish_plan(plan)
+            ordered = sorted(plan.items, key=lambda item: _position(item, index))
+            context.reader.map(lambda item: _read(item, planner, index, context.reader), ordered)
+        return [_value(shard) for shard in wanted]
+
+    def load_common(self, context: LoadContext) -> StateDict:
+        """The common state, from wherever the dialect keeps it."""
+        reader = context.reader
+        index = read_index(reader)
+        if index.common is not None:
+            found = load_bytes(read_object(reader, index.common, "common state"), "common state", context.allow_globals)
+            return found[0]  # type: ignore[no-any-return]
+        if reader.has(COMMON_FILE):
+            source = str(reader.directory / COMMON_FILE)
+            return load_bytes(reader.read(COMMON_FILE), source, context.allow_globals)  # type: ignore[no-any-return]
+        return _loose_state(index, context)
+
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:
+        """Tensors at their true global shapes, and objects."""
+        return read_index(context.reader).shards()
+
+    def recognises(self, directory: Path) -> int | None:
+        """Plain DCP directories: ``.metadata`` without Megatron's marker."""
+        return self.version if (directory / METADATA_FILE).is_file() else None
+
+    def owned_files(self, directory: Path) -> set[str]:
+        """The files that any dialect writes."""
+        named = {METADATA_FILE, COMMON_FILE, MARKER_NAME, _INTEGRITY_FILE}
+        return {path.name for path in directory.iterdir() if path.name in named or path.suffix == ".distcp"}
+
+
+def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reader: CheckpointReader) -> None:
+    key = item.storage_index.fqn
+    if item.type == LoadItemType.BYTE_IO:
+        planner.load_bytes(item, io.BytesIO(read_object(reader, index.objects[key], key)))
+        return
+    tensor = index.tensors[key]
+    chunk = tensor.chunks[tuple(item.storage_index.offset or ())]
+    read_chunk(reader, chunk, tuple(item.storage_offsets), planner.resolve_tensor(item), tensor.dtype, key)
+
+
+def _position(item: ReadItem, index: StoredIndex) -> tuple[str, int]:
+    """Where an item's bytes are, to read files from front to back."""
+    key = item.storage_index.fqn
+    if item.type == LoadItemType.BYTE_IO:
+        return index.objects[key].file, index.objects[key].offset
+    stored = index.tensors[key].chunks[tuple(item.storage_index.offset or ())].item
+    return stored.file, stored.offset
+
+
+def _value(shard: ShardedBase) -> Any:
+    if isinstance(shard, ShardedTensor):
+        shard.init_data("cpu")
+    return shard.data
+
+
+def _loose_state(index: StoredIndex, context: LoadContext) -> StateDict:
+    """The values that plain DCP stored one by one, as the nest that they were saved from."""
+    state: Any = {}
+    for path, item in sorted(index.loose.items(), key=lambda entry: tuple(map(str, entry[0]))):
+        name = ".".join(map(str, path))
+        value = load_bytes(read_object(context.reader, item, name), f"object {name!r}", context.allow_globals)
+        place = state
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+        place[path[-1]] = value
+    return _with_lists(state)  # type: ignore[no-any-return]
+
+
+def _with_lists(nest: Any) -> Any:
+    """Dicts whose keys are 0, 1, 2 ... back as lists."""
+    if not isinstance(nest, dict):
+        return nest
+    values = {key: _with_lists(value) for key, value in nest.items()}
+    if values and all(isinstance(key, int) for key in values):
+        return [values[key] for key in sorted(values)]
+    return values
+
+
+__all__ = ["TorchDistLoadShardedStrategy"]

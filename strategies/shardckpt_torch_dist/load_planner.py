@@ -1,0 +1,178 @@
+"""A DCP load planner that fills ShardedTensors and ShardedObjects; usable with ``dcp.load`` as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMismatchError
+from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
+from shardckpt.planning.coverage import find_hole
+from shardckpt.planning.lookup import BoxFinder
+from shardckpt_torch_dist.archive import load_bytes
+from shardckpt_torch_dist.split import split_shards
+
+if TYPE_CHECKING:
+    import io
+
+    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+
+    from shardckpt.mapping import ShardedObject, ShardedTensor
+
+
+class ShardedLoadPlanner(DefaultLoadPlanner):
+    """Fills the ``data`` of ShardedTensors and ShardedObjects of any sharding; other leaves as DCP does.
+
+    Global shapes are checked before anything is filled, and all that do not fit are in one error. Memory is allocated
+    on the CPU where a ShardedTensor has no data. Objects go through the allow-list, never through plain pickle.
+
+    Args:
+        *args: Of DCP's DefaultLoadPlanner.
+        allow_globals: Classes and functions that objects may name besides the plain ones.
+        **kwargs: Of DCP's DefaultLoadPlanner.
+    """
+
+    def __init__(self, *args: Any, allow_globals: Iterable[Any] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._allow_globals = tuple(allow_globals)
+        self._tensors: list[ShardedTensor] = []
+        self._objects: list[ShardedObject] = []
+        #: Destination of every planned tensor item, by the number in its ``dest_index``.
+        self._targets: list[torch.Tensor] = []
+        self._to_zero: list[torch.Tensor] = []
+        self._stored: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state dict apart; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
+        self._tensors, self._objects, rest = split_shards(state_dict)
+        self._stored = metadata.state_dict_metadata if metadata is not None else {}
+        super().set_up_planner(rest, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads, checked: every wanted element is stored once, under the same global shape."""
+        self._check()
+        self._targets.clear()
+        self._to_zero.clear()
+        plan = super().create_local_plan()
+        finders: dict[str, BoxFinder] = {}
+        items = [item for shard in self._tensors for item in self._tensor_items(shard, finders)]
+        items.extend(map(_object_item, sorted({shard.unique_key for shard in self._objects})))
+        return dataclasses.replace(plan, items=[*items, *plan.items])
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """All ranks have planned: zero what the checkpoint may not cover."""
+        for target in self._to_zero:
+            target.zero_()
+        return super().finish_plan(new_plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a read object into the ShardedObjects of its key."""
+        key = read_item.dest_index.fqn
+        shards = [shard for shard in self._objects if shard.unique_key == key]
+        if not shards:
+            super().load_bytes(read_item, value)
+            return
+        loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
+        for shard in shards:  # Megatron stores a list of the objects that share the key
+            shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The view of the destination that an item fills."""
+        if not self._is_ours(read_item):
+            return super().resolve_tensor(read_item)
+        target = self._targets[read_item.dest_index.index or 0]
+        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(axis, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: items are read into the destination itself."""
+
+    def _is_ours(self, read_item: ReadItem) -> bool:
+        return isinstance(read_item.dest_index, _Target)
+
+    def _check(self) -> None:
+        """Raise one error with every key that is absent or of another global shape."""
+        absent = [
+            shard.key for shard in self._tensors if not isinstance(self._stored.get(shard.key), TensorStorageMetadata)
+        ]
+        absent += [shard.unique_key for shard in self._objects if shard.unique_key not in self._stored]
+        if absent:
+            raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
+        faults = sorted({fault for shard in self._tensors for fault in self._shape_faults(shard)})
+        if faults:
+            raise ShapeMismatchError("global shapes differ from those in the checkpoint:\n  " + "\n  ".join(faults))
+
+    def _shape_faults(self, shard: ShardedTensor) -> Iterable[str]:
+        stored, wanted = tuple(self._stored[shard.key].size), tuple(shard.global_shape)
+        if stored == wanted or (shard.allow_shape_mismatch and len(stored) == len(wanted)):
+            return
+        yield f"{shard.key!r}: stored {stored}, wanted {wanted}"
+
+    def _tensor_items(self, shard: ShardedTensor, finders: dict[str, BoxFinder]) -> Iterable[ReadItem]:
+        shard.init_data("cpu")
+        if shard.key not in finders:
+            finders[shard.key] = BoxFinder(
+                [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[shard.key].chunks]
+            )
+        finder = finders[shard.key]
+        for part in shard_parts(shard):
+            yield from self._part_items(shard, part, finder)
+
+    def _part_items(self, shard: ShardedTensor, part: FlatPart, finder: BoxFinder) -> Iterable[ReadItem]:
+        found = list(finder.touching(part.box)) if part.box.volume else []
+        if not shard.allow_shape_mismatch:
+            _check_whole(shard.key, part.box, [common for _, common in found])
+        target = part_view(shard, part)
+        if shard.allow_shape_mismatch:
+            self._to_zero.append(target)
+        number = len(self._targets)
+        self._targets.append(target)
+        for chunk, common in found:
+            stored = finder.box(chunk)
+            yield _tensor_item(_Target(shard.key, torch.Size(part.box.offset), number), part.box, stored, common)
+
+
+class _Target(MetadataIndex):
+    """The index of one of our destinations; its ``index`` is the destination's number."""
+
+
+def _tensor_item(target: MetadataIndex, wanted: Box, stored: Box, common: Box) -> ReadItem:
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=target,
+        dest_offsets=_relative(common, wanted),
+        storage_index=MetadataIndex(target.fqn, torch.Size(stored.offset)),
+        storage_offsets=_relative(common, stored),
+        lengths=torch.Size(common.shape),
+    )
+
+
+def _object_item(key: str) -> ReadItem:
+    zero = torch.Size((0,))
+    index = MetadataIndex(key)
+    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+
+
+def _relative(inner: Box, outer: Box) -> torch.Size:
+    return torch.Size(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
+
+
+def _check_whole(key: str, wanted: Box, found: list[Box]) -> None:
+    back = tuple(-step for step in wanted.offset)
+    hole = find_hole(wanted.shape, [box.moved(back) for box in found])
+    if hole is not None:
+        raise CorruptCheckpointError(
+            f"{key!r}: the checkpoint does not hold elements {hole.moved(wanted.offset)} of it: the save lost them"
+        )
+
+
+__all__ = ["ShardedLoadPlanner"]

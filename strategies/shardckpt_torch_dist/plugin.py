@@ -1,0 +1,24 @@
+"""The entry point: registers (torch_dist, 1) without importing torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from shardckpt.registry import StrategyRegistry
+
+
+@hookimpl
+def shardckpt_register(registry: StrategyRegistry) -> None:
+    """Add the pair of strategies, as the default of every save."""
+    registry.add_lazy(
+        "torch_dist",
+        1,
+        save="shardckpt_torch_dist.save:TorchDistSaveShardedStrategy",
+        load="shardckpt_torch_dist.load:TorchDistLoadShardedStrategy",
+        writes="what Megatron-Core 0.9 to 0.20 and plain DCP read",
+        reads="Megatron-Core 0.6 to 0.20 (flattened optimizer shards too), plain DCP directories",
+        default=True,
+    )
