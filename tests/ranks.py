@@ -6,7 +6,7 @@ A test hands over a module-level function; every rank of the group runs it, and 
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import multiprocessing
 import os
 import tempfile
@@ -39,7 +39,7 @@ class RankPool:
         self._size = size
         self._workers: list[Any] = []
         self._pipes: list[Any] = []
-        self._stores = tempfile.TemporaryDirectory(prefix="shardckpt-ranks-")
+        self._stores: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
         """Results of ``function(*args)`` on every rank, in rank order; :class:`RankError` if any raised."""
@@ -51,8 +51,7 @@ class RankPool:
 
     def outcomes(self, world_size: int, function: Any, *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
         """The same with a :class:`Failure` in the place of what a rank raised."""
-        self._start()
-        store = Path(self._stores.name) / os.urandom(8).hex()
+        store = self._start() / os.urandom(8).hex()
         for rank in range(world_size):
             self._pipes[rank].send((rank, world_size, str(store), function, args))
         results = []
@@ -75,10 +74,14 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._workers, self._pipes = [], []
+        if self._stores is not None:
+            self._stores.cleanup()
+            self._stores = None
 
-    def _start(self) -> None:
-        if self._workers:
-            return
+    def _start(self) -> Path:
+        if self._stores is not None:
+            return Path(self._stores.name)
+        self._stores = tempfile.TemporaryDirectory(prefix="shardckpt-ranks-")
         context = multiprocessing.get_context("spawn")
         for _ in range(self._size):
             ours, theirs = context.Pipe()
@@ -87,6 +90,7 @@ class RankPool:
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
+        return Path(self._stores.name)
 
 
 def _serve(pipe: Any) -> None:
@@ -109,7 +113,7 @@ def _outcome(rank: int, world_size: int, store: str, function: Any, args: tuple[
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=GROUP_TIMEOUT),
+        timeout=dt.timedelta(seconds=GROUP_TIMEOUT),
     )
     try:
         return function(*args)
