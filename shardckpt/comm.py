@@ -40,21 +40,15 @@ class Comm:
 
     Args:
         process_group: The group, or None for the default one where torch.distributed is initialised.
+        alone: This process by itself, whatever groups there are.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        active = dist.is_available() and dist.is_initialized()
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        active = not alone and dist.is_available() and dist.is_initialized()
         self._group: Any = _cpu_group(process_group) if active else None
         self.rank: int = dist.get_rank(self._group) if active else 0
         self.world_size: int = dist.get_world_size(self._group) if active else 1
         self._phase = "start"
-
-    @classmethod
-    def alone(cls) -> Comm:
-        """This process by itself, whatever groups there are."""
-        comm = cls.__new__(cls)
-        comm._group, comm.rank, comm.world_size, comm._phase = None, 0, 1, "start"
-        return comm
 
     @property
     def is_main(self) -> bool:

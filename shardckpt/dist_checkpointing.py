@@ -26,11 +26,13 @@ from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     import torch
     from torch.distributed import ProcessGroup
 
     from shardckpt.gate import Accept
+    from shardckpt.loading import OpenCheckpoint
     from shardckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
     from shardckpt.strategy import LoadStrategy, SaveStrategy
 
@@ -210,9 +212,9 @@ def _directory(path: PathLike) -> Path:
     return Path(os.path.realpath(text))
 
 
-def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> Any:
+def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:
     """A checkpoint opened by this process alone."""
-    return open_checkpoint(_directory(checkpoint_dir), Comm.alone(), host(), options)
+    return open_checkpoint(_directory(checkpoint_dir), Comm(alone=True), host(), options)
 
 
 __all__ = [

@@ -6,7 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from shardckpt.errors import PluginError
 from shardckpt.gate import Accept, choose_reader, read_manifest
+from shardckpt.mapping import ShardedTensor
 from shardckpt.operation import Operation
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, LoadStrategy
@@ -55,7 +59,8 @@ class OpenCheckpoint:
         """The values of shards that are stored."""
         with self.operation.step("loading shards"):
             values = self.strategy.load(wanted, self.context)
-        return values
+            delivered = [_delivered(shard, value) for shard, value in zip(wanted, values, strict=True)]
+        return delivered
 
 
 @contextmanager
@@ -99,6 +104,20 @@ def load_checkpoint(
         values = [MISSING if stored_key(s) in mismatch.unexpected else next(loaded) for s in template.shards]
         state_dict = template.fill(values, common)
     return state_dict, mismatch
+
+
+def _delivered(shard: ShardedBase, value: Any) -> Any:
+    """The loaded value, in the caller's own tensor where there is one."""
+    if not isinstance(shard, ShardedTensor):
+        return value
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shard.data_shape:
+        raise PluginError(
+            f"{shard.key!r}: the strategy gave {getattr(value, 'shape', value)!r}, not {shard.data_shape}"
+        )
+    if shard.data is None or value is shard.data:
+        return value
+    shard.data.detach().copy_(value)
+    return shard.data
 
 
 __all__ = ["LoadOptions", "OpenCheckpoint", "load_checkpoint", "open_checkpoint"]

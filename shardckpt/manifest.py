@@ -32,7 +32,7 @@ class Marker(BaseModel):
 
 
 class FileRecord(BaseModel):
-    """A file of the checkpoint: its size in bytes, who wrote it, and its digests (see :mod:`shardckpt.storage.digest`)."""
+    """A file of the checkpoint: its size in bytes, who wrote it, its digests (:mod:`shardckpt.storage.digest`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -266,13 +266,13 @@ class ShardedObject(ShardedBase):
             CheckpointingException: ``unique_key`` is not of that form.
         """
         key, mark, tail = unique_key.rpartition("/shard_")
-        offset_text, _, shape_text = tail.partition("_")
+        offset_text, separator, shape_text = tail.partition("_")
         try:
             offset = _dotted_integers(offset_text)
             shape = _dotted_integers(shape_text)
         except ValueError:
             mark = ""
-        if not mark:
+        if not mark or not separator:
             raise CheckpointingException(
                 f"{unique_key!r} is not the name of a sharded object: expected <key>/shard_<offsets>_<shape>"
             )

@@ -38,7 +38,7 @@ def migrate_checkpoint(
     """
     plugins = host()
     source, target = Path(os.path.realpath(old)), Path(os.path.realpath(new))
-    operation = Operation("migrate", target, Comm.alone(), plugins)
+    operation = Operation("migrate", target, Comm(alone=True), plugins)
     with operation.whole():
         manifest = read_manifest(source, plugins)
         choices = plugins.registry.migrations(manifest.backend, manifest.version)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _USER = "this process"
 
@@ -85,15 +87,13 @@ class StrategyRegistry:
             PluginError: it is not a strategy, or does not name its backend and version.
         """
         kind = strategy if isinstance(strategy, type) else type(strategy)
-        for action, base in _BASES.items():
-            if issubclass(kind, base):
-                break
-        else:
+        action = next((action for action, base in _BASES.items() if issubclass(kind, base)), None)
+        if action is None:
             raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy")
         backend, version = getattr(kind, "backend", None), getattr(kind, "version", None)
         if not isinstance(backend, str) or not isinstance(version, int):
             raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
-        summary = kind.reads if action is StrategyAction.LOAD_SHARDED else kind.writes
+        summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
         self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
 
     def add_lazy(

@@ -6,9 +6,8 @@ Only dict and list are containers; everything else, tuples included, is a leaf. 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+import copy
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +21,9 @@ from shardckpt.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -179,7 +181,7 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
     places = _children(x2)
-    if places is None or not isinstance(x1, (dict, list)):
+    if places is None or not isinstance(x1, (dict, list)):  # a ValueError is what Megatron's callers expect
         raise ValueError(f"cannot merge factories at {_shown(key)}: {type(x1).__name__} and {type(x2).__name__}")
     for name, inner in places.items():
         try:
@@ -265,7 +267,7 @@ def build_copy(value: Any) -> Any:
 def _copied(value: Any) -> Any:
     if isinstance(value, ShardedTensorFactory):
         raise ShardingError(f"the factory {value.key!r} was built by another factory: build it in that one's build_fn")
-    return dataclasses.replace(value) if isinstance(value, ShardedBase) and dataclasses.is_dataclass(value) else value
+    return copy.copy(value) if isinstance(value, ShardedBase) else value
 
 
 def _children(x: Any) -> dict[Any, Any] | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from shardckpt.comm import Comm
@@ -98,8 +98,8 @@ class LoadStrategy(ABC):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """The value of every wanted shard, in order: a tensor for a ShardedTensor, an object for a ShardedObject.
 
-        A ShardedTensor's ``data`` is filled and returned where there is one; else memory is allocated. Shards whose
-        key is not stored do not come here.
+        A tensor has the shard's ``data_shape``; where the shard has ``data``, it is best filled in place and returned
+        (else the core copies). Shards whose key is not stored do not come here.
         """
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Recognises(Protocol):
 
 @runtime_checkable
 class OwnsFiles(Protocol):
-    """A load strategy that can say which files of a foreign checkpoint are the checkpoint's: an overwrite keeps the rest."""
+    """A load strategy that knows which files of a foreign checkpoint are its own: an overwrite keeps the rest."""
 
     def owned_files(self, directory: Path) -> set[str]:
         """Names of the checkpoint's files."""

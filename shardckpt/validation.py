@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,8 @@ from shardckpt.planning.coverage import find_hole, find_overlap
 from shardckpt.state_dict import map_reduce
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from shardckpt.comm import Comm
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def find_faults(claims_by_rank: Sequence[Sequence[_Claim]]) -> list[str]:
     """What is wrong with the shards of all ranks, sorted by key."""
     ranked = ((rank, claim) for rank, claims in enumerate(claims_by_rank) for claim in claims)
     by_key = map_reduce(ranked, lambda item: (item[1].key, item[1].kind), lambda item: item, list)
-    faults = []
+    faults: list[str] = []
     for key, kind in sorted(by_key):
         faults.extend(f"{kind} {key!r}: {fault}" for fault in _faults_of_key(by_key[key, kind], kind))
     return faults

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.planning.boxes import Box, Ints, intersect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Overlap(NamedTuple):

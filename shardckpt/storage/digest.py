@@ -13,10 +13,13 @@ import sys
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 ALGORITHM = "crc32"
 SEGMENT_BYTES = 4 << 20

@@ -140,9 +140,8 @@ class Archive:
         def memory(record: _Record) -> torch.UntypedStorage:
             if record.offset not in storages:
                 data = bytearray(self._bytes(record))
-                storages[record.offset] = (
-                    torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
-                )
+                values = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+                storages[record.offset] = values.untyped_storage()
             return storages[record.offset]
 
         rebuild = _TensorRebuilder(memory, allow_globals, self._source)
@@ -172,7 +171,7 @@ class Archive:
     def _directory(self, size: int) -> dict[str, _Record]:
         file = io.BufferedReader(_RangeFile(self._read_range, size), 4096)
         try:
-            with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]
+            with zipfile.ZipFile(file) as archive:
                 return {info.filename: self._located(info, size) for info in archive.infolist()}
         except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as exc:
             raise CorruptCheckpointError(f"{self._source} is not a torch.save archive: {exc}") from exc
@@ -202,7 +201,7 @@ class _TensorRebuilder:
 
     def torch_global(self, module: str, name: str) -> Any:
         """The function for a global of torch, or None."""
-        functions = {
+        functions: dict[tuple[str, str], Any] = {
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
             ("torch._utils", "_rebuild_tensor_v3"): self._tensor,
             ("torch._utils", "_rebuild_parameter"): _parameter,

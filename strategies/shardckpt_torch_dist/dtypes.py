@@ -30,7 +30,7 @@ def storage_name(dtype: torch.dtype) -> str | None:
 
 
 def storage_dtype(module: str, name: str) -> torch.dtype | Literal[False] | None:
-    """dtype of the storage class that a pickle names, None for a storage of bytes, False for any other global."""
+    """The dtype of the storage class that a pickle names, None for a storage of bytes, False for any other global."""
     if (module, name) == ("torch.storage", "UntypedStorage"):
         return None
     return _DTYPES.get(name, False) if module == "torch" else False

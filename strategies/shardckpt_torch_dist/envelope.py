@@ -136,7 +136,7 @@ class _TensorStub:
     def __reduce__(self) -> tuple[Any, ...]:
         numel = math.prod(self._shape)
         steps = [math.prod(max(size, 1) for size in self._shape[axis + 1 :]) for axis in range(len(self._shape))]
-        place = (0, self._shape, tuple(steps), False, OrderedDict())
+        place: tuple[Any, ...] = (0, self._shape, tuple(steps), False, OrderedDict())
         name = storage_name(self._dtype)
         if name is not None:
             return rebuild_tensor_v2, (_StorageStub(getattr(torch, name), numel), *place)

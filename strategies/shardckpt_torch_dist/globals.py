@@ -14,12 +14,16 @@ import importlib
 import io
 import pathlib
 import types
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from shardckpt.errors import UnsafePickleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Self
 
 #: (module, name) → what a pickle gets for that global.
 Table = dict[tuple[str, str], Any]
@@ -43,7 +47,8 @@ class StandIn(metaclass=Frozen):
 
     origin = ""
 
-    def __new__(cls, *args: Any, **_: Any) -> StandIn:
+    def __new__(cls, *args: Any, **_: Any) -> Self:
+        """An instance, whatever the pickle would have called the class with."""
         self = super().__new__(cls)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "state", {})
@@ -80,7 +85,7 @@ class Namespace(argparse.Namespace, metaclass=Frozen):
 class _Plain(metaclass=Frozen):
     """A record of attributes: the stand-in for DCP's metadata classes."""
 
-    def __new__(cls, *_: Any) -> _Plain:
+    def __new__(cls, *_: Any) -> Self:
         return super().__new__(cls)
 
 
@@ -96,7 +101,7 @@ class _Properties(_Plain):
 @functools.cache
 def stand_in(module: str, name: str) -> type[StandIn]:
     """The stand-in class for a class of another library."""
-    return Frozen(name.rpartition(".")[2], (StandIn,), {"origin": f"{module}.{name}"})
+    return cast("type[StandIn]", Frozen(name.rpartition(".")[2], (StandIn,), {"origin": f"{module}.{name}"}))
 
 
 def shielded(function: Callable[..., Any]) -> Callable[..., Any]:

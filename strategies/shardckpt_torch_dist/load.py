@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -18,6 +17,7 @@ from shardckpt_torch_dist.regions import read_chunk, read_object
 from shardckpt_torch_dist.stored import COMMON_FILE, StoredIndex
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from shardckpt.mapping import ShardedBase, StateDict

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
@@ -20,8 +19,9 @@ from shardckpt_torch_dist.split import split_shards
 
 if TYPE_CHECKING:
     import io
+    from collections.abc import Iterable
 
-    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from shardckpt.mapping import ShardedObject, ShardedTensor
 
@@ -49,7 +49,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._stored: dict[str, Any] = {}
 
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the state dict apart; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
         self._tensors, self._objects, rest = split_shards(state_dict)
@@ -87,7 +87,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The view of the destination that an item fills."""
         if not self._is_ours(read_item):
-            return super().resolve_tensor(read_item)
+            return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
         target = self._targets[read_item.dest_index.index or 0]
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(axis, start, length)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,8 @@ from shardckpt_torch_dist.stored import COMMON_FILE
 from shardckpt_torch_dist.torch_private import StorageInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.storage.writer import FileWriter
     from shardckpt.strategy import SaveContext

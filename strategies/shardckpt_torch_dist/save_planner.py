@@ -7,7 +7,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -17,7 +17,7 @@ from shardckpt.planning.boxes import FlatPart, part_view, shard_parts
 from shardckpt_torch_dist.split import split_shards
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, StorageMeta
+    from torch.distributed.checkpoint.metadata import StorageMeta
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
@@ -35,7 +35,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         self._values: dict[MetadataIndex, ShardedObject] = {}
 
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the state dict apart; see :class:`torch.distributed.checkpoint.SavePlanner`."""
         self._tensors, self._objects, rest = split_shards(state_dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning.boxes import Box, Ints
+
+if TYPE_CHECKING:
+    from shardckpt.planning.boxes import Box, Ints
 
 #: The object by which Megatron from 0.19 on stores the common state among the tensors.
 COMMON_KEY = "common_state/shard_0_1"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +17,9 @@ from shardckpt_torch_dist.globals import (
     numpy_global,
     stand_in,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 
 class _AllowListUnpickler(pickle.Unpickler):

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "shardckpt"
+STRATEGIES = ROOT / "strategies"
+
+#: The house from the cellar to the roof; a room imports from rooms below it, and from itself.
+FLOORS = (
+    ("errors",),
+    ("settings",),
+    ("mapping", "manifest"),
+    ("state_dict", "comm", "planning"),
+    ("template", "storage"),
+    ("strategy",),
+    ("registry",),
+    ("hookspecs",),
+    ("plugins",),
+    ("validation", "gate", "operation", "adapters"),
+    ("saving", "loading"),
+    ("dist_checkpointing", "migrating", "verifying"),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+
+#: What a strategy may use of the core.
+PUBLIC_ROOMS = {
+    "mapping",
+    "state_dict",
+    "strategy",
+    "manifest",
+    "planning",
+    "storage",
+    "errors",
+    "comm",
+    "hookspecs",
+    "registry",
+}
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it, for types or for real."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _rooms(path: Path) -> set[str]:
+    """Rooms of the core that a file imports."""
+    names = {name.split(".")[1] for name in _imports(path) if name.startswith("shardckpt.")}
+    return names & set(LEVEL)
+
+
+def _core_files() -> list[Path]:
+    return sorted(path for path in CORE.rglob("*.py") if path != CORE / "__init__.py")
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(CORE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", _core_files(), ids=lambda path: str(path.relative_to(CORE)))
+def test_arrows_point_down(path: Path) -> None:
+    """A file of the core imports from floors below its own and from its own room, inside functions too."""
+    room = _room(path)
+    wrong = {other for other in _rooms(path) if other != room and LEVEL[other] >= LEVEL[room]}
+    assert not wrong
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    """Inside a room, too, there is no circle."""
+    files = {
+        f"shardckpt.{path.relative_to(CORE).with_suffix('').as_posix().replace('/', '.')}": path
+        for path in _core_files()
+    }
+    files |= {
+        f"{path.parent.name}.{path.stem}": path for path in STRATEGIES.rglob("*.py") if path.name != "__init__.py"
+    }
+    graph = {name: {other for other in _imports(path) if other in files} for name, path in files.items()}
+    while leaves := [name for name, needs in graph.items() if not needs]:
+        for leaf in leaves:
+            del graph[leaf]
+        for needs in graph.values():
+            needs.difference_update(leaves)
+    assert not graph, f"circle among {sorted(graph)}"
+
+
+def test_the_core_names_no_strategy() -> None:
+    """No file of the core imports a strategy package or names a backend."""
+    packages = {path.name for path in STRATEGIES.iterdir() if path.is_dir()}
+    for path in CORE.rglob("*.py"):
+        assert not {name.split(".")[0] for name in _imports(path)} & packages, path
+        if _room(path) not in ("demo", "cli"):
+            assert "torch_dist" not in path.read_text(), path
+
+
+def test_strategies_use_public_rooms_only() -> None:
+    """A built-in strategy takes from the core only what a third party may take."""
+    for path in STRATEGIES.rglob("*.py"):
+        assert _rooms(path) <= PUBLIC_ROOMS, path
+
+
+def test_only_comm_calls_collectives() -> None:
+    """torch.distributed's collectives are called in comm.py alone (the demo is a training job, and has its own)."""
+    for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
+        calls = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        used = calls & {"all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "barrier"}
+        assert not used or path == CORE / "comm.py" or path.parent == CORE / "demo", f"{path}: {used}"
+
+
+def test_pickles_are_read_in_one_guarded_place() -> None:
+    """No torch.load, pickle.load, eval or exec: the one Unpickler is unpickle.py's, with its allow-list."""
+    for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = f"{node.value.id}.{node.attr}"
+                assert name not in ("torch.load", "pickle.load", "pickle.loads", "dill.load"), path
+                assert name != "pickle.Unpickler" or path.name == "unpickle.py", path
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), path
+
+
+def test_no_assert_statements() -> None:
+    """Users' mistakes are errors of the family: no assert, which vanishes under -O."""
+    for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
+        assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)], path
+
+
+def test_private_torch_names_stand_in_one_file() -> None:
+    """Private names of torch are imported in torch_private.py alone."""
+    for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
+        private = {n for n in _imports(path) if n.startswith("torch.") and any(p.startswith("_") for p in n.split("."))}
+        assert not private or path.name == "torch_private.py", f"{path}: {private}"

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch.distributed as dist
+
+from shardckpt.comm import Comm
+from shardckpt.errors import CheckpointingException, RankFailedError, ShardingError
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+
+def _moves() -> tuple[list[int], list[int], int, str]:
+    comm = Comm()
+    rank = comm.rank
+    return comm.all_gather(rank), comm.gather(rank * 10), comm.broadcast(rank + 7), comm.main_runs("x", lambda: "main")
+
+
+def test_values_move_between_ranks(ranks: RankPool) -> None:
+    """Gathers and broadcasts give every rank what they promise."""
+    results = ranks.run(3, _moves)
+    assert results[0] == ([0, 1, 2], [0, 10, 20], 7, "main")
+    assert results[2] == ([0, 1, 2], [], 7, "main")
+
+
+def _fails(where: str) -> None:
+    comm = Comm()
+    with comm.phase("outer"):
+        with comm.phase("first"):
+            if where == "own" and comm.rank == 1:
+                raise ShardingError("bad shard")
+            if where == "foreign" and comm.rank >= 1:
+                raise ValueError(f"odd value {comm.rank}")
+        if where == "between" and comm.rank == 2:
+            raise ShardingError("outside of any inner phase")
+        with comm.phase("second"):
+            pass
+        comm.gather(1)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "texts"),
+    [
+        ("own", ShardingError, ["rank 1, in 'first': bad shard"]),
+        ("foreign", RankFailedError, ["rank 1, in 'first': ValueError: odd value 1", "rank 2", "odd value 2"]),
+        ("between", ShardingError, ["rank 2, in 'outer': outside of any inner phase"]),
+    ],
+)
+def test_one_ranks_error_is_everyones(ranks: RankPool, where: str, kind: type, texts: list[str]) -> None:
+    """Whoever fails, inside a phase or between two, all ranks raise the same error with rank and phase."""
+    outcomes = ranks.outcomes(3, _fails, where)
+    assert {outcome.kind for outcome in outcomes} == {kind.__name__}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    for text in texts:
+        assert text in outcomes[0].message
+
+
+def _after_a_failure() -> list[int]:
+    comm = Comm()
+    try:
+        _fails("own")
+    except CheckpointingException:
+        return comm.all_gather(comm.rank)
+    return []
+
+
+def test_a_group_is_usable_after_an_error(ranks: RankPool) -> None:
+    """No rank is left in a collective: the next one works."""
+    assert ranks.run(3, _after_a_failure) == [[0, 1, 2]] * 3
+
+
+def _in_subgroup() -> list[int]:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() not in (1, 2):
+        return []
+    comm = Comm(group)
+    return [comm.rank, comm.world_size, comm.broadcast(dist.get_rank())]
+
+
+def test_a_subgroup_has_its_own_main_rank(ranks: RankPool) -> None:
+    """With process_group= the first rank of the group speaks for it."""
+    assert ranks.run(3, _in_subgroup) == [[], [0, 2, 1], [1, 2, 1]]
+
+
+def test_one_process_needs_no_group() -> None:
+    """Without torch.distributed everything works, and foreign errors join the family."""
+    comm = Comm()
+    assert (comm.rank, comm.world_size, comm.is_main) == (0, 1, True)
+    assert (comm.gather(1), comm.all_gather(2), comm.broadcast(3), comm.main_runs("x", lambda: 4)) == ([1], [2], 3, 4)
+    with pytest.raises(RankFailedError, match="in 'step': KeyError"), comm.phase("step"):
+        raise KeyError("k")
+    with pytest.raises(ShardingError, match=r"^plain$"), comm.phase("step"):
+        raise ShardingError("plain")

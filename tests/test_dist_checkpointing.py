@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, StorageError
+from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.strategy import LoadStrategy, SaveStrategy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+ROWS, COLUMNS = 12, 10
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
+
+
+def _value(dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+    return (numbers % 2 == 0) if dtype == torch.bool else (numbers % 17 if dtype.itemsize == 1 else numbers).to(dtype)
+
+
+def _whereabouts() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _rows(key: str, full: torch.Tensor) -> list[ShardedTensor]:
+    rank, world = _whereabouts()
+    if ROWS % world:
+        return _uneven(key, full)
+    return [ShardedTensor.from_rank_offsets(key, full.chunk(world)[rank].clone(), (0, rank, world))]
+
+
+def _columns(key: str, full: torch.Tensor) -> list[ShardedTensor]:
+    """Strided views of unequal width: an irregular grid along the second axis."""
+    rank, world = _whereabouts()
+    edges = [COLUMNS * i // world for i in range(world + 1)]
+    low, high = edges[rank], edges[rank + 1]
+    data = full.clone()[:, low:high]
+    return [ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), (0, low), None)]
+
+
+def _uneven(key: str, full: torch.Tensor) -> list[ShardedTensor]:
+    """The first rank has one row, the last all that remain, one in between nothing."""
+    rank, world = _whereabouts()
+    edges = [0] + [min(1 + i * (i + 1) // 2, ROWS) for i in range(world - 1)] + [ROWS]
+    low, high = edges[rank], edges[rank + 1]
+    data = full[low:high].clone()
+    return [ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), (low, 0), None)]
+
+
+def _replicated(key: str, full: torch.Tensor) -> list[ShardedTensor]:
+    return [ShardedTensor.from_rank_offsets(key, full.clone(), replica_id=_whereabouts()[0])]
+
+
+def _flattened(key: str, full: torch.Tensor) -> list[ShardedTensor]:
+    """Megatron's legacy form: the whole tensor flattened, cut at odd places."""
+    rank, world = _whereabouts()
+    edges = [full.numel() * i // world for i in range(world + 1)]
+    part = slice(edges[rank], edges[rank + 1])
+    data = full.reshape(-1)[part].clone()
+    return [ShardedTensor.from_rank_offsets_flat(key, data, tuple(full.shape), flattened_range=part)]
+
+
+def _layered(key: str, full: torch.Tensor) -> list[ShardedTensor]:
+    """Rows as layers of a prepended axis, dealt round to the ranks: several shards of one key a rank."""
+    rank, world = _whereabouts()
+    return [
+        ShardedTensor.from_rank_offsets(key, full[row].clone(), (0, row, ROWS), prepend_axis_num=1)
+        for row in range(rank, ROWS, world)
+    ]
+
+
+LAYOUTS = {f.__name__.strip("_"): f for f in (_rows, _columns, _uneven, _replicated, _flattened, _layered)}
+
+
+def _state(layout: str, *, filled: bool) -> dict[str, Any]:
+    """Every dtype under one layout, with objects, common state and a local object around."""
+    rank, world = _whereabouts()
+    make = LAYOUTS[layout]
+    tensors = {}
+    for dtype in DTYPES:
+        shards = make(f"t.{dtype}", _value(dtype))
+        for shard in shards:
+            if shard.data is not None and not filled:
+                shard.data.zero_()
+        tensors[str(dtype)] = shards
+    return {
+        "tensors": tensors,
+        "objects": [ShardedObject("rng", {"rank": rank} if filled else None, (world,), (rank,))],
+        "step": 11 if filled else 0,
+        "mine": LocalNonpersistentObject(rank),
+    }
+
+
+def _save(path: str, layout: str) -> None:
+    dc.save(_state(layout, filled=True), path)
+
+
+def _load(path: str, layout: str, saved_by: int) -> None:
+    """Load under another layout and compare with what the whole tensors say."""
+    rank, world = _whereabouts()
+    wanted = _state(layout, filled=False)
+    if world != saved_by:
+        del wanted["objects"]
+    expected = _state(layout, filled=True)
+    loaded = dc.load(wanted, path)
+    for dtype in map(str, DTYPES):
+        for got, shard, asked in zip(
+            loaded["tensors"][dtype], expected["tensors"][dtype], wanted["tensors"][dtype], strict=True
+        ):
+            assert got.dtype == shard.data.dtype
+            assert got is asked.data
+            assert torch.equal(
+                got.reshape(-1).float() if got.is_floating_point() else got.reshape(-1),
+                shard.data.reshape(-1).float() if got.is_floating_point() else shard.data.reshape(-1),
+            )
+    assert loaded["step"] == 11
+    assert loaded["mine"] == rank
+    if world == saved_by:
+        assert loaded["objects"] == [{"rank": rank}]
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_any_layout_loads_as_any_other(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    """What 4 ranks saved under one layout, 1 to 4 ranks load under every other, bit for bit, in place."""
+    path = str(tmp_path / "ckpt")
+    ranks.run(4, _save, path, layout)
+    for number, other in enumerate(sorted(LAYOUTS)):
+        ranks.run(1 + number % 4, _load, path, other, 4)
+    ranks.run(4, _load, path, layout, 4)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_any_number_of_ranks_saves(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    """1 to 3 ranks save, more and fewer load."""
+    path = str(tmp_path / "ckpt")
+    ranks.run(world, _save, path, "uneven")
+    for other in (1, 4):
+        ranks.run(other, _load, path, "columns", world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_eight_ranks(many_ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    """8 ranks save and load, and resharding from and to 8 works."""
+    path = str(tmp_path / "ckpt")
+    many_ranks.run(8, _save, path, layout)
+    for world in (8, 5, 1):
+        many_ranks.run(world, _load, path, "uneven", 8)
+    many_ranks.run(3, _save, path + "3", layout)
+    many_ranks.run(8, _load, path + "3", "columns", 3)
+
+
+def test_one_process_without_a_group(tmp_path: Path) -> None:
+    """No process group is needed; every layout round-trips."""
+    assert not dist.is_initialized()
+    for layout in LAYOUTS:
+        path = str(tmp_path / layout)
+        _save(path, layout)
+        _load(path, "columns", 1)
+
+
+def _tensor(key: str = "w", value: float = 1.0) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.full((3, 2), value))
+
+
+def test_the_callers_objects_stay_the_callers(tmp_path: Path) -> None:
+    """save() changes neither the dict, nor the descriptions, nor the tensors; load() hands back filled tensors."""
+    factory = ShardedTensorFactory(
+        "f", torch.ones(2), lambda k, t, *_: [ShardedTensor.from_rank_offsets(k, t)], lambda x: x[0]
+    )
+    tensor, common = _tensor(), {"deep": [1, 2]}
+    state = {"w": tensor, "f": factory, "common": common}
+    dc.save(state, tmp_path / "c", content_metadata={"v": 1})
+    assert list(state) == ["w", "f", "common"]
+    assert state["w"] is tensor
+    assert state["f"] is factory
+    assert tensor.without_data() == _tensor().without_data()
+    assert torch.equal(tensor.data, torch.ones(3, 2))
+    assert common == {"deep": [1, 2]}
+
+
+def test_queries(tmp_path: Path) -> None:
+    """Every query says what was stored, without tensors being asked for."""
+    obj = ShardedObject("o", {"a": 1}, (1,), (0,))
+    dc.save({"w": _tensor(), "o": obj, "n": 5}, tmp_path / "c", content_metadata={"kind": "test"})
+    assert dc.check_is_distributed_checkpoint(tmp_path / "c")
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "absent")
+    assert dc.load_common_state_dict(tmp_path / "c") == {"n": 5, "content_metadata": {"kind": "test"}}
+    assert dc.load_content_metadata(tmp_path / "c") == {"kind": "test"}
+    assert dc.load_content_metadata(preloaded_state_dict={"content_metadata": 3}) == 3
+    tensors = dc.load_tensors_metadata(tmp_path / "c")
+    assert set(tensors) == {"w"}
+    assert (tensors["w"].global_shape, tensors["w"].dtype, tensors["w"].data) == ((3, 2), torch.float32, None)
+    assert set(dc.load_sharded_metadata(tmp_path / "c")) == {"w", "o/shard_0_1"}
+    assert torch.equal(dc.load_plain_tensors(tmp_path / "c")["w"], torch.ones(3, 2))
+    assert isinstance(dc.get_default_save_sharded_strategy("torch_dist", 1), SaveStrategy)
+    assert isinstance(dc.get_default_save_sharded_strategy(), SaveStrategy)
+    assert isinstance(dc.get_default_load_sharded_strategy(tmp_path / "c"), LoadStrategy)
+    with pytest.raises(CheckpointingException, match="needs a checkpoint_dir"):
+        dc.load_content_metadata()
+
+
+def test_metadata_of_a_checkpoint_is_a_state_dict_to_load(tmp_path: Path) -> None:
+    """What load_sharded_metadata gives can be loaded as it is: everything, whole."""
+    dc.save({"w": _tensor(), "o": ShardedObject("o", [1], (1,), (0,))}, tmp_path / "c")
+    loaded = dc.load(dict(dc.load_sharded_metadata(tmp_path / "c")), tmp_path / "c")
+    assert torch.equal(loaded["w"], torch.ones(3, 2))
+    assert loaded["o/shard_0_1"] == [1]
+
+
+def test_dtypes_are_cast_on_load(tmp_path: Path) -> None:
+    """A destination of another dtype gets the values, as DCP and Megatron do."""
+    dc.save({"w": _tensor(value=1.5)}, tmp_path / "c")
+    wanted = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 2, dtype=torch.bfloat16))
+    assert torch.equal(dc.load({"w": wanted}, tmp_path / "c")["w"], torch.full((3, 2), 1.5, dtype=torch.bfloat16))
+
+
+def test_shape_mismatches_are_all_named(tmp_path: Path) -> None:
+    """Other global shapes are one error with every key and both shapes, and nothing is filled."""
+    dc.save({"a": _tensor("a"), "b": _tensor("b"), "c": _tensor("c")}, tmp_path / "c")
+    fine, bad = torch.zeros(3, 2), torch.zeros(4, 2)
+    wanted = {"a": ShardedTensor.from_rank_offsets("a", fine)}
+    wanted |= {key: ShardedTensor.from_rank_offsets(key, bad) for key in "bc"}
+    with pytest.raises(ShapeMismatchError, match=r"(?s)'b': stored \(3, 2\), wanted \(4, 2\).*'c'"):
+        dc.load(wanted, tmp_path / "c")
+    assert not fine.any()
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_allow_shape_mismatch_loads_what_is_common(tmp_path: Path, rows: int) -> None:
+    """Padded or cut vocabularies: the common rows are loaded, the rest is zero."""
+    dc.save({"w": _tensor()}, tmp_path / "c")
+    wanted = ShardedTensor.from_rank_offsets("w", torch.full((rows, 2), 9.0), allow_shape_mismatch=True)
+    got = dc.load({"w": wanted}, tmp_path / "c")["w"]
+    assert got[:3].eq(1).all()
+    assert got[3:].eq(0).all()
+
+
+def test_strict_modes_at_the_front_door(tmp_path: Path) -> None:
+    """Keys that do not match are dropped and returned, or raised, as the mode says."""
+    dc.save({"have": _tensor("have"), "both": _tensor("both")}, tmp_path / "c")
+    wanted = {"both": _tensor("both", 0), "want": _tensor("want", 0)}
+    with pytest.raises(KeyMismatchError, match="want"):
+        dc.load(wanted, tmp_path / "c")
+    loaded, missing, unexpected = dc.load(wanted, tmp_path / "c", strict=dc.StrictHandling.RETURN_ALL)
+    assert (set(loaded), missing, unexpected) == ({"both"}, {"have"}, {"want"})
+    assert set(dc.load(wanted, tmp_path / "c", strict=False)) == {"both"}
+    with pytest.raises(KeyMismatchError, match="have"):
+        dc.load({"both": _tensor("both")}, tmp_path / "c", strict=True)
+
+
+def test_a_part_of_a_tensor_needs_leave(tmp_path: Path) -> None:
+    """Loading one shard alone is refused as a hole, and allowed with validate_access_integrity=False."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, tmp_path / "c")
+    part = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 3))
+    with pytest.raises(CheckpointingException, match="no shard describes"):
+        dc.load({"w": part}, tmp_path / "c")
+    assert dc.load({"w": part}, tmp_path / "c", validate_access_integrity=False)["w"].tolist() == [2, 3]
+
+
+def test_a_non_empty_target_is_refused(tmp_path: Path) -> None:
+    """An existing checkpoint is not touched without overwrite=True, and replaced with it."""
+    dc.save({"w": _tensor(value=1)}, tmp_path / "c")
+    with pytest.raises(StorageError, match="overwrite=True"):
+        dc.save({"w": _tensor(value=2)}, tmp_path / "c")
+    assert dc.load_plain_tensors(tmp_path / "c")["w"][0, 0] == 1
+    dc.save({"w": _tensor(value=2)}, tmp_path / "c", overwrite=True)
+    assert dc.load_plain_tensors(tmp_path / "c")["w"][0, 0] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
+def test_remote_paths_are_refused_by_name(tmp_path: Path) -> None:
+    """A URL is not silently taken for a local directory."""
+    with pytest.raises(CheckpointingException, match="s3://bucket/x"):
+        dc.save({"w": _tensor()}, "s3://bucket/x")
+
+
+def _save_in_subgroup(path: str) -> bool:
+    group = dist.new_group([1, 3])
+    rank = dist.get_rank()
+    if rank in (1, 3):
+        index = (1, 3).index(rank)
+        full = torch.arange(8.0)
+        dc.save(
+            {"w": ShardedTensor.from_rank_offsets("w", full.chunk(2)[index], (0, index, 2))}, path, process_group=group
+        )
+        wanted = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, index, 2))
+        return torch.equal(dc.load({"w": wanted}, path, process_group=group)["w"], full.chunk(2)[index])
+    return True
+
+
+def test_a_subgroup_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
+    """process_group= takes any ranks; the others go on undisturbed."""
+    assert all(ranks.run(4, _save_in_subgroup, str(tmp_path / "c")))

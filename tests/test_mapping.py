@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.mapping import (
+    LocalNonpersistentObject,
+    LocalNonpersitentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+
+
+def test_from_rank_offsets_places_a_cell_of_a_regular_grid() -> None:
+    """Piece i of n along an axis becomes offset and global shape, prepended axes counted."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6), (0, 1, 3), (2, 1, 2), prepend_axis_num=1)
+    assert shard.global_shape == (3, 4, 12)
+    assert shard.global_offset == (1, 0, 6)
+    assert shard.axis_fragmentations == (3, 1, 2)
+    assert shard.has_regular_grid
+    assert shard.local_chunk_offset_in_global() == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"dtype": torch.int8}, "dtype"),
+        ({"local_shape": (5,)}, "offset"),
+        ({"global_offset": (2,)}, "offset"),
+        ({"global_offset": (0, 0)}, "differ in length"),
+        ({"prepend_axis_num": 1}, "prepended"),
+        ({"global_offset": (-4,)}, "negative"),
+        ({"axis_fragmentations": (1, 1)}, "axis_fragmentations"),
+        ({"global_shape": (6,), "global_offset": (2,)}, "multiple"),
+        ({"flattened_range": slice(0, 9)}, "flattened"),
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused(fields: dict[str, object], fault: str) -> None:
+    """Shapes, offsets, dtype and data are checked when the description is made, and the fault is named."""
+    good = {
+        "key": "w",
+        "data": torch.zeros(4),
+        "dtype": torch.float32,
+        "local_shape": (4,),
+        "global_shape": (4,),
+        "global_offset": (0,),
+        "axis_fragmentations": (1,),
+    }
+    ShardedTensor(**good)  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match=fault):
+        ShardedTensor(**{**good, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("offsets", [((0, 2, 2),), ((0, 0, 1), (0, 0, 1)), ((1, 0, 2),)])
+def test_rank_offsets_outside_the_grid_are_refused(offsets: tuple[tuple[int, int, int], ...]) -> None:
+    """A piece that does not exist, an axis named twice and an axis out of range are errors."""
+    with pytest.raises(ShardingError, match="axis"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4), *offsets)
+
+
+def test_narrow_moves_every_rank_alike() -> None:
+    """Narrowing a local axis shrinks the global one by the same share."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.arange(8.0).reshape(4, 2), (0, 1, 2))
+    (narrowed,) = shard.narrow(0, 1, 2)
+    assert (narrowed.local_shape, narrowed.global_shape, narrowed.global_offset) == ((2, 2), (4, 2), (2, 0))
+    assert narrowed.data is not None
+    assert narrowed.data.tolist() == [[2, 3], [4, 5]]
+
+
+def test_without_data_and_init_data() -> None:
+    """A description without data allocates it on demand, once."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(3)).without_data()
+    assert shard.data is None
+    shard.init_data("cpu", torch.zeros)
+    assert shard.data is not None
+    kept = shard.data
+    shard.init_data("cpu", torch.ones)
+    assert shard.data is kept
+
+
+def test_flattened_shards_are_slices_of_a_cell() -> None:
+    """The legacy flattened form has one axis of data and the cell's geometry."""
+    shard = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(5), (4, 6), (0, 1, 2), flattened_range=slice(2, 7))
+    assert (shard.global_shape, shard.local_shape, shard.data_shape) == ((8, 6), (4, 6), (5,))
+    with pytest.raises(ShardingError, match="from_rank_offsets_flat"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(5), flattened_range=slice(0, 5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["a", "a/b/shard_0_1", "layers.0._extra_state", "shard_1_2", "x/", "", "a_b/c_d"])
+@pytest.mark.parametrize(("shape", "offset"), [((1,), (0,)), ((2, 3), (1, 2)), ((), ())])
+def test_unique_keys_decode_to_what_they_encode(key: str, shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
+    """Any key, with slashes and with parts that look like the suffix, survives the unique key."""
+    made = ShardedObject(key, None, shape, offset)
+    assert ShardedObject.empty_from_unique_key(made.unique_key) == made
+
+
+def test_unique_keys_of_old_releases_lack_the_last_extent() -> None:
+    """Megatron 0.4 to 0.7 lost the last extent; it is taken as the offset plus one."""
+    found = ShardedObject.empty_from_unique_key("rng_state/shard_0.1_1")
+    assert (found.global_shape, found.global_offset) == ((1, 2), (0, 1))
+
+
+@pytest.mark.parametrize("text", ["", "plain", "a/shard_", "a/shard_x_y", "a/shard_0"])
+def test_other_names_are_not_unique_keys(text: str) -> None:
+    """A name that is not of the form is an error of the family."""
+    with pytest.raises(CheckpointingException, match="shard"):
+        ShardedObject.empty_from_unique_key(text)
+
+
+def test_objects_lie_in_their_grid() -> None:
+    """An offset outside the grid is refused."""
+    with pytest.raises(ShardingError, match="outside"):
+        ShardedObject("o", 1, (2,), (2,))
+    with pytest.raises(ShardingError, match="length"):
+        ShardedObject("o", 1, (2, 1), (0,))
+
+
+def test_main_replica() -> None:
+    """0 and tuples of zeros are written, all others are copies."""
+    assert is_main_replica(0)
+    assert is_main_replica((0, 0))
+    assert not is_main_replica(1)
+    assert not is_main_replica((0, 1))
+
+
+def test_factory_builds_from_its_own_fields() -> None:
+    """build() hands key, data, replica id and range to the function."""
+    factory = ShardedTensorFactory(
+        "k", torch.ones(2), lambda *args: list(args), lambda x: x, replica_id=3, flattened_range=slice(0, 1)
+    )
+    key, data, replica_id, part = factory.build()
+    assert (key, data.tolist(), replica_id, part) == ("k", [1, 1], 3, slice(0, 1))
+    with pytest.raises(CheckpointingException, match="ShardedTensorFactory"):
+        factory.without_data()
+
+
+def test_local_objects_unwrap() -> None:
+    """A local object gives back what it wraps, under both spellings of its name."""
+    value = object()
+    assert LocalNonpersistentObject(value).unwrap() is value
+    assert LocalNonpersitentObject is LocalNonpersistentObject

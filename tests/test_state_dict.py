@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from shardckpt import state_dict as sd
+from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+
+
+def _tensor(key: str, size: int = 2) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(size))
+
+
+def test_leaves_in_order_and_tuples_are_leaves() -> None:
+    """Only dict and list are containers."""
+    assert list(sd.nested_values({"a": [1, (2, 3)], "b": {"c": 4}})) == [1, (2, 3), 4]
+    assert list(sd.nested_items({"a": [7]})) == [(("a", 0), 7)]
+
+
+def test_extract_matching_values_splits_without_changing() -> None:
+    """Matches and rest keep their places; empty containers stay in the rest."""
+    nest = {"a": 1, "b": [2, "x", []], "c": {"d": "y"}, "e": {}}
+    before = copy.deepcopy(nest)
+    match, rest = sd.extract_matching_values(nest, lambda v: isinstance(v, int))
+    assert match == {"a": 1, "b": [2]}
+    assert rest == {"b": ["x", []], "c": {"d": "y"}, "e": {}}
+    match, _ = sd.extract_matching_values(nest, lambda v: isinstance(v, str), return_lists_as_dicts=True)
+    assert match == {"b": {1: "x"}, "c": {"d": "y"}}
+    assert nest == before
+
+
+def test_diff_names_every_place() -> None:
+    """Paths only left, only right, and the types where leaves differ; tensors are compared by value."""
+    left = {"a": 1, "b": {"c": torch.ones(2), "d": 2}, "e": [1, 2]}
+    right = {"b": {"c": torch.zeros(2), "d": 2.0}, "e": [1, 2, 3], "f": 0}
+    only_left, only_right, mismatch = sd.diff(left, right)
+    assert only_left == [("a",)]
+    assert only_right == [("f",), ("e", 2)]
+    assert mismatch == [(("b", "c"), torch.Tensor, torch.Tensor)]
+    assert sd.diff(left, left) == ([], [], [])
+
+
+def test_maps_in_and_out_of_place() -> None:
+    """The outplace map leaves its argument alone, the inplace map returns it."""
+    nest = {"a": [1, {"b": 2}]}
+    assert sd.dict_list_map_outplace(lambda v: v + 1, nest) == {"a": [2, {"b": 3}]}
+    assert nest == {"a": [1, {"b": 2}]}
+    assert sd.dict_list_map_inplace(lambda v: v * 10, nest) is nest
+    assert nest == {"a": [10, {"b": 20}]}
+
+
+def test_merge_puts_nests_together() -> None:
+    """Dicts by key, lists by place, and dicts of indices into lists."""
+    assert sd.merge({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3}) == {"a": {"b": 1, "c": 2}, "d": 3}
+    assert sd.merge([{"a": 1}, {}], [{"b": 2}, {"c": 3}]) == [{"a": 1, "b": 2}, {"c": 3}]
+    assert sd.merge([{"a": 1}], {0: {"b": 2}, 1: 5}) == [{"a": 1, "b": 2}, 5]
+
+
+@pytest.mark.parametrize(("x1", "x2"), [({"a": 1}, {"a": 2}), ([1], [1, 2]), ([1], {3: 1})])
+def test_merge_refuses_two_values_at_one_place(x1: object, x2: object) -> None:
+    """A duplicate leaf and lists that do not fit are ValueErrors that name the place."""
+    with pytest.raises(ValueError, match="merge"):
+        sd.merge(x1, x2)
+
+
+def test_map_reduce_groups() -> None:
+    """Values are grouped by key and reduced."""
+    assert sd.map_reduce([1, 2, 3, 4], lambda x: x % 2, lambda x: x * 10, sum) == {1: 40, 0: 60}
+
+
+def test_factories_apply_and_merge() -> None:
+    """A factory becomes its shards in place, and its loaded shards become one value again."""
+    factory = ShardedTensorFactory(
+        "w",
+        torch.zeros(4),
+        lambda k, t, r, _: {"x": _tensor(f"{k}.x"), "y": _tensor(f"{k}.y")},
+        lambda d: d["x"] + d["y"],
+    )
+    nest = {"m": [factory, 1]}
+    factories = {"m": {0: factory}}
+    sd.apply_factories(nest)
+    assert [leaf.key for leaf in sd.nested_values(nest["m"][0])] == ["w.x", "w.y"]
+    loaded = {"m": [{"x": torch.ones(2), "y": torch.ones(2)}, 1]}
+    merged = sd.apply_factory_merges(loaded, factories)
+    assert merged["m"][0].tolist() == [2, 2]
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        sd.apply_factory_merges({"m": []}, factories)
+
+
+def test_extractions_by_kind() -> None:
+    """Every kind of leaf is found by its own function."""
+    nest = {
+        "t": _tensor("t"),
+        "o": ShardedObject("o", 1, (1,), (0,)),
+        "f": ShardedTensorFactory("f", torch.zeros(1), lambda *_: [], lambda x: x),
+        "n": LocalNonpersistentObject(1),
+        "c": 5,
+    }
+    assert set(sd.extract_sharded_tensors(nest)[0]) == {"t"}
+    assert set(sd.extract_sharded_tensors_and_factories(nest)[0]) == {"t", "f"}
+    assert set(sd.extract_sharded_base(nest)[0]) == {"t", "o", "f"}
+    assert set(sd.extract_nonpersistent(nest)[0]) == {"n"}
+    assert set(sd.extract_nonpersistent(nest)[1]) == {"t", "o", "f", "c"}
+
+
+def test_prefixes() -> None:
+    """Prefixes of keys are added, replaced and mapped; a key without the old prefix is an error and nothing changes."""
+    nest = {"a": _tensor("x.a"), "b": [_tensor("y.b")]}
+    sd.add_prefix_for_sharding(nest, "m.")
+    assert [leaf.key for leaf in sd.nested_values(nest)] == ["m.x.a", "m.y.b"]
+    with pytest.raises(ValueError, match="lacks"):
+        sd.replace_prefix_for_sharding(nest, "m.x.", "q.")
+    assert [leaf.key for leaf in sd.nested_values(nest)] == ["m.x.a", "m.y.b"]
+    sd.replace_prefix_for_sharding(nest, "m.", "")
+    sd.apply_prefix_mapping(nest, {"x.": "1.", "y.": "2."})
+    assert [leaf.key for leaf in sd.nested_values(nest)] == ["1.a", "2.b"]
+
+
+def test_save_preprocess_leaves_the_caller_alone() -> None:
+    """Factories are built, local objects dropped, and neither the nest nor the descriptions are the caller's."""
+    tensor = _tensor("t")
+    factory = ShardedTensorFactory("f", torch.zeros(1), lambda k, *_: [_tensor(k)], lambda x: x)
+    nest = {"t": tensor, "f": factory, "n": LocalNonpersistentObject(3), "c": {"d": 1}}
+    shards, common = sd.save_preprocess(nest)
+    assert [shard.key for shard in shards] == ["t", "f"]
+    assert common == {"c": {"d": 1}}
+    assert nest["t"] is tensor
+    assert nest["f"] is factory
+    assert shards[0] is not tensor
+    common["c"]["d"] = 2
+    assert nest["c"] == {"d": 1}
