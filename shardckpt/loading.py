@@ -111,9 +111,8 @@ def _delivered(shard: ShardedBase, value: Any) -> Any:
     if not isinstance(shard, ShardedTensor):
         return value
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shard.data_shape:
-        raise PluginError(
-            f"{shard.key!r}: the strategy gave {getattr(value, 'shape', value)!r}, not {shard.data_shape}"
-        )
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise PluginError(f"{shard.key!r}: the strategy gave {given}, not a tensor of shape {shard.data_shape}")
     if shard.data is None or value is shard.data:
         return value
     shard.data.detach().copy_(value)

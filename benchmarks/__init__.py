@@ -1,0 +1,1 @@
+"""Benchmarks: one file a question, each run as ``python -m benchmarks.<name>``; never imported by tests."""

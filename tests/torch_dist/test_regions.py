@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.mapping import ShardedTensor
+from shardckpt.storage import reader as reader_module
+from shardckpt_torch_dist import regions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = torch.arange(40 * 30 * 20).reshape(40, 30, 20)
+
+
+def _wanted(start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> ShardedTensor:
+    return ShardedTensor("w", torch.zeros(shape, dtype=dtype), dtype, shape, tuple(FULL.shape), start, None)
+
+
+def _expected(start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    view = FULL
+    for axis, (low, length) in enumerate(zip(start, shape, strict=True)):
+        view = view.narrow(axis, low, length)
+    return view
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tensor in three chunks: 192 kB in all, read in pieces of 8 kB in these tests."""
+    path = tmp_path_factory.mktemp("regions") / "c"
+    cuts = [(0, 7), (7, 22), (29, 11)]
+    shards = [
+        ShardedTensor("w", FULL[low : low + rows], FULL.dtype, (rows, 30, 20), tuple(FULL.shape), (low, 0, 0), None)
+        for low, rows in cuts
+    ]
+    dc.save({"w": shards}, path)
+    return path
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_box_in_small_pieces(stored: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+    """A box of any place and size, cast or not, is read right, however small the pieces that it is read in."""
+    monkeypatch.setattr(regions, "_PIECE", 8 << 10)
+    start = tuple(data.draw(st.integers(0, size - 1)) for size in FULL.shape)
+    shape = tuple(data.draw(st.integers(1, size - low)) for size, low in zip(FULL.shape, start, strict=True))
+    dtype = data.draw(st.sampled_from([torch.int64, torch.float32]))
+    loaded = dc.load({"w": _wanted(start, shape, dtype)}, stored, validate_access_integrity=False)
+    assert torch.equal(loaded["w"], _expected(start, shape).to(dtype))
+
+
+def test_a_slice_reads_a_slice(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading two rows reads about two rows of the data file, not the chunks that hold them."""
+    monkeypatch.setenv("SHARDCKPT_VERIFY_READS", "0")
+    read: list[int] = []
+    original = reader_module.read_into
+
+    def counting(fd: int, path: Any, buffer: memoryview, offset: int) -> None:
+        if path.name.endswith(".distcp"):
+            read.append(buffer.nbytes)
+        original(fd, path, buffer, offset)
+
+    monkeypatch.setattr(reader_module, "read_into", counting)
+    dc.load({"w": _wanted((10, 0, 0), (2, 30, 20))}, stored, validate_access_integrity=False)
+    assert sum(read) < 2 * 30 * 20 * 8 + 16384  # the rows and the archive's directory
+
+
+def test_tensors_that_torch_stored_strided(tmp_path: Path) -> None:
+    """DCP stores a view with its strides; every element arrives at its place all the same."""
+    dcp.save({"w": FULL.permute(2, 0, 1), "v": FULL[:, :, ::3]}, checkpoint_id=tmp_path / "c")
+    loaded = dc.load_plain_tensors(tmp_path / "c")
+    assert torch.equal(loaded["w"], FULL.permute(2, 0, 1))
+    assert torch.equal(loaded["v"], FULL[:, :, ::3])
+
+
+def test_metadata_that_does_not_fit_the_archive_is_an_error(tmp_path: Path) -> None:
+    """If the index says another dtype than the archive, nothing is loaded."""
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "c")
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].properties.dtype = torch.int32
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match=r"holds torch\.float32"):
+        dc.load_plain_tensors(tmp_path / "c")
+
+
+def test_a_lost_chunk_is_an_error_that_names_the_hole(tmp_path: Path) -> None:
+    """Where a save lost data (stock DCP's worker threads can), the load names key and region."""
+    dcp.save({"w": torch.ones(4), "ok": torch.ones(2)}, checkpoint_id=tmp_path / "c")
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != "w"}
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match=r"'w'.*does not hold"):
+        dc.load_plain_tensors(tmp_path / "c")
+    ok = ShardedTensor.from_rank_offsets("ok", torch.zeros(2))
+    assert dc.load({"ok": ok}, tmp_path / "c")["ok"].eq(1).all()
