@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from shardckpt.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
+    PluginError,
     RefusedByPolicyError,
     StrategyMismatchError,
     UnknownBackendError,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.plugins import PluginHost
+
+logger = logging.getLogger(__name__)
 
 #: Backends, or (backend, version) pairs, that a caller is willing to load.
 Accept = Collection[str | tuple[str, int]]
@@ -89,14 +93,18 @@ def choose_reader(
                 f"{_shown(directory, manifest)}, not {wanted!r} as sharded_strategy asks; leave sharded_strategy out "
                 "to read what the checkpoint is"
             )
-    reasons = []
+    reasons, faults = [], []
     for entry in host.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend):
-        strategy: LoadStrategy = entry.create()
+        try:
+            strategy: LoadStrategy = entry.create()
+        except PluginError as exc:
+            faults.append(str(exc))
+            continue
         reason = strategy.cannot_load(manifest)
         if reason is None:
             return strategy
         reasons.append(f"{entry.name} of {entry.distribution}: {reason}")
-    raise _refusal(directory, manifest, host, reasons)
+    raise _refusal(directory, manifest, host, reasons, faults)
 
 
 def _parse(model: type[Any], path: Path, limit: int) -> Any:
@@ -111,7 +119,11 @@ def _parse(model: type[Any], path: Path, limit: int) -> Any:
 def _recognised(directory: Path, host: PluginHost) -> Manifest:
     """A directory without ``metadata.json``: a layout that some strategy knows, or no checkpoint."""
     for entry in host.registry.entries(StrategyAction.LOAD_SHARDED):
-        strategy = entry.create()
+        try:
+            strategy = entry.create()
+        except PluginError as exc:  # another backend's reader may still know the directory
+            logger.warning("%s", exc)
+            continue
         version = strategy.recognises(directory) if isinstance(strategy, Recognises) else None
         if version is not None:
             return Manifest(backend=entry.backend, version=version, recognised_as=entry.backend)
@@ -151,14 +163,23 @@ def _apply_policy(directory: Path, manifest: Manifest, accept: Accept | None) ->
     raise RefusedByPolicyError(f"{_shown(directory, manifest)}; the caller's accept= allows {allowed}")
 
 
-def _refusal(directory: Path, manifest: Manifest, host: PluginHost, reasons: list[str]) -> CannotLoadError:
-    """Why no installed strategy reads the checkpoint, the fitting case of it."""
+def _refusal(
+    directory: Path, manifest: Manifest, host: PluginHost, reasons: list[str], faults: list[str]
+) -> CannotLoadError:
+    """Why no installed strategy reads the checkpoint, the fitting case of it.
+
+    Args:
+        directory: The checkpoint.
+        manifest: What it says of itself.
+        host: The installed plugins.
+        reasons: Why the readers of its backend do not read it.
+        faults: What is wrong with those readers of its backend that do not work.
+    """
     what = _shown(directory, manifest)
-    broken = [plugin for plugin in host.broken() if plugin.name == manifest.backend]
     tail = "".join(f"\n  {reason}" for reason in reasons) + _installed_text(host)
-    if broken:
-        faults = "; ".join(f"{plugin.name} of {plugin.distribution}: {plugin.fault}" for plugin in broken)
-        return BrokenPluginError(f"{what}; its plugin is installed and does not work: {faults}{tail}")
+    faults = faults + [f"{p.name} of {p.distribution}: {p.fault}" for p in host.broken() if p.name == manifest.backend]
+    if faults:
+        return BrokenPluginError(f"{what}; its plugin is installed and does not work: {'; '.join(faults)}{tail}")
     readers = host.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)
     if not readers:
         return UnknownBackendError(
@@ -166,20 +187,22 @@ def _refusal(directory: Path, manifest: Manifest, host: PluginHost, reasons: lis
             f"{_reader_hint(manifest)}{tail}"
         )
     versions = [entry.version for entry in readers]
+    if manifest.version in versions:
+        return CannotLoadError(f"{what}, which the installed readers of that version refuse{tail}")
     if manifest.version > max(versions):
         return VersionTooNewError(
             f"{what}, newer than what is installed (version {max(versions)}). Upgrade{_reader_hint(manifest)}{tail}"
         )
-    return VersionTooOldError(f"{what}, older than what is installed reads. {_way_out(manifest, host, readers)}{tail}")
+    way_out = _way_out(directory, manifest, host, readers)
+    return VersionTooOldError(f"{what}, older than what is installed reads. {way_out}{tail}")
 
 
-def _way_out(manifest: Manifest, host: PluginHost, readers: list[Entry]) -> str:
+def _way_out(directory: Path, manifest: Manifest, host: PluginHost, readers: list[Entry]) -> str:
     migrations = host.registry.migrations(manifest.backend, manifest.version)
     if migrations:
-        return f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate OLD NEW"
-    return f"Load and save it with a release of {readers[0].distribution.split()[0]} that reads it" + _reader_hint(
-        manifest
-    )
+        return f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate {directory} NEW"
+    oldest = f" (since {manifest.record.reader})" if manifest.record and manifest.record.reader else ""
+    return f"Load and save it with a release of {readers[0].distribution.split()[0]} that reads it{oldest}"
 
 
 def _reader_hint(manifest: Manifest) -> str:

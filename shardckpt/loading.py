@@ -15,7 +15,7 @@ from shardckpt.operation import Operation
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.template import MISSING, LoadTemplate
-from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, stored_key, validate_shards
+from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, compare_shapes, stored_key, validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,9 +95,11 @@ def load_checkpoint(
     if validate:
         with checkpoint.operation.step("validating"):
             validate_shards(template.shards, comm)
-    stored = [stored_key(shard) for shard in checkpoint.index()]
-    mismatch = compare_keys(template.shards, stored, strict, comm)
+    index = checkpoint.index()
+    mismatch = compare_keys(template.shards, map(stored_key, index), strict, comm)
     available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
+    with checkpoint.operation.step("comparing shapes"):
+        compare_shapes(available, index)
     common = checkpoint.common()
     loaded = iter(checkpoint.values(available))
     with checkpoint.operation.step("assembling the state dict"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from shardckpt.comm import Comm
     from shardckpt.plugins import PluginHost
+
+
+logger = logging.getLogger(__name__)
 
 
 class Operation:
@@ -66,7 +70,10 @@ class Operation:
         self._emit(phase=phase, state="end", seconds=time.perf_counter() - start)
 
     def _emit(self, **changes: Any) -> None:
-        self.host.hook.shardckpt_event(event=replace(self._base, **changes))
+        try:
+            self.host.hook.shardckpt_event(event=replace(self._base, **changes))
+        except Exception:  # who watches a save must not be able to end it on one rank
+            logger.warning("a plugin's shardckpt_event failed", exc_info=True)
 
 
 __all__ = ["Operation"]

@@ -100,8 +100,10 @@ class PluginHost:
 
     def _admit(self, plugin: object, name: str) -> None:
         """Register a plugin's hooks and let it fill the registry; it is out again if that fails."""
-        self._manager.register(plugin, name)
+        if self._manager.is_registered(plugin):
+            raise PluginError(f"{name} is registered already, as {self._manager.get_name(plugin)}")
         try:
+            self._manager.register(plugin, name)
             others = [other for other in self._manager.get_plugins() if other is not plugin]
             unknown = [hook.name for hook in self._manager.get_hookcallers(plugin) or [] if not hook.has_spec()]
             if unknown:

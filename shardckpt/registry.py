@@ -6,7 +6,7 @@ import importlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
@@ -60,10 +60,33 @@ class Entry:
         kind = self.target if isinstance(self.target, type) else type(self.target)
         return f"{kind.__module__}.{kind.__qualname__}"
 
+    @property
+    def is_users_choice(self) -> bool:
+        """Whether the user put it in the place of whatever plugins bring, now or later."""
+        return self.override and self.distribution == _USER
+
     def create(self) -> Any:
-        """A strategy for one operation: a fresh one, unless an instance was registered."""
+        """A strategy for one operation: a fresh one, unless an instance was registered.
+
+        Raises:
+            PluginError: it cannot be imported or created, or is not what it was registered as.
+        """
         target = _imported(self) if isinstance(self.target, str) else self.target
-        return target() if isinstance(target, type) else target
+        if not isinstance(target, type):
+            return target
+        try:
+            return target()
+        except Exception as exc:
+            raise PluginError(f"{self.name} of {self.distribution} cannot be created: {_text(exc)}") from exc
+
+
+class _Default(NamedTuple):
+    """A claim to be what a save uses where the caller names nothing."""
+
+    backend: str
+    version: int
+    distribution: str
+    override: bool
 
 
 class StrategyRegistry:
@@ -72,7 +95,7 @@ class StrategyRegistry:
     def __init__(self) -> None:
         self._entries: dict[tuple[StrategyAction, str, int], Entry] = {}
         self._migrations: dict[tuple[str, int, int], type[Migration]] = {}
-        self._default: tuple[str, int] | None = None
+        self._default: _Default | None = None
         self._distribution = _USER
 
     def add(self, strategy: type[Any] | SaveStrategy | LoadStrategy, *, override: bool = False) -> None:
@@ -90,9 +113,7 @@ class StrategyRegistry:
         action = next((action for action, base in _BASES.items() if issubclass(kind, base)), None)
         if action is None:
             raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy")
-        backend, version = getattr(kind, "backend", None), getattr(kind, "version", None)
-        if not isinstance(backend, str) or not isinstance(version, int):
-            raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
+        backend, version = _identity(kind)
         summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
         self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
 
@@ -125,9 +146,7 @@ class StrategyRegistry:
             if target:
                 self._put(Entry(action, backend, version, target, self._distribution, summary, override))
         if default:
-            if self._default not in (None, (backend, version)) and not override:
-                raise DuplicateStrategyError(f"{(backend, version)} and {self._default} both claim to be the default")
-            self._default = (backend, version)
+            self._claim_default(_Default(backend, version, self._distribution, override))
 
     def add_migration(self, migration: type[Migration]) -> None:
         """Register how checkpoints of one version are rewritten as another."""
@@ -142,6 +161,7 @@ class StrategyRegistry:
         kind = strategy if isinstance(strategy, type) else type(strategy)
         if not issubclass(kind, _BASES[action]):
             raise PluginError(f"{kind.__qualname__} is not a {_BASES[action].__name__}")
+        _identity(kind)
         self._put(Entry(action, backend, version, strategy, self._distribution, "", override=True))
 
     @property
@@ -152,7 +172,7 @@ class StrategyRegistry:
                 "no default strategy is registered: the distribution metadata of shardckpt was not found; "
                 "install the project (pip install -e .), again after entry points were added"
             )
-        return self._default
+        return self._default.backend, self._default.version
 
     def find(self, action: StrategyAction, backend: str, version: int) -> Entry | None:
         """The strategy under exactly this key."""
@@ -188,25 +208,56 @@ class StrategyRegistry:
     def _put(self, entry: Entry) -> None:
         key = (entry.action, entry.backend, entry.version)
         present = self._entries.get(key)
-        if present is None or (entry.override and (not present.override or entry.distribution == _USER)):
+        user = entry.distribution == _USER
+        if present is None or (entry.override and (user or not present.override)):
             self._entries[key] = entry
-        elif entry.override == present.override:
+        elif user or (entry.override == present.override and not present.is_users_choice):
             raise DuplicateStrategyError(
                 f"({entry.backend!r}, {entry.version}) is claimed twice for {entry.action.value}: by {present.name} of "
                 f"{present.distribution} and by {entry.name} of {entry.distribution}; uninstall one, switch it off "
                 "with SHARDCKPT_DISABLED_PLUGINS, or register the one you want with override=True"
             )
 
+    def _claim_default(self, claim: _Default) -> None:
+        present = self._default
+        if present is None or (claim.override and not present.override):
+            self._default = claim
+        elif claim.override == present.override and claim[:2] != present[:2]:
+            raise DuplicateStrategyError(
+                f"two strategies claim to be the default: ({present.backend!r}, {present.version}) of "
+                f"{present.distribution} and ({claim.backend!r}, {claim.version}) of {claim.distribution}; uninstall "
+                "one, or switch it off with SHARDCKPT_DISABLED_PLUGINS"
+            )
+
+
+def _identity(kind: type[Any]) -> tuple[str, int]:
+    """The backend and version that a strategy class names."""
+    backend, version = getattr(kind, "backend", None), getattr(kind, "version", None)
+    if not isinstance(backend, str) or not isinstance(version, int):
+        raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
+    return backend, version
+
 
 def _imported(entry: Entry) -> type[Any]:
+    """The class of a lazy entry, if it is what it was registered as."""
     module, _, name = entry.target.partition(":")
     try:
         kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as exc:
-        raise PluginError(f"{entry.target} of {entry.distribution} cannot be imported: {exc}") from exc
-    if (kind.backend, kind.version) != (entry.backend, entry.version):
-        raise PluginError(f"{entry.target} is ({kind.backend!r}, {kind.version}), registered as {entry.backend!r}")
-    return kind  # type: ignore[no-any-return]
+    except Exception as exc:
+        raise PluginError(f"{entry.target} of {entry.distribution} cannot be imported: {_text(exc)}") from exc
+    base = _BASES[entry.action]
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise PluginError(f"{entry.target} of {entry.distribution} is not a {base.__name__}")
+    if _identity(kind) != (entry.backend, entry.version):
+        raise PluginError(
+            f"{entry.target} of {entry.distribution} is registered as {(entry.backend, entry.version)}, and says of "
+            f"itself that it is {_identity(kind)}"
+        )
+    return kind
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def parse_key(value: Any) -> tuple[str, int | None]:

@@ -98,13 +98,16 @@ def commit_files(
         overwrite: Whether an existing checkpoint, or other files, may stand at ``target``.
     """
     comm = operation.comm
-    with operation.step("staging"):
-        owned = _claim_target(target, operation, overwrite=overwrite) if comm.is_main else None
-        save_id = commit.new_save_id()
-        staging = commit.create_staging(target, save_id) if comm.is_main else Path()
-    save_id, staging = comm.broadcast((save_id, staging))
+    staging: Path | None = None
     try:
-        with CheckpointWriter(staging, comm.rank) as writer:
+        with operation.step("staging"):
+            owned = _claim_target(target, operation, overwrite=overwrite) if comm.is_main else None
+            save_id = commit.new_save_id()
+            staging = commit.create_staging(target, save_id) if comm.is_main else Path()
+        save_id, staging = comm.broadcast((save_id, staging))
+        with comm.phase("starting the file threads"):
+            writer = CheckpointWriter(staging, comm.rank)
+        with writer:
             with operation.step("writing"):
                 write(writer, save_id)
                 operation.wrote(sum(file.size for file in writer.files))
@@ -115,7 +118,7 @@ def commit_files(
                     _write_markers(writer, identity, save_id, comm.world_size, files)
                     _publish(staging, target, owned)
     except BaseException:
-        if comm.is_main and staging.exists():
+        if comm.is_main and staging is not None and staging.exists():
             commit.discard(staging)
         raise
 

@@ -37,6 +37,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
         results = reader.map(
             lambda record: FileResult(record.name, record.size, _fault(reader, record.name, record.size)),
             manifest.record.files,
+            size=lambda record: record.size,
         )
     known = {MARKER_NAME, RECORD_NAME, *(record.name for record in manifest.record.files)}
     extra = sorted(entry.name for entry in path.iterdir() if entry.name not in known)

@@ -27,11 +27,8 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
     out = capsys.readouterr().out
-    assert (
-        all(verb in out for verb in ("demo", "strategies", "verify", "migrate"))
-        or len(arguments) > 1
-        or __version__ in out
-    )
+    expected = {"--help": ("demo", "strategies", "verify", "migrate"), "--version": (__version__,)}
+    assert all(text in out for text in expected.get(arguments[0], ("usage",)))
 
 
 def test_strategies_lists_the_built_ins(capsys: pytest.CaptureFixture[str]) -> None:

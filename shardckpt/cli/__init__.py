@@ -32,7 +32,10 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in (demo, strategies, verify, migrate):
         verb.add(verbs)
-    host().hook.shardckpt_commands(subparsers=verbs)
+    try:
+        host().hook.shardckpt_commands(subparsers=verbs)
+    except Exception as exc:  # noqa: BLE001 - a plugin's verb must not take ours away
+        print(f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}", file=sys.stderr)
     return parser
 
 

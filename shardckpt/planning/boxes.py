@@ -35,6 +35,11 @@ class Box(NamedTuple):
         """The same box with its offset moved."""
         return Box(tuple(off + step for off, step in zip(self.offset, by, strict=True)), self.shape)
 
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Slices that cut this box out of a tensor that holds the outer one."""
+        starts = (off - base for off, base in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
 
 class FlatPart(NamedTuple):
     """A box cut out of a flattened block: the box, and where its elements start in the flattened slice."""

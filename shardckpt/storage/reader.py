@@ -11,9 +11,10 @@ from shardckpt import settings
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.digest import ALGORITHM, Segments, checksum
 from shardckpt.storage.filesystem import check_file_name, open_existing, read_into
+from shardckpt.storage.writer import WORTH_A_THREAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -102,13 +103,21 @@ class CheckpointReader:
             self._parsed[name] = parse()
         return self._parsed[name]  # type: ignore[no-any-return]
 
-    def map(self, function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-        """``function`` of every item, by the file threads; the first error is raised once all have ended."""
+    def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
+        """``function`` of every item: large ones by the file threads, small ones by this thread meanwhile.
+
+        Args:
+            function: Reads an item.
+            items: What to read, in the order of the results.
+            size: Bytes of an item.
+        """
         threads = settings.io_threads()
         if threads == 1:
             return [function(item) for item in items]
         with ThreadPoolExecutor(threads, "shardckpt-read") as pool:
-            return list(pool.map(function, items))
+            large = {n: pool.submit(function, item) for n, item in enumerate(items) if size(item) >= WORTH_A_THREAD}
+            small = {n: function(item) for n, item in enumerate(items) if n not in large}
+            return [large[n].result() if n in large else small[n] for n in range(len(items))]
 
     def close(self) -> None:
         """Close all files."""

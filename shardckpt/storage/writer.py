@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+#: Smaller records are handled by the calling thread: handing them over costs more than writing them.
+WORTH_A_THREAD = 256 << 10
+
 Produce = Callable[[], Sequence[memoryview]]
 
 
@@ -55,7 +58,8 @@ class FileWriter:
         """
         offset, self.position = self.position, self.position + nbytes
         self._keys += keys
-        self._tasks.append(_submitted(self._pool, lambda: self._write(offset, nbytes, produce)))
+        pool = self._pool if nbytes >= WORTH_A_THREAD else None
+        self._tasks.append(_submitted(pool, lambda: self._write(offset, nbytes, produce)))
         return offset
 
     def close(self) -> FileRecord:

@@ -14,7 +14,7 @@ from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
 from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
 from shardckpt_torch_dist.regions import read_chunk, read_object
-from shardckpt_torch_dist.stored import COMMON_FILE, StoredIndex
+from shardckpt_torch_dist.stored import COMMON_FILE, Item, StoredIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +43,12 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             plan = planner.create_local_plan()
         with context.comm.phase("reading shards"):
             planner.finish_plan(plan)
-            ordered = sorted(plan.items, key=lambda item: _position(item, index))
-            context.reader.map(lambda item: _read(item, planner, index, context.reader), ordered)
+            ordered = sorted(plan.items, key=lambda item: _place(item, index))
+            context.reader.map(
+                lambda item: _read(item, planner, index, context.reader),
+                ordered,
+                size=lambda item: _place(item, index).length,
+            )
         return [_value(shard) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
@@ -83,13 +87,12 @@ def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reade
     read_chunk(reader, chunk, tuple(item.storage_offsets), planner.resolve_tensor(item), tensor.dtype, key)
 
 
-def _position(item: ReadItem, index: StoredIndex) -> tuple[str, int]:
-    """Where an item's bytes are, to read files from front to back."""
+def _place(item: ReadItem, index: StoredIndex) -> Item:
+    """Where an item's archive is; places sort by file and offset, to read files from front to back."""
     key = item.storage_index.fqn
     if item.type == LoadItemType.BYTE_IO:
-        return index.objects[key].file, index.objects[key].offset
-    stored = index.tensors[key].chunks[tuple(item.storage_index.offset or ())].item
-    return stored.file, stored.offset
+        return index.objects[key]
+    return index.tensors[key].chunks[tuple(item.storage_index.offset or ())].item
 
 
 def _value(shard: ShardedBase) -> Any:

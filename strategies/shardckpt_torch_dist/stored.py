@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -26,8 +26,7 @@ COMMON_KEY = "common_state/shard_0_1"
 COMMON_FILE = "common.pt"
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A run of bytes in a file: one complete ``torch.save`` archive."""
 
     file: str
