@@ -69,10 +69,7 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
     operation = Operation("load", directory, comm, host)
     with operation.whole():
         with operation.step("reading the manifest"):
-            manifest = read_manifest(directory, host) if comm.is_main else None
-        manifest = comm.broadcast(manifest)
-        if manifest is None:
-            raise AssertionError("the main rank has read the manifest")
+            manifest = comm.main_runs("reading the manifest", lambda: read_manifest(directory, host))
         with operation.step("choosing a strategy"):
             strategy = choose_reader(directory, manifest, host, options.strategy, options.accept)
             operation.dispatched(strategy)

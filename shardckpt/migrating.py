@@ -53,7 +53,7 @@ def migrate_checkpoint(
         with CheckpointReader(source, manifest, verify=True) as reader:
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:
-                chosen().migrate(reader, writer)
+                chosen.create().migrate(reader, writer)
 
             commit_files(operation, target, identity, write, overwrite=False)
     return manifest.backend, manifest.version, chosen.to_version

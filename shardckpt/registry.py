@@ -55,10 +55,7 @@ class Entry:
     @property
     def name(self) -> str:
         """The class's name with its module, without importing it."""
-        if isinstance(self.target, str):
-            return self.target.replace(":", ".")
-        kind = self.target if isinstance(self.target, type) else type(self.target)
-        return f"{kind.__module__}.{kind.__qualname__}"
+        return _name(self.target)
 
     @property
     def is_users_choice(self) -> bool:
@@ -71,13 +68,47 @@ class Entry:
         Raises:
             PluginError: it cannot be imported or created, or is not what it was registered as.
         """
-        target = _imported(self) if isinstance(self.target, str) else self.target
-        if not isinstance(target, type):
-            return target
-        try:
-            return target()
-        except Exception as exc:
-            raise PluginError(f"{self.name} of {self.distribution} cannot be created: {_text(exc)}") from exc
+        if not isinstance(self.target, str | type):
+            return self.target
+        kind = _imported(self.target, _BASES[self.action], self.distribution)
+        if isinstance(self.target, str):
+            _check_claim(self.target, self.distribution, (self.backend, self.version), _identity(kind))
+        return _created(kind, self.distribution)
+
+
+@dataclass(frozen=True)
+class MigrationEntry:
+    """A registered migration.
+
+    Attributes:
+        backend: The format family.
+        from_version: Version that it reads.
+        to_version: Version that it writes.
+        target: A class, or ``"module:Class"``, imported at first use.
+        distribution: Who registered it.
+    """
+
+    backend: str
+    from_version: int
+    to_version: int
+    target: type[Migration] | str
+    distribution: str
+
+    @property
+    def name(self) -> str:
+        """The class's name with its module, without importing it."""
+        return _name(self.target)
+
+    def create(self) -> Migration:
+        """A migration for one checkpoint.
+
+        Raises:
+            PluginError: it cannot be imported or created, or is not what it was registered as.
+        """
+        kind = _imported(self.target, Migration, self.distribution)
+        claim = (self.backend, self.from_version, self.to_version)
+        _check_claim(self.name, self.distribution, claim, (kind.backend, kind.from_version, kind.to_version))
+        return _created(kind, self.distribution)  # type: ignore[no-any-return]
 
 
 class _Default(NamedTuple):
@@ -94,7 +125,7 @@ class StrategyRegistry:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[StrategyAction, str, int], Entry] = {}
-        self._migrations: dict[tuple[str, int, int], type[Migration]] = {}
+        self._migrations: dict[tuple[str, int, int], MigrationEntry] = {}
         self._default: _Default | None = None
         self._distribution = _USER
 
@@ -150,11 +181,18 @@ class StrategyRegistry:
 
     def add_migration(self, migration: type[Migration]) -> None:
         """Register how checkpoints of one version are rewritten as another."""
-        key = (migration.backend, migration.from_version, migration.to_version)
-        if key in self._migrations:
-            other = self._migrations[key]
-            raise DuplicateStrategyError(f"two migrations for {key}: {other.__qualname__} and {migration.__qualname__}")
-        self._migrations[key] = migration
+        self._put_migration(migration.backend, migration.from_version, migration.to_version, migration)
+
+    def add_lazy_migration(self, backend: str, from_version: int, to_version: int, migration: str) -> None:
+        """Register a migration as ``"module:Class"`` without importing it.
+
+        Args:
+            backend: The class's backend; checked when it is imported.
+            from_version: Version that it reads.
+            to_version: Version that it writes.
+            migration: The class.
+        """
+        self._put_migration(backend, from_version, to_version, migration)
 
     def put(self, action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
         """Register, as the user's override, a strategy under a key of the caller's choice."""
@@ -187,7 +225,7 @@ class StrategyRegistry:
         )
         return sorted(chosen, key=lambda entry: (entry.backend, -entry.version, entry.action.value))
 
-    def migrations(self, backend: str, from_version: int) -> list[type[Migration]]:
+    def migrations(self, backend: str, from_version: int) -> list[MigrationEntry]:
         """Migrations from this version, the newest target first."""
         found = (m for key, m in self._migrations.items() if key[:2] == (backend, from_version))
         return sorted(found, key=lambda migration: -migration.to_version)
@@ -218,6 +256,16 @@ class StrategyRegistry:
                 "with SHARDCKPT_DISABLED_PLUGINS, or register the one you want with override=True"
             )
 
+    def _put_migration(self, backend: str, from_version: int, to_version: int, target: type[Migration] | str) -> None:
+        entry = MigrationEntry(backend, from_version, to_version, target, self._distribution)
+        present = self._migrations.setdefault((backend, from_version, to_version), entry)
+        if present is not entry:
+            raise DuplicateStrategyError(
+                f"two migrations of {backend!r} from version {from_version} to {to_version}: {present.name} of "
+                f"{present.distribution} and {entry.name} of {entry.distribution}; uninstall one, or switch it off "
+                "with SHARDCKPT_DISABLED_PLUGINS"
+            )
+
     def _claim_default(self, claim: _Default) -> None:
         present = self._default
         if present is None or (claim.override and not present.override):
@@ -238,22 +286,38 @@ def _identity(kind: type[Any]) -> tuple[str, int]:
     return backend, version
 
 
-def _imported(entry: Entry) -> type[Any]:
-    """The class of a lazy entry, if it is what it was registered as."""
-    module, _, name = entry.target.partition(":")
+def _name(target: Any) -> str:
+    """A class's name with its module, without importing it."""
+    if isinstance(target, str):
+        return target.replace(":", ".")
+    kind = target if isinstance(target, type) else type(target)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _imported(target: type[Any] | str, base: type[Any], distribution: str) -> type[Any]:
+    """The class, imported if it is named as ``"module:Class"``."""
+    if isinstance(target, type):
+        return target
+    module, _, name = target.partition(":")
     try:
         kind = getattr(importlib.import_module(module), name)
     except Exception as exc:
-        raise PluginError(f"{entry.target} of {entry.distribution} cannot be imported: {_text(exc)}") from exc
-    base = _BASES[entry.action]
+        raise PluginError(f"{target} of {distribution} cannot be imported: {_text(exc)}") from exc
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        raise PluginError(f"{entry.target} of {entry.distribution} is not a {base.__name__}")
-    if _identity(kind) != (entry.backend, entry.version):
-        raise PluginError(
-            f"{entry.target} of {entry.distribution} is registered as {(entry.backend, entry.version)}, and says of "
-            f"itself that it is {_identity(kind)}"
-        )
+        raise PluginError(f"{target} of {distribution} is not a {base.__name__}")
     return kind
+
+
+def _check_claim(name: str, distribution: str, claimed: tuple[Any, ...], own: tuple[Any, ...]) -> None:
+    if claimed != own:
+        raise PluginError(f"{name} of {distribution} is registered as {claimed}, and says of itself that it is {own}")
+
+
+def _created(kind: type[Any], distribution: str) -> Any:
+    try:
+        return kind()
+    except Exception as exc:
+        raise PluginError(f"{_name(kind)} of {distribution} cannot be created: {_text(exc)}") from exc
 
 
 def _text(error: Exception) -> str:
@@ -269,4 +333,4 @@ def parse_key(value: Any) -> tuple[str, int | None]:
     raise CheckpointingException(f"a strategy is named as 'backend' or ('backend', version), not {value!r}")
 
 
-__all__ = ["Entry", "StrategyAction", "StrategyRegistry", "parse_key"]
+__all__ = ["Entry", "MigrationEntry", "StrategyAction", "StrategyRegistry", "parse_key"]

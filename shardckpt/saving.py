@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.errors import CannotLoadError, StorageError, UnknownBackendError
+from shardckpt.errors import CheckpointingException, StorageError, UnknownBackendError
 from shardckpt.gate import choose_reader, read_manifest
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Marker, Record
 from shardckpt.operation import Operation
@@ -140,7 +140,7 @@ def _owned_files(target: Path, operation: Operation) -> set[str]:
         if manifest.record is not None:
             return owned | {file.name for file in manifest.record.files}
         reader = choose_reader(target, manifest, operation.host)
-    except CannotLoadError as exc:
+    except CheckpointingException as exc:
         logger.warning("overwriting %s, which is no readable checkpoint: all its files are kept (%s)", target, exc)
         return owned
     return owned | (reader.owned_files(target) if isinstance(reader, OwnsFiles) else set())

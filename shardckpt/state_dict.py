@@ -75,9 +75,9 @@ def extract_matching_values(
                 rest[key] = inner_rest
         else:
             (match if predicate(value) else rest)[key] = value
-    if isinstance(x, list) and not return_lists_as_dicts:
-        return list(match.values()), list(rest.values())
-    return match, rest
+    if isinstance(x, list):
+        return (match, rest) if return_lists_as_dicts else (list(match.values()), _of_type(x, list(rest.values())))
+    return match, _of_type(x, rest)
 
 
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
@@ -105,11 +105,11 @@ def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], lis
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """A nest of the same form with ``f`` applied to every leaf."""
+    """A nest of the same form and types with ``f`` applied to every leaf."""
     if isinstance(x, dict):
-        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
+        return _of_type(x, {key: dict_list_map_outplace(f, value) for key, value in x.items()})
     if isinstance(x, list):
-        return [dict_list_map_outplace(f, value) for value in x]
+        return _of_type(x, [dict_list_map_outplace(f, value) for value in x])
     return f(x)
 
 
@@ -268,6 +268,16 @@ def _copied(value: Any) -> Any:
     if isinstance(value, ShardedTensorFactory):
         raise ShardingError(f"the factory {value.key!r} was built by another factory: build it in that one's build_fn")
     return copy.copy(value) if isinstance(value, ShardedBase) else value
+
+
+def _of_type(original: Any, content: Any) -> Any:
+    """The content in a container of the original's type: an OrderedDict stays one, a defaultdict keeps its factory."""
+    if type(original) in (dict, list):
+        return content
+    result = copy.copy(original)
+    result.clear()
+    (result.update if isinstance(result, dict) else result.extend)(content)
+    return result
 
 
 def _children(x: Any) -> dict[Any, Any] | None:

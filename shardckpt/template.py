@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,7 @@ def _assemble(wanted: Any, common: Any, path: str) -> Any:
 
 def _assemble_dict(wanted: dict[Any, Any], common: Any, path: str) -> Any:
     stored: dict[Any, Any] = {} if common is MISSING else common
-    result = dict(stored)
+    result = copy.copy(stored)
     for key, value in wanted.items():
         part = _assemble(value, stored.get(key, MISSING), f"{path}[{key!r}]")
         if part is not MISSING:

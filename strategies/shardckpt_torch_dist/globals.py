@@ -142,8 +142,8 @@ def _getattr(owner: Any, name: str) -> Any:
 _BUILTINS = (bool, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
 
 _PLAIN: Table = {
-    **{(module, kind.__name__): kind for module in ("builtins", "__builtin__") for kind in _BUILTINS},
-    **{(module, "bytearray"): shielded(_bytearray) for module in ("builtins", "__builtin__")},
+    **{("builtins", kind.__name__): kind for kind in _BUILTINS},
+    ("builtins", "bytearray"): shielded(_bytearray),
     **{("datetime", kind.__name__): kind for kind in (datetime.datetime, datetime.date, datetime.timedelta)},
     ("builtins", "getattr"): shielded(_getattr),
     ("collections", "OrderedDict"): collections.OrderedDict,

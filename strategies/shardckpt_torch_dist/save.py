@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from shardckpt.errors import UnsafePickleError
 from shardckpt.storage.memory import plain_cpu, tensor_bytes
 from shardckpt.strategy import SaveStrategy
+from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.dialects import METADATA_FILE
 from shardckpt_torch_dist.envelope import envelope
 from shardckpt_torch_dist.save_planner import ShardedSavePlanner
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.storage.writer import FileWriter
     from shardckpt.strategy import SaveContext
+
+logger = logging.getLogger(__name__)
+
+#: Larger objects are not read back to see whether a load would refuse them.
+_CHECKED_BYTES = 16 << 20
 
 _Places = list[tuple[MetadataIndex, StorageInfo]]
 
@@ -66,18 +74,19 @@ def _write_items(planner: ShardedSavePlanner, items: Sequence[WriteItem], contex
     for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):
         start = file.position
         append = _append_object if item.type == WriteItemType.BYTE_IO else _append_tensor
-        append(file, planner.resolve_data(item))
+        append(file, item, planner.resolve_data(item))
         places.append((item.index, StorageInfo(name, start, file.position - start)))
     context.writer.finish(file)
     return places
 
 
-def _append_object(file: FileWriter, data: Any) -> None:
+def _append_object(file: FileWriter, item: WriteItem, data: Any) -> None:
     view = data.getbuffer()
+    _warn_if_refused(view, f"object {item.index.fqn!r}")
     file.append(view.nbytes, lambda: [view])
 
 
-def _append_tensor(file: FileWriter, tensor: Any) -> None:
+def _append_tensor(file: FileWriter, _item: WriteItem, tensor: Any) -> None:
     head, tail = envelope(tensor.dtype, tuple(tensor.shape), file.position)
     nbytes = len(head) + tensor.numel() * tensor.element_size() + len(tail)
     file.append(nbytes, lambda: [memoryview(head), tensor_bytes(plain_cpu(tensor)), memoryview(tail)])
@@ -91,7 +100,18 @@ def _write_metadata(
     context.writer.write(METADATA_FILE, pickle.dumps(metadata, protocol=4), keys=0)
     file = io.BytesIO()
     torch.save(common, file)
+    _warn_if_refused(file.getbuffer(), "the common state")
     context.writer.write(COMMON_FILE, file.getvalue())
+
+
+def _warn_if_refused(archive: memoryview, what: str) -> None:
+    """Say at the save what a load would only say then: that it holds a class outside the allow-list."""
+    if archive.nbytes > _CHECKED_BYTES:
+        return
+    try:
+        load_bytes(bytes(archive), what)
+    except UnsafePickleError as exc:
+        logger.warning("saved as it is, and a load will refuse it: %s", exc)
 
 
 __all__ = ["TorchDistSaveShardedStrategy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _compat_pickle
 import io
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ class _AllowListUnpickler(pickle.Unpickler):
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
+        module, name = _python3(module, name)
         found = self._table.get((module, name))
         if found is None and self._extra is not None:
             found = self._extra(module, name)
@@ -92,6 +94,13 @@ def load_object(
         return torch_global(module, name) or numpy_global(module, name)
 
     return _load(_AllowListUnpickler(data, OBJECT_TABLE, source, extra, storage), source)
+
+
+def _python3(module: str, name: str) -> tuple[str, str]:
+    """A global by its name of today: pickles of protocol 2, as torch writes them, name builtins as Python 2 did."""
+    if (module, name) in _compat_pickle.NAME_MAPPING:
+        return _compat_pickle.NAME_MAPPING[module, name]
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
 
 
 def _named(item: Any) -> tuple[tuple[str, str], Any]:
