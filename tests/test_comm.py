@@ -93,3 +93,14 @@ def test_one_process_needs_no_group() -> None:
         raise KeyError("k")
     with pytest.raises(ShardingError, match=r"^plain$"), comm.phase("step"):
         raise ShardingError("plain")
+
+
+def _through_a_twin() -> list[int]:
+    accelerators_only = dist.new_group(backend="cuda:gloo")
+    first, second = Comm(accelerators_only), Comm(accelerators_only)
+    return first.all_gather(first.rank) + second.all_gather(second.rank)
+
+
+def test_a_group_for_accelerators_gets_a_twin_for_the_cpu(ranks: RankPool) -> None:
+    """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the verdicts."""
+    assert ranks.run(2, _through_a_twin) == [[0, 1, 0, 1]] * 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.planning.boxes import Box, Ints, intersect
+from shardckpt.planning.lookup import BoxFinder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class Overlap(NamedTuple):
@@ -21,13 +21,64 @@ class Overlap(NamedTuple):
 
 
 def find_overlap(boxes: Sequence[Box]) -> Overlap | None:
-    """The first pair of boxes that share an element, or None; sweeps along the axis with the most distinct starts."""
-    if not boxes or not boxes[0].shape:
-        return Overlap(0, 1, boxes[0]) if len(boxes) > 1 else None
-    axis = max(range(len(boxes[0].shape)), key=lambda a: len({box.offset[a] for box in boxes}))
-    order = sorted((n for n, box in enumerate(boxes) if box.volume), key=lambda n: boxes[n].offset[axis])
+    """A pair of boxes that share an element, or None."""
+    filled = [number for number, box in enumerate(boxes) if box.volume]
+    if len(filled) <= 1:
+        return None
+    if _is_grid([boxes[number] for number in filled]):
+        return _overlap_in_grid(boxes, filled)
+    return _overlap_by_sweep(boxes, filled)
+
+
+def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
+    """A box of the global tensor that no given box reaches, or None if they cover it; boxes must not overlap."""
+    whole = Box((0,) * len(shape), tuple(shape))
+    if sum(box.volume for box in boxes) >= whole.volume:
+        return None
+    filled = [box for box in boxes if box.volume]
+    if filled and _is_grid([*filled, Box(tuple(shape), filled[0].shape)]):
+        return _hole_in_grid(whole.shape, filled)
+    finder = BoxFinder(filled)
+    left = [whole]
+    while left:
+        part = left.pop()
+        hit = next(finder.touching(part), None)
+        if hit is None:
+            return part
+        left.extend(_without(part, hit[1]))
+    return None
+
+
+def _is_grid(boxes: Sequence[Box]) -> bool:
+    """Whether all boxes are cells of one regular grid: then only equal ones overlap."""
+    shape = boxes[0].shape
+    return all(
+        box.shape == shape and not any(off % size for off, size in zip(box.offset, shape, strict=True)) for box in boxes
+    )
+
+
+def _overlap_in_grid(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
+    seen: dict[Ints, int] = {}
+    for number in filled:
+        first = seen.setdefault(boxes[number].offset, number)
+        if first != number:
+            return Overlap(first, number, boxes[number])
+    return None
+
+
+def _hole_in_grid(shape: Ints, boxes: Sequence[Box]) -> Box | None:
+    """The first cell of the grid that none of its boxes fills."""
+    have = {box.offset for box in boxes}
+    steps = boxes[0].shape
+    corners = product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True)))
+    return next((Box(corner, steps) for corner in corners if corner not in have), None)
+
+
+def _overlap_by_sweep(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
+    """Go along the axis with the most distinct starts, comparing each box with those that reach into its start."""
+    axis = max(range(len(boxes[0].shape)), key=lambda a: len({boxes[number].offset[a] for number in filled}))
     live: list[int] = []
-    for number in order:
+    for number in sorted(filled, key=lambda n: boxes[n].offset[axis]):
         box = boxes[number]
         live = [other for other in live if boxes[other].end[axis] > box.offset[axis]]
         for other in live:
@@ -38,37 +89,17 @@ def find_overlap(boxes: Sequence[Box]) -> Overlap | None:
     return None
 
 
-def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
-    """A box of the global tensor that no given box reaches, or None if they cover it; boxes must not overlap."""
-    if sum(box.volume for box in boxes) >= Box((), tuple(shape)).volume:
-        return None
-    cuts = [_cuts(size, axis, boxes) for axis, size in enumerate(shape)]
-    filled = _filled_cells(cuts, boxes)
-    for cell in product(*(range(len(points) - 1) for points in cuts)):
-        if cell not in filled:
-            lows = tuple(points[i] for points, i in zip(cuts, cell, strict=True))
-            highs = tuple(points[i + 1] for points, i in zip(cuts, cell, strict=True))
-            return Box(lows, tuple(hi - lo for lo, hi in zip(lows, highs, strict=True)))
-    return None
-
-
-def _cuts(size: int, axis: int, boxes: Sequence[Box]) -> list[int]:
-    points = {0, size}
-    for box in boxes:
-        points.update((box.offset[axis], box.end[axis]))
-    return sorted(points)
-
-
-def _filled_cells(cuts: list[list[int]], boxes: Sequence[Box]) -> set[Ints]:
-    """The cells, between neighbouring cuts, that the boxes fill."""
-    cells: set[Ints] = set()
-    for box in boxes:
-        spans = (
-            range(bisect_left(points, lo), bisect_left(points, hi))
-            for points, lo, hi in zip(cuts, box.offset, box.end, strict=True)
-        )
-        cells.update(product(*spans))
-    return cells
+def _without(part: Box, taken: Box) -> Iterator[Box]:
+    """The part without a box inside it, cut into at most two boxes an axis."""
+    low, size = list(part.offset), list(part.shape)
+    for axis in range(len(size)):
+        before = taken.offset[axis] - low[axis]
+        after = low[axis] + size[axis] - taken.end[axis]
+        if before:
+            yield Box(tuple(low), (*size[:axis], before, *size[axis + 1 :]))
+        if after:
+            yield Box((*low[:axis], taken.end[axis], *low[axis + 1 :]), (*size[:axis], after, *size[axis + 1 :]))
+        low[axis], size[axis] = taken.offset[axis], taken.shape[axis]
 
 
 __all__ = ["Overlap", "find_hole", "find_overlap"]
