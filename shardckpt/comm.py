@@ -6,6 +6,7 @@ settlement, finds the others at theirs, and all raise; no rank is left in a coll
 
 from __future__ import annotations
 
+import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -82,31 +83,36 @@ class Comm:
         failed = torch.tensor([int(error is not None)])
         self._call(lambda: dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group))
         if failed.item():
-            reports = self._all_gather_object(None if error is None else self._report(error))
+            report = None if error is None else self._report(error)
+            reports = self._all_gather_bytes(bytearray(pickle.dumps(report)))
             raise _verdict([report for report in reports if report is not None]) from error
 
     def all_gather(self, value: _T) -> list[_T]:
         """Every rank's value, on every rank."""
-        self.settle()
-        return [value] if self.world_size == 1 else self._all_gather_object(value)
+        data = self._settled_pickle(value)
+        return [value] if self.world_size == 1 else self._all_gather_bytes(data)
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's value on the main rank, an empty list on the others."""
-        self.settle()
+        data = self._settled_pickle(value)
         if self.world_size == 1:
             return [value]
-        parts: list[Any] | None = [None] * self.world_size if self.is_main else None
-        self._call(lambda: dist.gather_object(value, parts, dst=self._main(), group=self._group))
-        return parts or []
+        mine, parts = self._padded(data, self.world_size if self.is_main else 0)
+        into = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+        self._call(lambda: dist.gather(mine, into or None, dst=self._main(), group=self._group))
+        return [_unpacked(part) for part in parts]
 
     def broadcast(self, value: _T) -> _T:
         """The main rank's value, on every rank."""
-        self.settle()
+        data = self._settled_pickle(value if self.is_main else None)
         if self.world_size == 1:
             return value
-        box = [value if self.is_main else None]
-        self._call(lambda: dist.broadcast_object_list(box, src=self._main(), group=self._group))
-        return box[0]  # type: ignore[return-value]
+        size = torch.tensor([len(data)])
+        self._call(lambda: dist.broadcast(size, src=self._main(), group=self._group))
+        data = data if self.is_main else bytearray(int(size))
+        content = torch.frombuffer(data, dtype=torch.uint8)
+        self._call(lambda: dist.broadcast(content, src=self._main(), group=self._group))
+        return value if self.is_main else _unpacked(data)
 
     def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
         """Run ``function`` on the main rank as a phase, and hand its result to all."""
@@ -119,18 +125,41 @@ class Comm:
     def _main(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
-    def _all_gather_object(self, value: Any) -> list[Any]:
-        parts: list[Any] = [None] * self.world_size
-        self._call(lambda: dist.all_gather_object(parts, value, group=self._group))
-        return parts
+    def _settled_pickle(self, value: Any) -> bytearray:
+        """The value pickled for the way, once every rank has pickled its own.
+
+        (torch's own object collectives need numpy, which shardckpt does not.)
+        """
+        if self.world_size == 1:
+            return bytearray()
+        try:
+            data, error = bytearray(pickle.dumps(value)), None
+        except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
+            data, error = bytearray(), exc
+        self.settle(error)
+        return data
+
+    def _all_gather_bytes(self, data: bytearray) -> list[Any]:
+        mine, parts = self._padded(data, self.world_size)
+        into = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+        self._call(lambda: dist.all_gather(into, mine, group=self._group))
+        return [_unpacked(part) for part in parts]
+
+    def _padded(self, data: bytearray, count: int) -> tuple[torch.Tensor, list[bytearray]]:
+        """This rank's pickled value, made as long as the longest of all ranks, and memory for ``count`` such."""
+        longest = torch.tensor([len(data)])
+        self._call(lambda: dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._group))
+        data.extend(bytes(int(longest) - len(data)))  # a pickle ends where it says: what follows is not read
+        parts = [bytearray(len(data)) for _ in range(count)]
+        return torch.frombuffer(data, dtype=torch.uint8), parts
 
     def _call(self, collective: Callable[[], Any]) -> None:
         try:
             collective()
         except RuntimeError as exc:  # gloo and NCCL: a peer died, or the group's timeout passed
             lost = CommunicationError(
-                f"rank {self.rank}, in {self._phase!r}: another rank of {self.world_size} died or did not answer "
-                f"within the process group's timeout ({exc})"
+                f"rank {self.rank}, in {self._phase!r}: a collective of {self.world_size} ranks failed: another rank "
+                f"died, or did not answer within the process group's timeout ({exc})"
             )
             lost.settled = True
             raise lost from exc
@@ -139,6 +168,10 @@ class Comm:
         kind = type(error).__name__ if isinstance(error, CheckpointingException) else ""
         message = str(error) if kind else f"{type(error).__name__}: {error}"
         return _Report(self.rank, self._phase, kind, message)
+
+
+def _unpacked(data: bytearray) -> Any:
+    return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
 
 
 def _verdict(reports: list[_Report]) -> CheckpointingException:

@@ -118,6 +118,8 @@ def _parse(model: type[Any], path: Path, limit: int) -> Any:
 
 def _recognised(directory: Path, host: PluginHost) -> Manifest:
     """A directory without ``metadata.json``: a layout that some strategy knows, or no checkpoint."""
+    if (directory / RECORD_NAME).exists():
+        raise CorruptCheckpointError(f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost")
     for entry in host.registry.entries(StrategyAction.LOAD_SHARDED):
         try:
             strategy = entry.create()
@@ -201,8 +203,9 @@ def _way_out(directory: Path, manifest: Manifest, host: PluginHost, readers: lis
     migrations = host.registry.migrations(manifest.backend, manifest.version)
     if migrations:
         return f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate {directory} NEW"
-    oldest = f" (since {manifest.record.reader})" if manifest.record and manifest.record.reader else ""
-    return f"Load and save it with a release of {readers[0].distribution.split()[0]} that reads it{oldest}"
+    reader = manifest.record.reader if manifest.record else ""
+    first = f" ({reader} was the first to read it)" if reader else ""
+    return f"There is no migration: read it with an older release than {readers[0].distribution}{first}"
 
 
 def _reader_hint(manifest: Manifest) -> str:

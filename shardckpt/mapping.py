@@ -196,20 +196,9 @@ class ShardedTensor(ShardedBase):
             prepend_axis_num: See the class.
             **init_kwargs: More fields of the class.
         """
-        shape = tuple(non_flat_local_shape)
-        offsets, global_shape, fragments = _grid_geometry(key, shape, rank_offsets, prepend_axis_num)
-        return cls(
-            key,
-            data,
-            data.dtype,
-            shape,
-            global_shape,
-            offsets,
-            fragments,
-            prepend_axis_num=prepend_axis_num,
-            flattened_range=flattened_range,
-            **init_kwargs,
-        )
+        cell = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
+        whole = cls.from_rank_offsets(key, cell, *rank_offsets, prepend_axis_num=prepend_axis_num, **init_kwargs)
+        return dataclasses.replace(whole, data=data, flattened_range=flattened_range)
 
 
 @dataclass

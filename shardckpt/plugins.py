@@ -110,7 +110,8 @@ class PluginHost:
                 raise PluginError(f"unknown hooks: {', '.join(sorted(unknown))}")
             self._manager.subset_hook_caller("shardckpt_register", others)(registry=self._registry)
         except BaseException:
-            self._manager.unregister(plugin)
+            if self._manager.is_registered(plugin):
+                self._manager.unregister(plugin)
             raise
 
 

@@ -46,6 +46,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
 
 def _fault(reader: CheckpointReader, name: str, size: int) -> str:
     try:
+        reader.size(name)  # opens it: an empty file must be there too
         buffer = memoryview(bytearray(min(size, 4 * SEGMENT_BYTES)))
         for start in range(0, size, max(buffer.nbytes, 1)):
             reader.read_into(name, start, buffer[: size - start], name)

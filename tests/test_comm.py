@@ -104,3 +104,17 @@ def _through_a_twin() -> list[int]:
 def test_a_group_for_accelerators_gets_a_twin_for_the_cpu(ranks: RankPool) -> None:
     """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the verdicts."""
     assert ranks.run(2, _through_a_twin) == [[0, 1, 0, 1]] * 2
+
+
+def _hands_out_what_cannot_be_pickled(how: str) -> None:
+    comm = Comm()
+    value = (lambda: None) if comm.rank == (0 if how == "broadcast" else 1) else 1
+    getattr(comm, how)(value)
+
+
+@pytest.mark.parametrize("how", ["gather", "all_gather", "broadcast"])
+def test_a_value_that_cannot_travel_is_everyones_error(ranks: RankPool, how: str) -> None:
+    """A value that pickle refuses on one rank is the same error on all, and no rank waits for it."""
+    outcomes = ranks.outcomes(3, _hands_out_what_cannot_be_pickled, how)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "pickle" in outcomes[0].message

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import time
+from pathlib import Path
 from typing import Any
 
 
@@ -11,15 +13,24 @@ def add(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser("demo", help="train, save with 4 ranks, load with 2 and with 1, and show what happened")
     parser.add_argument("--dir", help="keep the checkpoint and the ranks' logs in this directory, new or empty")
-    parser.add_argument("--steps", type=_positive, default=20, help="training steps before the checkpoint (20)")
+    parser.add_argument("--steps", type=_positive, default=16, help="training steps before the checkpoint (16)")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Run the demo; it raises if anything fails or does not agree."""
+    """Run the demo and print its report; an error if anything failed or does not agree."""
+    from shardckpt.cli.demo_report import report
+    from shardckpt.demo.outcome import check
     from shardckpt.demo.run import run_demo
 
-    run_demo(options.dir, options.steps, functools.partial(print, flush=True))
+    start = time.monotonic()
+    outcome = run_demo(options.dir, options.steps, functools.partial(print, flush=True))
+    print(f"\n{report(outcome)}\n")
+    check(outcome)
+    print(f"All agree, after {time.monotonic() - start:.0f} s.")
+    if options.dir is not None:
+        checkpoint = Path(options.dir).absolute() / "checkpoint"
+        print(f"The checkpoint stays; check its bytes with: shardckpt verify {checkpoint}")
     return 0
 
 

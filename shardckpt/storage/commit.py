@@ -34,7 +34,7 @@ def create_staging(target: Path, save_id: str) -> Path:
     """Make the staging directory of a save to ``target``: ``.<name>.shardckpt-staging-<id>`` beside it."""
     staging = target.with_name(f".{target.name}{_STAGING}{save_id}")
     with naming("create the staging directory", staging):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_directory(target.parent)
         left = staging_of(target)
         staging.mkdir()
     if left:
@@ -108,6 +108,15 @@ def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
             raise
     sync_directory(target.parent)
     discard(aside)
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory and those above it, each durable in the one that holds it."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
 
 
 def _siblings(target: Path, mark: str) -> list[Path]:

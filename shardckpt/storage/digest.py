@@ -61,11 +61,20 @@ class Segments:
         return hashlib.sha256(_little(self.lengths) + _little(self.digests)).hexdigest()
 
     @classmethod
-    def unpack(cls, text: str, root: str) -> Segments:
-        """The table that :meth:`pack` wrote; :class:`CorruptCheckpointError` if it is not the one with this root."""
+    def unpack(cls, text: str, root: str, size: int) -> Segments:
+        """The table that :meth:`pack` wrote.
+
+        Args:
+            text: The table as text.
+            root: Its digest.
+            size: Bytes of the file that it is for; it bounds the table.
+
+        Raises:
+            CorruptCheckpointError: the text is not the table with this root, or not one for a file of this size.
+        """
         try:
             inflate = zlib.decompressobj()
-            raw = inflate.decompress(base64.b64decode(text, validate=True), _MAX_TABLE)
+            raw = inflate.decompress(base64.b64decode(text, validate=True), min(_MAX_TABLE, 8 * size + 8))
         except (binascii.Error, zlib.error, ValueError) as exc:
             raise CorruptCheckpointError(f"the table of digests is damaged: {exc}") from exc
         if len(raw) % 8 or hashlib.sha256(raw).hexdigest() != root:
@@ -73,7 +82,10 @@ class Segments:
         columns = array("I", raw)
         if sys.byteorder == "big":
             columns.byteswap()
-        return cls(columns[: len(columns) // 2], columns[len(columns) // 2 :])
+        found = cls(columns[: len(columns) // 2], columns[len(columns) // 2 :])
+        if found.size != size or max(found.lengths, default=0) > SEGMENT_BYTES:
+            raise CorruptCheckpointError(f"the table of digests is for {found.size} bytes, or not cut as it should be")
+        return found
 
 
 def checksum(data: memoryview | bytes, start: int = 0) -> int:

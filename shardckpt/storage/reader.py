@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import ALGORITHM, Segments, checksum
 from shardckpt.storage.filesystem import check_file_name, open_existing, read_into
 from shardckpt.storage.writer import WORTH_A_THREAD
@@ -35,14 +36,14 @@ class _OpenFile:
         self.segments: Segments | None = None
         if record is None:
             return
-        if self.size != record.size:
+        try:
+            if self.size != record.size:
+                raise CorruptCheckpointError(f"it has {self.size} bytes, {record.size} were written")
+            if verify:
+                self.segments = Segments.unpack(record.segments, record.digest, record.size)
+        except CorruptCheckpointError as exc:
             os.close(self.fd)
-            raise CorruptCheckpointError(f"{path} has {self.size} bytes, {record.size} were written")
-        if verify:
-            self.segments = Segments.unpack(record.segments, record.digest)
-            if self.segments.size != record.size:
-                os.close(self.fd)
-                raise CorruptCheckpointError(f"{path}: its table of digests is for {self.segments.size} bytes")
+            raise CorruptCheckpointError(f"{path}: {exc}") from exc
 
 
 class CheckpointReader:
@@ -62,8 +63,8 @@ class CheckpointReader:
         self._records = None if record is None else {file.name: file for file in record.files}
         if record is not None and record.digest_algorithm != ALGORITHM and self._verify:
             raise CorruptCheckpointError(
-                f"{directory}: digests are {record.digest_algorithm!r}, this reader checks {ALGORITHM!r}; "
-                f"a newer shardckpt reads them, or {settings.VERIFY_READS}=0 loads without checking"
+                f"{directory / RECORD_NAME}: digests are {record.digest_algorithm!r}, this reader checks "
+                f"{ALGORITHM!r}; a newer shardckpt reads them, or {settings.VERIFY_READS}=0 loads without checking"
             )
         self._lock = threading.Lock()
         self._files: dict[str, _OpenFile] = {}
@@ -71,9 +72,12 @@ class CheckpointReader:
 
     def has(self, name: str) -> bool:
         """Whether the file belongs to the checkpoint."""
-        if self._records is not None:
-            return name in self._records
-        return (self.directory / check_file_name(name)).is_file()
+        path = self.directory / check_file_name(name)
+        if self._records is None:
+            return os.path.lexists(path)
+        if name not in self._records and os.path.lexists(path):
+            raise CorruptCheckpointError(f"{path} is there and {RECORD_NAME} does not name it: one of them is damaged")
+        return name in self._records
 
     def size(self, name: str) -> int:
         """Bytes of the file."""

@@ -13,13 +13,13 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt_torch_dist.dtypes import storage_dtype
-from shardckpt_torch_dist.globals import Frozen, shielded
+from shardckpt_torch_dist.globals import shielded
 from shardckpt_torch_dist.unpickle import load_object
 
 ReadRange = Callable[[int, int], bytes]
@@ -92,11 +92,10 @@ class StoredPayload:
         return True
 
 
-class _StorageType(metaclass=Frozen):
+class _StorageType(NamedTuple):
     """Stands for a storage class that a pickle names: its dtype, or None for bytes."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,12 @@ class Archive:
         file = io.BufferedReader(_RangeFile(self._read_range, size), 4096)
         try:
             with zipfile.ZipFile(file) as archive:
-                return {info.filename: self._located(info, size) for info in archive.infolist()}
+                records = {info.filename: self._located(info, size) for info in archive.infolist()}
         except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as exc:
             raise CorruptCheckpointError(f"{self._source} is not a torch.save archive: {exc}") from exc
+        if sum(record.size for record in records.values()) > size:
+            raise CorruptCheckpointError(f"{self._source}: its members are larger than itself: they overlap")
+        return records
 
     def _located(self, info: zipfile.ZipInfo, size: int) -> _Record:
         magic, name_length, extra_length = _LOCAL_HEADER.unpack(self._read_range(info.header_offset, 30))

@@ -83,6 +83,7 @@ def _places(raw: Any) -> _Places:
 
 def _tensor(key: str, entry: Any, true_shape: Any, places: _Places) -> StoredTensor:
     shape = tuple(entry.size if true_shape is None else true_shape)
+    dtype = entry.properties.dtype
     chunks: dict[Ints, Chunk] = {}
     for stored in entry.chunks:
         offset, sizes = tuple(stored.offsets), tuple(stored.sizes)
@@ -90,11 +91,23 @@ def _tensor(key: str, entry: Any, true_shape: Any, places: _Places) -> StoredTen
         if item is None:
             continue  # a save that lost it: a load that needs it finds a hole
         volume = math.prod(sizes)
+        if not _fits(entry.size, offset, sizes) or volume * dtype.itemsize > item.length:
+            raise CorruptCheckpointError(
+                f"tensor {key!r} of shape {tuple(entry.size)} and {dtype} cannot have a chunk of {sizes} at {offset} "
+                f"in {item.length} bytes of {item.file}"
+            )
         parts = [(Box(offset, sizes), 0)]
         if true_shape is not None:
             parts = _flattened(shape, tuple(entry.size), offset, sizes)
         chunks.update({box.offset: Chunk(box, item, first, volume) for box, first in parts})
-    return StoredTensor(entry.properties.dtype, shape, chunks)
+    return StoredTensor(dtype, shape, chunks)
+
+
+def _fits(shape: Ints, offset: Ints, sizes: Ints) -> bool:
+    """Whether a chunk lies inside a tensor of the stored shape."""
+    if not len(shape) == len(offset) == len(sizes):
+        return False
+    return all(low >= 0 <= n and low + n <= size for low, n, size in zip(offset, sizes, shape, strict=True))
 
 
 def _flattened(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) -> list[tuple[Box, int]]:

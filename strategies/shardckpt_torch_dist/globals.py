@@ -106,17 +106,21 @@ def stand_in(module: str, name: str) -> type[StandIn]:
 
 def shielded(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as something whose own attributes (defaults, code) a pickle cannot reach."""
-    return _Shield(function).call
+    return _Shield(function)
 
 
 class _Shield:
     __slots__ = ("_function",)
+    _function: Callable[..., Any]
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        object.__setattr__(self, "_function", function)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UnsafePickleError(f"a pickle tries to set {name!r} of a function: refused")
 
 
 def _latin1(text: str, encoding: str) -> bytes:

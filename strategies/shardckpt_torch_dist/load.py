@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt.strategy import LoadStrategy
@@ -39,7 +40,9 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         index = read_index(context.reader)
         planner = ShardedLoadPlanner(flatten_state_dict=False, allow_globals=context.allow_globals)
         with context.comm.phase("planning the load"):
-            planner.set_up_planner({"shards": list(wanted)}, index.metadata(), context.comm.is_main)
+            _check_sizes(wanted, index, context.reader)
+            leaves = {str(number): shard for number, shard in enumerate(wanted)}
+            planner.set_up_planner(leaves, index.metadata(), context.comm.is_main)
             plan = planner.create_local_plan()
         with context.comm.phase("reading shards"):
             planner.finish_plan(plan)
@@ -75,6 +78,20 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         """The files that any dialect writes."""
         named = {METADATA_FILE, COMMON_FILE, MARKER_NAME, _INTEGRITY_FILE}
         return {path.name for path in directory.iterdir() if path.name in named or path.suffix == ".distcp"}
+
+
+def _check_sizes(wanted: Sequence[ShardedBase], index: StoredIndex, reader: CheckpointReader) -> None:
+    """Whether the files have the bytes of the tensors that memory is to be allocated for."""
+    for shard in wanted:
+        if not isinstance(shard, ShardedTensor) or shard.data is not None or shard.key not in index.tensors:
+            continue
+        for chunk in index.tensors[shard.key].chunks.values():
+            file, offset, length = chunk.item
+            if offset < 0 or offset + length > reader.size(file):
+                raise CorruptCheckpointError(
+                    f"{shard.key}: bytes {offset} to {offset + length} are outside {reader.directory / file} of "
+                    f"{reader.size(file)} bytes"
+                )
 
 
 def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reader: CheckpointReader) -> None:

@@ -15,7 +15,7 @@ from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
 from shardckpt.planning.coverage import find_hole
 from shardckpt.planning.lookup import BoxFinder
 from shardckpt_torch_dist.archive import load_bytes
-from shardckpt_torch_dist.split import split_shards
+from shardckpt_torch_dist.split import put_rest, split_shards
 
 if TYPE_CHECKING:
     import io
@@ -47,6 +47,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._targets: list[torch.Tensor] = []
         self._to_zero: list[torch.Tensor] = []
         self._stored: dict[str, Any] = {}
+        self._caller: dict[str, Any] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -55,6 +56,10 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._tensors, self._objects, rest = split_shards(state_dict)
         self._stored = metadata.state_dict_metadata if metadata is not None else {}
         super().set_up_planner(rest, metadata, is_coordinator)
+        self._caller = state_dict
+        for key, path in self.mappings.items():
+            if isinstance(self.state_dict.get(key), torch.Tensor):
+                put_rest(state_dict, path, self.state_dict[key])  # DCP has put memory in the place of meta tensors
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads, checked: every wanted element is stored once, under the same global shape."""
@@ -74,13 +79,13 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a read object into the ShardedObjects of its key."""
+        """Put a read object into the ShardedObjects of its key, or in its place in the caller's state dict."""
         key = read_item.dest_index.fqn
         shards = [shard for shard in self._objects if shard.unique_key == key]
-        if not shards:
-            super().load_bytes(read_item, value)
-            return
         loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
+        if not shards:
+            put_rest(self._caller, self.mappings.get(key, (key,)), loaded)
+            return
         for shard in shards:  # Megatron stores a list of the objects that share the key
             shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded
 
@@ -118,19 +123,22 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         yield f"{shard.key!r}: stored {stored}, wanted {wanted}"
 
     def _tensor_items(self, shard: ShardedTensor, finders: dict[str, BoxFinder]) -> Iterable[ReadItem]:
-        shard.init_data("cpu")
         if shard.key not in finders:
             finders[shard.key] = BoxFinder(
                 [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[shard.key].chunks]
             )
         finder = finders[shard.key]
-        for part in shard_parts(shard):
-            yield from self._part_items(shard, part, finder)
-
-    def _part_items(self, shard: ShardedTensor, part: FlatPart, finder: BoxFinder) -> Iterable[ReadItem]:
-        found = list(finder.touching(part.box)) if part.box.volume else []
+        found = {part: list(finder.touching(part.box)) if part.box.volume else [] for part in shard_parts(shard)}
         if not shard.allow_shape_mismatch:
-            _check_whole(shard.key, part.box, [common for _, common in found])
+            for part, touched in found.items():
+                _check_whole(shard.key, part.box, [common for _, common in touched])
+        shard.init_data("cpu")  # not before it is known that the checkpoint fills it
+        for part, touched in found.items():
+            yield from self._part_items(shard, part, finder, touched)
+
+    def _part_items(
+        self, shard: ShardedTensor, part: FlatPart, finder: BoxFinder, found: list[tuple[int, Box]]
+    ) -> Iterable[ReadItem]:
         target = part_view(shard, part)
         if shard.allow_shape_mismatch:
             self._to_zero.append(target)

@@ -49,7 +49,8 @@ class TorchDistSaveShardedStrategy(SaveStrategy):
         comm = context.comm
         planner = ShardedSavePlanner(flatten_state_dict=False)
         with comm.phase("planning"):
-            planner.set_up_planner({"shards": list(shards)}, is_coordinator=comm.is_main)
+            leaves = {str(number): shard for number, shard in enumerate(shards)}
+            planner.set_up_planner(leaves, is_coordinator=comm.is_main)
             plan = planner.create_local_plan()
         plans = comm.gather(plan)
         metadata = Metadata({})

@@ -114,8 +114,10 @@ def _named(item: Any) -> tuple[tuple[str, str], Any]:
 def _load(unpickler: pickle.Unpickler, source: str) -> Any:
     try:
         return unpickler.load()
-    except CheckpointingException:
-        raise
+    except CheckpointingException as exc:
+        if str(exc).startswith(source):
+            raise
+        raise type(exc)(f"{source}: {exc}") from exc
     except Exception as exc:  # whatever a damaged pickle makes the machine do
         raise CorruptCheckpointError(f"{source}: the pickle is damaged: {type(exc).__name__}: {exc}") from exc
 

@@ -1,0 +1,94 @@
+"""What ``shardckpt demo`` prints at its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.cli.table import table
+from shardckpt.demo.outcome import TOLERANCE, Outcome, largest_difference, ranks, relative_difference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def report(outcome: Outcome) -> str:
+    """All that the demo has to show, as text."""
+    sections = (_losses, _digests, _files, _shards, _speed, _dispatch)
+    return "\n\n".join(section(outcome) for section in sections)
+
+
+def _losses(outcome: Outcome) -> str:
+    names = [ranks(world_size) for world_size in outcome.groups]
+    rows = [
+        (outcome.steps + number, *(f"{value:.6f}" for value in values), f"{relative_difference(values):.1e}")
+        for number, values in enumerate(zip(*outcome.losses.values(), strict=True), 1)
+    ]
+    fresh = " and ".join(f"{r[0].fresh_loss:.3f} ({ranks(n)})" for n, r in outcome.groups.items() if n != outcome.saver)
+    return (
+        f"Losses after the checkpoint of {ranks(outcome.saver)} at step {outcome.steps}\n"
+        + table(("step", *names, "relative difference"), rows)
+        + f"\nlargest relative difference {largest_difference(outcome):.1e}, tolerance {TOLERANCE:.0e} "
+        f"(float32 sums in another order)\nbefore loading, the fresh models' losses were {fresh}"
+    )
+
+
+def _digests(outcome: Outcome) -> str:
+    saved = outcome.groups[outcome.saver][0].digests
+    rows = []
+    for part, digest in saved.items():
+        loaded = (_same(outcome, n, part) for n in outcome.groups if n != outcome.saver)
+        rows.append((part, digest[:16], *loaded))
+    names = (f"loaded by {ranks(n)}" for n in outcome.groups if n != outcome.saver)
+    return "State bit for bit (SHA-256 of all tensors, gathered whole)\n" + table(
+        ("part", f"saved by {ranks(outcome.saver)}", *names), rows
+    )
+
+
+def _same(outcome: Outcome, world_size: int, part: str) -> str:
+    saved = outcome.groups[outcome.saver][0].digests[part]
+    digests = [result.digests[part] for result in outcome.groups[world_size]]
+    return "the same" if all(digest == saved for digest in digests) else f"differs: {digests[0][:16]}"
+
+
+def _files(outcome: Outcome) -> str:
+    rows: list[tuple[object, ...]] = [(f.name, f.rank, f"{f.size:,}", f.keys) for f in outcome.record.files]
+    rows.append(("total", "", f"{outcome.nbytes:,}", ""))
+    return "What was written where (shardckpt.json)\n" + table(("file", "rank", "bytes", "keys"), rows)
+
+
+def _shards(outcome: Outcome) -> str:
+    shapes = {key: shape for key, (_, shape) in outcome.groups[outcome.saver][0].rows.items()}
+    rows = [(key, tuple(shape), *_rows_of(outcome, key)) for key, shape in shapes.items()]
+    names = (ranks(world_size) for world_size in outcome.groups)
+    return "How tensors were resharded (rows on each rank)\n" + table(("key", "global shape", *names), rows)
+
+
+def _rows_of(outcome: Outcome, key: str) -> Iterator[str]:
+    for results in outcome.groups.values():
+        yield " + ".join(str(result.rows[key][0]) for result in results)
+
+
+def _speed(outcome: Outcome) -> str:
+    rows = []
+    for world_size in outcome.groups:
+        seconds = outcome.seconds(world_size)
+        rate = outcome.nbytes / 1e9 / max(seconds, 1e-9)
+        name = "save" if world_size == outcome.saver else "load"
+        rows.append((name, world_size, f"{seconds:.3f}", f"{outcome.nbytes / 1e6:.1f}", f"{rate:.2f}"))
+    title = "Speed of the slowest rank, from call to return: a save ends with fsync and rename, a load checks digests\n"
+    return title + table(("what", "ranks", "seconds", "MB", "GB/s"), rows)
+
+
+def _dispatch(outcome: Outcome) -> str:
+    rows = []
+    for world_size, results in outcome.groups.items():
+        found = results[0].dispatch
+        if found is not None:
+            name = "save" if world_size == outcome.saver else "load"
+            rows.append((name, world_size, found.backend, found.version, found.strategy, found.distribution))
+    return "What the registry dispatched to\n" + table(
+        ("what", "ranks", "backend", "version", "class", "distribution"), rows
+    )
+
+
+__all__ = ["report"]

@@ -1,0 +1,67 @@
+"""A small byte-level transformer, with sizes that no number of ranks divides."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+#: Longest sequence.
+CONTEXT = 128
+
+_START = 256  # stands before the first byte
+_VOCABULARY = 257
+_WIDTH = 250
+_HEADS = 5
+_HIDDEN = 1000
+_LAYERS = 4
+
+
+class Block(nn.Module):
+    """Attention with a learned temperature a head, then a two-layer network; both residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(_WIDTH)
+        self.query_key_value = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.temperature = nn.Parameter(torch.full((_HEADS,), 8.0))
+        self.projection = nn.Linear(_WIDTH, _WIDTH)
+        self.network_norm = nn.LayerNorm(_WIDTH)
+        self.up = nn.Linear(_WIDTH, _HIDDEN)
+        self.down = nn.Linear(_HIDDEN, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, length, width) in and out."""
+        x = x + self._attention(self.attention_norm(x))
+        return x + self.down(functional.gelu(self.up(self.network_norm(x))))  # type: ignore[no-any-return]
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        count, length, _ = x.shape
+        heads = self.query_key_value(x).view(count, length, 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
+        query, key = functional.normalize(heads[0], dim=-1), functional.normalize(heads[1], dim=-1)
+        query = query * self.temperature.view(-1, 1, 1)
+        mixed = functional.scaled_dot_product_attention(query, key, heads[2], is_causal=True, scale=1.0)
+        return self.projection(mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+
+
+class ByteTransformer(nn.Module):
+    """Predicts every byte of a sequence from those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.position = nn.Parameter(torch.randn(CONTEXT, _WIDTH) * 0.02)
+        self.blocks = nn.ModuleList(Block() for _ in range(_LAYERS))
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of a batch of bytes, shape (batch, length), in nats a byte."""
+        before = functional.pad(text[:, :-1], (1, 0), value=_START)
+        x = self.embedding(before) + self.position[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text.flatten())
+
+
+__all__ = ["CONTEXT", "Block", "ByteTransformer"]

@@ -1,0 +1,150 @@
+"""What tests/test_third_party_plugin.py runs with the Python of the environment that has the plugin.
+
+``python -m tests.plugins.session save DIR DTYPE...``, ``load DIR DTYPE...``, ``refusal DIR...``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CannotLoadError
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.ranks import RankPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ROWS, COLUMNS = 12, 6
+COMMON = {"step": 11, "args": {"lr": 0.25, "stages": ["warm", "cool"], "resume": None}}
+SAVERS, LOADERS = 2, 3
+
+
+def whole(dtype: torch.dtype) -> torch.Tensor:
+    """The global tensor of a dtype: values that every one of them holds exactly."""
+    numbers = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+    return (numbers % 3 == 0) if dtype == torch.bool else (numbers % 16).to(dtype)
+
+
+def _rows(key: str, full: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
+    return [ShardedTensor.from_rank_offsets(key, full.chunk(world)[rank].clone(), (0, rank, world))]
+
+
+def _columns(key: str, full: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
+    """Strided pieces of unequal width."""
+    edges = [*range(world), COLUMNS]
+    data = full.clone()[:, edges[rank] : edges[rank + 1]]
+    return [ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(full.shape), (0, edges[rank]), None)]
+
+
+def _flattened(key: str, full: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
+    """Pieces of the flattened tensor, cut inside rows."""
+    edges = [full.numel() * i // world + i % world for i in range(world + 1)]
+    part = slice(edges[rank], edges[rank + 1])
+    data = full.reshape(-1)[part].clone()
+    return [ShardedTensor.from_rank_offsets_flat(key, data, tuple(full.shape), flattened_range=part)]
+
+
+def _layers(key: str, full: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
+    """Rows along a prepended axis, dealt round."""
+    return [
+        ShardedTensor.from_rank_offsets(key, full[row].clone(), (0, row, ROWS), prepend_axis_num=1)
+        for row in range(rank, ROWS, world)
+    ]
+
+
+_LAYOUTS: tuple[Callable[[str, torch.Tensor, int, int], list[ShardedTensor]], ...] = (
+    _rows,
+    _columns,
+    _flattened,
+    _layers,
+)
+
+
+def _state(dtypes: Sequence[str], *, shift: int) -> dict[str, Any]:
+    """Every dtype under every layout, a scalar and an object that all ranks have, and common state."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensors = {
+        f"{dtype}.{number}": _LAYOUTS[(number + shift) % len(_LAYOUTS)](
+            f"{dtype}.{number}", whole(getattr(torch, dtype)), rank, world
+        )
+        for dtype in dtypes
+        for number in range(len(_LAYOUTS))
+    }
+    scalar = ShardedTensor.from_rank_offsets("scale", torch.tensor(0.5), replica_id=rank)
+    seen = ShardedObject("seen", {"files": ["a", "b"], "line": 7}, (1,), (0,), replica_id=rank)
+    return {"tensors": tensors, "scale": scalar, "seen": seen, **COMMON}
+
+
+def _save(directory: str, dtypes: Sequence[str]) -> None:
+    dc.save(_state(dtypes, shift=0), directory, "npy")
+
+
+def _load(directory: str, dtypes: Sequence[str]) -> int:
+    """Load every key under another layout than it was saved in, and compare; the number of shards compared."""
+    expected, wanted = _state(dtypes, shift=1), _state(dtypes, shift=1)
+    shards = [shard for shards in wanted["tensors"].values() for shard in shards]
+    for shard in (*shards, wanted["scale"]):
+        shard.data.zero_()
+    loaded = dc.load({name: wanted[name] for name in ("tensors", "scale", "seen")}, directory)
+    for key, values in loaded["tensors"].items():
+        for value, shard in zip(values, expected["tensors"][key], strict=True):
+            assert value.dtype == shard.data.dtype, key
+            assert torch.equal(value.float(), shard.data.float()), key
+    assert loaded["scale"].item() == 0.5
+    assert loaded["seen"] == expected["seen"].data
+    assert {name: loaded[name] for name in COMMON} == COMMON
+    return len(shards)
+
+
+def save(directory: str, *dtypes: str) -> None:
+    """Save with 2 ranks, load with 3 under other layouts, and say what is stored."""
+    pool = RankPool(LOADERS)
+    try:
+        pool.run(SAVERS, _save, directory, dtypes)
+        pool.run(LOADERS, _load, directory, dtypes)
+    finally:
+        pool.close()
+
+
+def load(directory: str, *dtypes: str) -> dict[str, Any]:
+    """Load with 3 ranks, and list what is stored."""
+    pool = RankPool(LOADERS)
+    try:
+        pool.run(LOADERS, _load, directory, dtypes)
+    finally:
+        pool.close()
+    stored = dc.load_tensors_metadata(directory)
+    return {key: [str(shard.dtype), list(shard.global_shape)] for key, shard in stored.items()}
+
+
+def refusal(*directories: str) -> list[dict[str, Any]]:
+    """The error of each load; and whether the built-in backend works beside it."""
+    return [{**_error(directory), "builtin": _builtin_works()} for directory in directories]
+
+
+def _error(directory: str) -> dict[str, str]:
+    try:
+        dc.load({}, directory)
+    except CannotLoadError as exc:
+        return {"kind": type(exc).__name__, "message": str(exc)}
+    return {"kind": "", "message": "it loaded"}
+
+
+def _builtin_works() -> bool:
+    with tempfile.TemporaryDirectory() as parent:
+        path = Path(parent) / "builtin"
+        dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, path)
+        return torch.equal(dc.load_plain_tensors(path)["w"], torch.ones(3))
+
+
+if __name__ == "__main__":
+    command = {"save": save, "load": load, "refusal": refusal}[sys.argv[1]]
+    print(json.dumps(command(*sys.argv[2:])))  # noqa: T201 - the answer
