@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.comm import Comm
+from shardckpt.entries import StrategyAction
 from shardckpt.errors import CheckpointingException
 from shardckpt.loading import LoadOptions, load_checkpoint, open_checkpoint
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, Marker
@@ -19,7 +20,6 @@ from shardckpt.mapping import (
     ShardedTensorFactory,
 )
 from shardckpt.plugins import host
-from shardckpt.registry import StrategyAction
 from shardckpt.saving import find_saver, save_checkpoint
 from shardckpt.storage.filesystem import read_file
 from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from shardckpt.entries import Entry, StrategyAction
 from shardckpt.errors import (
     BrokenPluginError,
     CannotLoadError,
@@ -23,7 +24,7 @@ from shardckpt.errors import (
     VersionTooOldError,
 )
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
-from shardckpt.registry import Entry, StrategyAction, parse_key
+from shardckpt.registry import parse_key
 from shardckpt.storage.commit import is_staging, replaced_of, staging_of
 from shardckpt.storage.filesystem import read_file
 from shardckpt.strategy import LoadStrategy, Recognises

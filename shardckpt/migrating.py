@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.comm import Comm
+from shardckpt.entries import StrategyAction
 from shardckpt.errors import VersionTooOldError
 from shardckpt.gate import read_manifest
 from shardckpt.operation import Operation
 from shardckpt.plugins import host
-from shardckpt.registry import StrategyAction
 from shardckpt.saving import commit_files
 from shardckpt.storage.reader import CheckpointReader
 

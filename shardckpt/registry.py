@@ -2,113 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.entries import BASES, USER, Entry, MigrationEntry, StrategyAction, identity
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
-from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_USER = "this process"
-
-
-class StrategyAction(Enum):
-    """What a registered strategy does, by Megatron's names; common state belongs to the sharded strategy here."""
-
-    LOAD_SHARDED = "load_sharded"
-    SAVE_SHARDED = "save_sharded"
-
-
-_BASES: dict[StrategyAction, type[Any]] = {
-    StrategyAction.LOAD_SHARDED: LoadStrategy,
-    StrategyAction.SAVE_SHARDED: SaveStrategy,
-}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A registered strategy.
-
-    Attributes:
-        action: Whether it saves or loads.
-        backend: Its backend.
-        version: Its version.
-        target: A class, an instance, or ``"module:Class"``, imported at first use.
-        distribution: Who registered it: a distribution with its version, or this process.
-        summary: What it reads or writes.
-        override: Whether it was registered to replace another.
-    """
-
-    action: StrategyAction
-    backend: str
-    version: int
-    target: Any
-    distribution: str
-    summary: str
-    override: bool
-
-    @property
-    def name(self) -> str:
-        """The class's name with its module, without importing it."""
-        return _name(self.target)
-
-    @property
-    def is_users_choice(self) -> bool:
-        """Whether the user put it in the place of whatever plugins bring, now or later."""
-        return self.override and self.distribution == _USER
-
-    def create(self) -> Any:
-        """A strategy for one operation: a fresh one, unless an instance was registered.
-
-        Raises:
-            PluginError: it cannot be imported or created, or is not what it was registered as.
-        """
-        if not isinstance(self.target, str | type):
-            return self.target
-        kind = _imported(self.target, _BASES[self.action], self.distribution)
-        if isinstance(self.target, str):
-            _check_claim(self.target, self.distribution, (self.backend, self.version), _identity(kind))
-        return _created(kind, self.distribution)
-
-
-@dataclass(frozen=True)
-class MigrationEntry:
-    """A registered migration.
-
-    Attributes:
-        backend: The format family.
-        from_version: Version that it reads.
-        to_version: Version that it writes.
-        target: A class, or ``"module:Class"``, imported at first use.
-        distribution: Who registered it.
-    """
-
-    backend: str
-    from_version: int
-    to_version: int
-    target: type[Migration] | str
-    distribution: str
-
-    @property
-    def name(self) -> str:
-        """The class's name with its module, without importing it."""
-        return _name(self.target)
-
-    def create(self) -> Migration:
-        """A migration for one checkpoint.
-
-        Raises:
-            PluginError: it cannot be imported or created, or is not what it was registered as.
-        """
-        kind = _imported(self.target, Migration, self.distribution)
-        claim = (self.backend, self.from_version, self.to_version)
-        _check_claim(self.name, self.distribution, claim, (kind.backend, kind.from_version, kind.to_version))
-        return _created(kind, self.distribution)  # type: ignore[no-any-return]
+    from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 
 
 class _Default(NamedTuple):
@@ -127,7 +30,7 @@ class StrategyRegistry:
         self._entries: dict[tuple[StrategyAction, str, int], Entry] = {}
         self._migrations: dict[tuple[str, int, int], MigrationEntry] = {}
         self._default: _Default | None = None
-        self._distribution = _USER
+        self._distribution = USER
 
     def add(self, strategy: type[Any] | SaveStrategy | LoadStrategy, *, override: bool = False) -> None:
         """Register a strategy class (a fresh instance serves every operation) or an instance.
@@ -141,10 +44,10 @@ class StrategyRegistry:
             PluginError: it is not a strategy, or does not name its backend and version.
         """
         kind = strategy if isinstance(strategy, type) else type(strategy)
-        action = next((action for action, base in _BASES.items() if issubclass(kind, base)), None)
+        action = next((action for action, base in BASES.items() if issubclass(kind, base)), None)
         if action is None:
             raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy")
-        backend, version = _identity(kind)
+        backend, version = identity(kind)
         summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
         self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
 
@@ -197,9 +100,9 @@ class StrategyRegistry:
     def put(self, action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
         """Register, as the user's override, a strategy under a key of the caller's choice."""
         kind = strategy if isinstance(strategy, type) else type(strategy)
-        if not issubclass(kind, _BASES[action]):
-            raise PluginError(f"{kind.__qualname__} is not a {_BASES[action].__name__}")
-        _identity(kind)
+        if not issubclass(kind, BASES[action]):
+            raise PluginError(f"{kind.__qualname__} is not a {BASES[action].__name__}")
+        identity(kind)
         self._put(Entry(action, backend, version, strategy, self._distribution, "", override=True))
 
     @property
@@ -225,10 +128,14 @@ class StrategyRegistry:
         )
         return sorted(chosen, key=lambda entry: (entry.backend, -entry.version, entry.action.value))
 
-    def migrations(self, backend: str, from_version: int) -> list[MigrationEntry]:
-        """Migrations from this version, the newest target first."""
-        found = (m for key, m in self._migrations.items() if key[:2] == (backend, from_version))
-        return sorted(found, key=lambda migration: -migration.to_version)
+    def migrations(self, backend: str | None = None, from_version: int | None = None) -> list[MigrationEntry]:
+        """Migrations of a backend from a version (None: any), the newest target first."""
+        found = (
+            entry
+            for entry in self._migrations.values()
+            if backend in (None, entry.backend) and from_version in (None, entry.from_version)
+        )
+        return sorted(found, key=lambda entry: (entry.backend, -entry.to_version, entry.from_version))
 
     @contextmanager
     def registering(self, distribution: str) -> Iterator[None]:
@@ -241,12 +148,12 @@ class StrategyRegistry:
             self._entries, self._migrations, self._default = before
             raise
         finally:
-            self._distribution = _USER
+            self._distribution = USER
 
     def _put(self, entry: Entry) -> None:
         key = (entry.action, entry.backend, entry.version)
         present = self._entries.get(key)
-        user = entry.distribution == _USER
+        user = entry.distribution == USER
         if present is None or (entry.override and (user or not present.override)):
             self._entries[key] = entry
         elif user or (entry.override == present.override and not present.is_users_choice):
@@ -276,52 +183,6 @@ class StrategyRegistry:
                 f"{present.distribution} and ({claim.backend!r}, {claim.version}) of {claim.distribution}; uninstall "
                 "one, or switch it off with SHARDCKPT_DISABLED_PLUGINS"
             )
-
-
-def _identity(kind: type[Any]) -> tuple[str, int]:
-    """The backend and version that a strategy class names."""
-    backend, version = getattr(kind, "backend", None), getattr(kind, "version", None)
-    if not isinstance(backend, str) or not isinstance(version, int):
-        raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
-    return backend, version
-
-
-def _name(target: Any) -> str:
-    """A class's name with its module, without importing it."""
-    if isinstance(target, str):
-        return target.replace(":", ".")
-    kind = target if isinstance(target, type) else type(target)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _imported(target: type[Any] | str, base: type[Any], distribution: str) -> type[Any]:
-    """The class, imported if it is named as ``"module:Class"``."""
-    if isinstance(target, type):
-        return target
-    module, _, name = target.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except Exception as exc:
-        raise PluginError(f"{target} of {distribution} cannot be imported: {_text(exc)}") from exc
-    if not (isinstance(kind, type) and issubclass(kind, base)):
-        raise PluginError(f"{target} of {distribution} is not a {base.__name__}")
-    return kind
-
-
-def _check_claim(name: str, distribution: str, claimed: tuple[Any, ...], own: tuple[Any, ...]) -> None:
-    if claimed != own:
-        raise PluginError(f"{name} of {distribution} is registered as {claimed}, and says of itself that it is {own}")
-
-
-def _created(kind: type[Any], distribution: str) -> Any:
-    try:
-        return kind()
-    except Exception as exc:
-        raise PluginError(f"{_name(kind)} of {distribution} cannot be created: {_text(exc)}") from exc
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def parse_key(value: Any) -> tuple[str, int | None]:

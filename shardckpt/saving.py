@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.entries import StrategyAction
 from shardckpt.errors import CheckpointingException, StorageError, UnknownBackendError
 from shardckpt.gate import choose_reader, read_manifest
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Marker, Record
 from shardckpt.operation import Operation
-from shardckpt.registry import StrategyAction, parse_key
+from shardckpt.registry import parse_key
 from shardckpt.state_dict import save_preprocess
 from shardckpt.storage import commit
 from shardckpt.storage.digest import ALGORITHM

@@ -17,6 +17,7 @@ FLOORS = (
     ("state_dict", "comm", "planning"),
     ("template", "storage"),
     ("strategy",),
+    ("entries",),
     ("registry",),
     ("hookspecs",),
     ("plugins",),

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.entries import StrategyAction
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins import PluginHost
-from shardckpt.registry import StrategyAction, StrategyRegistry, parse_key
+from shardckpt.registry import StrategyRegistry, parse_key
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 
 if TYPE_CHECKING:

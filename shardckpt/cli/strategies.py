@@ -12,20 +12,18 @@ def add(verbs: Any) -> None:
 
 
 def run(_: Any) -> int:
-    """Print a row for every strategy, then broken and disabled plugins."""
+    """Print a row for every strategy and migration, then broken and disabled plugins."""
     from shardckpt.cli.table import table
     from shardckpt.plugins import host
 
+    registry = host().registry
     rows = [
-        (
-            entry.backend,
-            entry.version,
-            entry.action.value.partition("_")[0],
-            entry.summary,
-            entry.distribution,
-            entry.name,
-        )
-        for entry in host().registry.entries()
+        (entry.backend, entry.version, entry.action.verb, entry.summary, entry.distribution, entry.name)
+        for entry in registry.entries()
+    ]
+    rows += [
+        (entry.backend, entry.from_version, "migrate", f"to version {entry.to_version}", entry.distribution, entry.name)
+        for entry in registry.migrations()
     ]
     print(table(("backend", "version", "does", "what", "distribution", "class"), rows))
     for plugin in host().broken():

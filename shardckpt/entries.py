@@ -1,0 +1,162 @@
+"""What the registry holds: strategies and migrations as classes, instances or ``"module:Class"``."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from shardckpt.errors import PluginError
+from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
+
+#: Who registered what no plugin did.
+USER = "this process"
+
+
+class StrategyAction(Enum):
+    """What a registered strategy does, by Megatron's names; common state belongs to the sharded strategy here."""
+
+    LOAD_SHARDED = "load_sharded"
+    SAVE_SHARDED = "save_sharded"
+
+    @property
+    def verb(self) -> str:
+        """``load`` or ``save``."""
+        return self.value.partition("_")[0]
+
+
+BASES: dict[StrategyAction, type[Any]] = {
+    StrategyAction.LOAD_SHARDED: LoadStrategy,
+    StrategyAction.SAVE_SHARDED: SaveStrategy,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered strategy.
+
+    Attributes:
+        action: Whether it saves or loads.
+        backend: Its backend.
+        version: Its version.
+        target: A class, an instance, or ``"module:Class"``, imported at first use.
+        distribution: Who registered it: a distribution with its version, or this process.
+        summary: What it reads or writes.
+        override: Whether it was registered to replace another.
+    """
+
+    action: StrategyAction
+    backend: str
+    version: int
+    target: Any
+    distribution: str
+    summary: str
+    override: bool
+
+    @property
+    def name(self) -> str:
+        """The class's name with its module, without importing it."""
+        return _name(self.target)
+
+    @property
+    def is_users_choice(self) -> bool:
+        """Whether the user put it in the place of whatever plugins bring, now or later."""
+        return self.override and self.distribution == USER
+
+    def create(self) -> Any:
+        """A strategy for one operation: a fresh one, unless an instance was registered.
+
+        Raises:
+            PluginError: it cannot be imported or created, or is not what it was registered as.
+        """
+        if not isinstance(self.target, str | type):
+            return self.target
+        kind = _imported(self.target, BASES[self.action], self.distribution)
+        if isinstance(self.target, str):
+            _check_claim(self.target, self.distribution, (self.backend, self.version), identity(kind))
+        return _created(kind, self.distribution)
+
+
+@dataclass(frozen=True)
+class MigrationEntry:
+    """A registered migration.
+
+    Attributes:
+        backend: The format family.
+        from_version: Version that it reads.
+        to_version: Version that it writes.
+        target: A class, or ``"module:Class"``, imported at first use.
+        distribution: Who registered it.
+    """
+
+    backend: str
+    from_version: int
+    to_version: int
+    target: type[Migration] | str
+    distribution: str
+
+    @property
+    def name(self) -> str:
+        """The class's name with its module, without importing it."""
+        return _name(self.target)
+
+    def create(self) -> Migration:
+        """A migration for one checkpoint.
+
+        Raises:
+            PluginError: it cannot be imported or created, or is not what it was registered as.
+        """
+        kind = _imported(self.target, Migration, self.distribution)
+        claim = (self.backend, self.from_version, self.to_version)
+        _check_claim(self.name, self.distribution, claim, (kind.backend, kind.from_version, kind.to_version))
+        return _created(kind, self.distribution)  # type: ignore[no-any-return]
+
+
+def identity(kind: type[Any]) -> tuple[str, int]:
+    """The backend and version that a strategy class names."""
+    backend, version = getattr(kind, "backend", None), getattr(kind, "version", None)
+    if not isinstance(backend, str) or not isinstance(version, int):
+        raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
+    return backend, version
+
+
+def _name(target: Any) -> str:
+    """A class's name with its module, without importing it."""
+    if isinstance(target, str):
+        return target.replace(":", ".")
+    kind = target if isinstance(target, type) else type(target)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _imported(target: type[Any] | str, base: type[Any], distribution: str) -> type[Any]:
+    """The class, imported if it is named as ``"module:Class"``."""
+    if isinstance(target, type):
+        return target
+    module, _, name = target.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except Exception as exc:
+        raise PluginError(f"{target} of {distribution} cannot be imported: {_text(exc)}") from exc
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise PluginError(f"{target} of {distribution} is not a {base.__name__}")
+    return kind
+
+
+def _check_claim(name: str, distribution: str, claimed: tuple[Any, ...], own: tuple[Any, ...]) -> None:
+    if claimed != own:
+        raise PluginError(f"{name} of {distribution} is registered as {claimed}, and says of itself that it is {own}")
+
+
+def _created(kind: type[Any], distribution: str) -> Any:
+    try:
+        return kind()
+    except Exception as exc:
+        raise PluginError(f"{_name(kind)} of {distribution} cannot be created: {_text(exc)}") from exc
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+__all__ = ["BASES", "USER", "Entry", "MigrationEntry", "StrategyAction", "identity"]
