@@ -1,0 +1,185 @@
+"""Saves and loads with a release of megatron-core, in processes of its own: the tests' never import it.
+
+Run as ``python -m tests.interop.megatron_script`` with a release of megatron-core on PYTHONPATH. Every line of standard
+input is a job, ``[world_size, action, argument]`` in JSON; the answer is a line with a traceback or null a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import faulthandler
+import inspect
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+GROUP_TIMEOUT = 30.0  # seconds that a rank waits in a collective
+JOB_TIMEOUT = 90.0  # seconds after which a job is ended with a traceback of where it hangs
+
+
+def patch_libraries() -> None:
+    """Let releases of every age run with today's libraries and without an accelerator; bytes on disk stay theirs."""
+    import numpy as np
+    import torch
+    import torch.distributed.checkpoint.filesystem as fs
+
+    torch.set_num_threads(1)
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_, **__: None
+    cuda.empty_cache = lambda *_, **__: None
+    torch.serialization.add_safe_globals([argparse.Namespace])  # until 0.10 common.pt is read as torch.load likes
+    vars(np)["product"] = np.prod  # called until 0.13; gone from numpy 2
+    write_item: Any = fs._write_item
+    defaults = fs._StorageWriterTransforms(), fs.SerializationFormat.TORCH_SAVE
+
+    def write_item_of_any_age(*args: Any) -> Any:
+        """Until 0.13 it is called as torch 2.6 had it: (stream, data, item, storage key)."""
+        with_transforms = args if isinstance(args[0], fs._StorageWriterTransforms) else (defaults[0], *args)
+        return write_item(*with_transforms, *defaults[len(with_transforms) - 4 :])
+
+    fs._write_item = write_item_of_any_age
+
+
+def save(path: str) -> None:
+    """Save the sample, with values of Megatron's own classes in the common state."""
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing import mapping
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig
+
+    from tests.interop import sample
+
+    state = sample.state(mapping, *_whereabouts(), filled=True, boxes=_has_boxes())
+    if hasattr(mapping.ShardedTensor, "from_rank_offsets_flat"):  # until 0.15
+        state["flattened"] = sample.flattened(mapping, _whereabouts()[0])
+    state["megatron"] = {"kind": ModelType.encoder_or_decoder, "config": OptimizerConfig(lr=0.25)}
+    if _whereabouts()[0] == 0:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    _barrier()
+    has_content = "content_metadata" in inspect.signature(dc.save).parameters
+    dc.save(state, path, **({"content_metadata": sample.CONTENT_METADATA} if has_content else {}))
+
+
+def load(path: str) -> None:
+    """Load the sample under this world's sharding, compare every value, and ask what Megatron can ask."""
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing import mapping
+
+    from tests.interop import sample
+
+    rank, world = _whereabouts()
+    loaded = dc.load(sample.state(mapping, rank, world, filled=False, boxes=_has_boxes()), path)
+    sample.check(loaded, sample.state(mapping, rank, world, filled=True, boxes=_has_boxes()), mapping)
+    assert dc.check_is_distributed_checkpoint(path)
+    common = dc.load_common_state_dict(path)
+    common.pop("megatron", None)  # what save() puts there besides the sample
+    sample.check_equal(common, {**sample.common(), "content_metadata": sample.CONTENT_METADATA}, "common")
+    if hasattr(dc, "load_content_metadata"):
+        assert dc.load_content_metadata(path) == sample.CONTENT_METADATA
+    described = {key: (tuple(t.global_shape), t.dtype) for key, t in dc.load_tensors_metadata(path).items()}
+    assert described == {key: (tuple(t.shape), t.dtype) for key, t in sample.whole_tensors().items()}
+    plain = dc.load_plain_tensors(path)  # common values too, says 0.16.1
+    sample.check_tensors({key: plain[key] for key in sample.whole_tensors()})
+
+
+def release(expected: str) -> None:
+    """Megatron is the release that it is taken for."""
+    import megatron.core
+
+    found = megatron.core.__version__
+    assert found == expected, f"{megatron.core.__file__} is {found}, not {expected}"
+
+
+ACTIONS = {action.__name__: action for action in (save, load, release)}
+
+
+def main() -> None:
+    """Start the ranks, and hand them the jobs that come in."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever Megatron prints is no answer
+    patch_libraries()
+    import megatron.core  # noqa: F401 - once, before the ranks are forked
+
+    context = multiprocessing.get_context("fork")
+    pipes, workers = [], []
+    for _ in range(RANKS):
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=_serve, args=(theirs,))
+        worker.start()
+        theirs.close()
+        pipes.append(ours)
+        workers.append(worker)
+    with tempfile.TemporaryDirectory() as stores:
+        for line in sys.stdin:
+            world, action, argument = json.loads(line)
+            store = f"file://{stores}/{os.urandom(8).hex()}"
+            for rank in range(world):
+                pipes[rank].send((rank, world, store, action, argument))
+            answers.write(json.dumps([_answer(pipes[rank]) for rank in range(world)]) + "\n")
+            answers.flush()
+    for pipe in pipes:
+        pipe.send(None)
+    for worker in workers:
+        worker.join()
+
+
+def _answer(pipe: Any) -> str | None:
+    if not pipe.poll(JOB_TIMEOUT + 10):
+        return "the rank did not answer"
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return "the rank died; its standard error says why"
+
+
+def _serve(pipe: Any) -> None:
+    """A rank: does jobs until there are no more."""
+    while (job := pipe.recv()) is not None:
+        faulthandler.dump_traceback_later(JOB_TIMEOUT, exit=True)
+        pipe.send(_outcome(*job))
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _outcome(rank: int, world: int, store: str, action: str, path: str) -> str | None:
+    import torch.distributed as dist
+
+    timeout = dt.timedelta(seconds=GROUP_TIMEOUT)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+    try:
+        ACTIONS[action](path)
+    except BaseException:  # noqa: BLE001 - torch's CheckpointException is one
+        return traceback.format_exc()
+    finally:
+        dist.destroy_process_group()
+    return None
+
+
+def _whereabouts() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _has_boxes() -> bool:
+    """Whether this release can describe shards of unequal size: 0.13 refuses some, 0.16 takes all."""
+    import megatron.core
+
+    return tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 16)
+
+
+def _barrier() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
