@@ -12,10 +12,11 @@ from shardckpt.errors import PluginError
 from shardckpt.gate import Accept, choose_reader, read_manifest
 from shardckpt.mapping import ShardedTensor
 from shardckpt.operation import Operation
+from shardckpt.planning.shapes import check_shapes
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.template import MISSING, LoadTemplate
-from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, compare_shapes, stored_key, validate_shards
+from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, stored_key, validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +97,7 @@ def load_checkpoint(
     mismatch = compare_keys(template.shards, map(stored_key, index), strict, comm)
     available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
     with checkpoint.operation.step("comparing shapes"):
-        compare_shapes(available, index)
+        check_shapes(available, {s.key: tuple(s.global_shape) for s in index if isinstance(s, ShardedTensor)})
     common = checkpoint.common()
     loaded = iter(checkpoint.values(available))
     with checkpoint.operation.step("assembling the state dict"):

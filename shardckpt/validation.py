@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, ShardingError
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning.boxes import Box, Ints, shard_parts
 from shardckpt.planning.coverage import find_hole, find_overlap
@@ -106,31 +106,6 @@ def compare_keys(
     if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
         logger.warning("%s", _mismatch_text(missing, unexpected))
     return KeyMismatch(missing, unexpected)
-
-
-def compare_shapes(wanted: Sequence[ShardedBase], stored: Iterable[ShardedBase]) -> None:
-    """Check that the wanted tensors have the global shapes that are stored.
-
-    Args:
-        wanted: This rank's shards; those with ``allow_shape_mismatch`` need the same number of axes only.
-        stored: The checkpoint's index.
-
-    Raises:
-        ShapeMismatchError: some differ; names all of them.
-    """
-    shapes = {shard.key: tuple(shard.global_shape) for shard in stored if isinstance(shard, ShardedTensor)}
-    faults = {
-        f"{shard.key!r}: stored {shapes[shard.key]}, wanted {tuple(shard.global_shape)}"
-        for shard in wanted
-        if isinstance(shard, ShardedTensor) and shard.key in shapes and not _same_shape(shard, shapes[shard.key])
-    }
-    if faults:
-        raise ShapeMismatchError("global shapes differ from those in the checkpoint:\n  " + "\n  ".join(sorted(faults)))
-
-
-def _same_shape(shard: ShardedTensor, stored: Ints) -> bool:
-    wanted = tuple(shard.global_shape)
-    return stored == wanted or (shard.allow_shape_mismatch and len(stored) == len(wanted))
 
 
 def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
@@ -240,7 +215,6 @@ __all__ = [
     "KeyMismatch",
     "StrictHandling",
     "compare_keys",
-    "compare_shapes",
     "find_faults",
     "parse_strict_flag",
     "stored_key",

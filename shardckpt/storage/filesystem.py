@@ -67,6 +67,8 @@ def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int) -
     while left:
         with naming(f"write at offset {offset} of", path):
             done = os.pwritev(fd, left[:_VECTORS], offset)
+        if not done:
+            raise StorageError(f"cannot write at offset {offset} of {path}: nothing was written, without an error")
         offset += done
         left = _drop(left, done)
 

@@ -10,10 +10,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMismatchError
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError
 from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
-from shardckpt.planning.coverage import find_hole
+from shardckpt.planning.coverage import find_hole, find_overlap
 from shardckpt.planning.lookup import BoxFinder
+from shardckpt.planning.shapes import check_shapes
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.split import put_rest, split_shards
 
@@ -112,21 +113,16 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         absent += [shard.unique_key for shard in self._objects if shard.unique_key not in self._stored]
         if absent:
             raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
-        faults = sorted({fault for shard in self._tensors for fault in self._shape_faults(shard)})
-        if faults:
-            raise ShapeMismatchError("global shapes differ from those in the checkpoint:\n  " + "\n  ".join(faults))
-
-    def _shape_faults(self, shard: ShardedTensor) -> Iterable[str]:
-        stored, wanted = tuple(self._stored[shard.key].size), tuple(shard.global_shape)
-        if stored == wanted or (shard.allow_shape_mismatch and len(stored) == len(wanted)):
-            return
-        yield f"{shard.key!r}: stored {stored}, wanted {wanted}"
+        shapes = {shard.key: tuple(self._stored[shard.key].size) for shard in self._tensors}
+        check_shapes(self._tensors, shapes)
 
     def _tensor_items(self, shard: ShardedTensor, finders: dict[str, BoxFinder]) -> Iterable[ReadItem]:
         if shard.key not in finders:
-            finders[shard.key] = BoxFinder(
-                [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[shard.key].chunks]
-            )
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[shard.key].chunks]
+            overlap = find_overlap(boxes)
+            if overlap is not None:
+                raise CorruptCheckpointError(f"{shard.key!r}: its stored chunks overlap in {overlap.common}")
+            finders[shard.key] = BoxFinder(boxes)
         finder = finders[shard.key]
         found = {part: list(finder.touching(part.box)) if part.box.volume else [] for part in shard_parts(shard)}
         if not shard.allow_shape_mismatch:
