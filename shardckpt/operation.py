@@ -39,7 +39,7 @@ class Operation:
     def dispatched(self, strategy: Any) -> None:
         """Note which strategy does the work."""
         kind = type(strategy)
-        name = f"({kind.backend!r}, {kind.version}) {kind.__module__}.{kind.__qualname__}"
+        name = f"({strategy.backend!r}, {strategy.version}) {kind.__module__}.{kind.__qualname__}"
         self._base = replace(self._base, strategy=name)
 
     def wrote(self, nbytes: int) -> None:

@@ -21,7 +21,7 @@ FLOORS = (
     ("registry",),
     ("hookspecs",),
     ("plugins",),
-    ("validation", "gate", "operation", "adapters"),
+    ("validation", "gate", "operation", "adapters", "parallel"),
     ("saving", "loading"),
     ("dist_checkpointing", "migrating", "verifying"),
     ("demo",),

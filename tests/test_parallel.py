@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.manifest import Record
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.parallel import FullyParallelSaveStrategyWrapper
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def _state(*, filled: bool = True) -> dict[str, Any]:
+    """Tensor parallel 2, data parallel 2: every shard has two copies, rank = dp * 2 + tp."""
+    tp, dp = dist.get_rank() % 2, dist.get_rank() // 2
+    state: dict[str, Any] = {}
+    for number in range(12):
+        half = torch.full((64, 32), float(number * 2 + tp)) if filled else torch.zeros(64, 32)
+        state[f"w{number}"] = ShardedTensor.from_rank_offsets(f"w{number}", half, (0, tp, 2), replica_id=dp)
+    part = slice(tp * 6, tp * 6 + 6)
+    data = torch.arange(12.0)[part].clone()
+    state["flat"] = ShardedTensor.from_rank_offsets_flat("flat", data, (3, 4), flattened_range=part, replica_id=dp)
+    copies = dist.get_rank()
+    state["objects"] = [ShardedObject("o", n if filled else None, (8,), (n,), replica_id=copies) for n in range(8)]
+    return state
+
+
+def _save(path: str, grouped: bool) -> list[Any]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[dist.get_rank() % 2] if grouped else None
+    state = _state()
+    strategy = FullyParallelSaveStrategyWrapper(dc.get_default_save_sharded_strategy(), group)
+    dc.save(state, path, strategy)
+    return [shard.replica_id for shard in (state["w0"], state["flat"])]
+
+
+def _load(path: str) -> None:
+    expected, loaded = _state(), dc.load(_state(filled=False), path)
+    for key in [*(f"w{n}" for n in range(12)), "flat"]:
+        assert torch.equal(loaded[key], expected[key].data)
+    assert loaded["objects"] == list(range(8))
+
+
+def _bytes_by_rank(path: Path) -> dict[int, int]:
+    record = Record.model_validate_json((path / "shardckpt.json").read_text())
+    return {file.rank: file.size for file in record.files if file.name.endswith(".distcp")}
+
+
+def test_copies_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
+    """With the wrapper all four ranks write about the same, without it two; the content and the caller's ids stay."""
+    for grouped in (False, True):
+        path = tmp_path / f"parallel-{grouped}"
+        assert ranks.run(4, _save, str(path), grouped) == [[rank // 2, rank // 2] for rank in range(4)]
+        sizes = _bytes_by_rank(path)
+        assert len(sizes) == 4
+        assert max(sizes.values()) < 1.2 * min(sizes.values())
+        ranks.run(4, _load, str(path))
+
+
+def _disagree(path: str) -> None:
+    state = _state()
+    if dist.get_rank() == 3:
+        state["w0"].global_offset = (1, 0)
+    strategy = FullyParallelSaveStrategyWrapper(dc.get_default_save_sharded_strategy())
+    dc.save(state, path, strategy)
+
+
+def test_errors_are_everyones_here_too(ranks: RankPool, tmp_path: Path) -> None:
+    """A rank whose shard does not fit is the same error on all, before anything is written."""
+    outcomes = ranks.outcomes(4, _disagree, str(tmp_path / "c"))
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "w0" in outcomes[0].message
+    assert not list(tmp_path.iterdir())
