@@ -1,0 +1,124 @@
+"""Program: let one rank of a group end or stop in a given step of a save or load, and say what the others raise.
+
+``python -m tests.faults.deaths FOLDER`` reads scenarios as JSON from standard input and prints what came of them.
+torch is imported once; the ranks of every scenario are forked.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing, hookimpl
+from shardckpt.plugins import host
+from tests.faults import samples
+from tests.faults.forks import fork, wait
+
+GROUP_TIMEOUT = 3.0
+#: The group's timeout, the 2 s that the promise adds, and as much again for a loaded machine.
+DEADLINE = 2 * (GROUP_TIMEOUT + 2)
+START_TIMEOUT = 60.0
+OLD, NEW, LATER = 1, 2, 3
+
+
+class Scenario(TypedDict):
+    """Which rank of how many ends where, and how: ``exit``, ``kill`` or ``stop``."""
+
+    world: int
+    victim: int
+    operation: str
+    step: str
+    how: str
+
+
+class Reaper:
+    """A plugin that ends this process when a step begins."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+
+    @hookimpl
+    def shardckpt_event(self, event: Any) -> None:
+        """End at the scenario's step."""
+        here = (event.rank, event.operation, event.phase, event.state)
+        if here == (self._scenario["victim"], self._scenario["operation"], self._scenario["step"], "start"):
+            if self._scenario["how"] == "exit":
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL if self._scenario["how"] == "kill" else signal.SIGSTOP)
+
+
+def _rank(folder: Path, scenario: Scenario, rank: int) -> None:
+    """One rank's life."""
+    world = scenario["world"]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=world,
+        timeout=dt.timedelta(seconds=GROUP_TIMEOUT),
+    )
+    host().register(Reaper(scenario))
+    dist.barrier()
+    (folder / f"ready{rank}").touch()
+    target = folder / "root" / "ckpt"
+    kind, message = "", ""
+    try:
+        if scenario["operation"] == "save":
+            dist_checkpointing.save(samples.state_dict(NEW, rank, world), target, overwrite=True)
+        else:
+            samples.load(target, rank, world)
+    except Exception as exc:  # noqa: BLE001 - it is reported
+        kind, message = type(exc).__name__, str(exc)
+    (folder / f"outcome{rank}").write_text(json.dumps([kind, message]))
+
+
+def _run(folder: Path, scenario: Scenario) -> dict[str, Any]:
+    """What the surviving ranks raised, and what is on disk afterwards."""
+    target = folder / "root" / "ckpt"
+    dist_checkpointing.save(samples.state_dict(OLD), target)
+    pids = [fork(lambda rank=rank: _rank(folder, scenario, rank)) for rank in range(scenario["world"])]
+    others = [pid for rank, pid in enumerate(pids) if rank != scenario["victim"]]
+    started = time.monotonic()
+    while len(list(folder.glob("ready*"))) < scenario["world"] and time.monotonic() < started + START_TIMEOUT:
+        time.sleep(0.005)
+    ended = wait(others, DEADLINE)
+    wait([pids[scenario["victim"]]], 0.0 if scenario["how"] == "stop" else DEADLINE)
+    outcomes = {p.name.removeprefix("outcome"): json.loads(p.read_text()) for p in folder.glob("outcome*")}
+    left = sorted(path.name for path in target.parent.iterdir())
+    loaded = samples.load(target)
+    state = next((version for version in (OLD, NEW) if not samples.differences(loaded, version)), 0)
+    dist_checkpointing.save(samples.state_dict(LATER), target, overwrite=True)
+    return {
+        "hung": None in ended.values(),
+        "outcomes": outcomes,
+        "left": left,
+        "state": state,
+        "wrong_later": samples.differences(samples.load(target), LATER),
+    }
+
+
+def main() -> None:
+    """Print the report."""
+    torch.set_num_threads(1)
+    scratch = Path(sys.argv[1]) / "warm"
+    dist_checkpointing.save(samples.state_dict(OLD), scratch)
+    samples.load(scratch)
+    reports = []
+    for number, scenario in enumerate(json.load(sys.stdin)):
+        folder = Path(sys.argv[1]) / str(number)
+        (folder / "root").mkdir(parents=True)
+        reports.append(_run(folder, scenario))
+    json.dump(reports, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Children of a process that has imported torch: forking costs milliseconds where starting anew costs seconds.
+
+Only programs that pytest starts fork: pytest's own process has threads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+def fork(function: Callable[[], None], *, stopped: bool = False) -> int:
+    """The process id of a child that runs the function; a stopped one waits for SIGCONT before."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        _run(function, stopped=stopped)
+    if stopped:
+        os.waitpid(pid, os.WUNTRACED)
+    return pid
+
+
+def wait(pids: Iterable[int], seconds: float) -> dict[int, int | None]:
+    """Wait status by process id; None for those that had to be killed when the time was over."""
+    left, found = set(pids), dict[int, "int | None"]()
+    deadline = time.monotonic() + seconds
+    while left and time.monotonic() < deadline:
+        for pid in list(left):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                left.remove(pid)
+                found[pid] = status
+        time.sleep(0.002)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        found[pid] = None
+    return found
+
+
+def _run(function: Callable[[], None], *, stopped: bool) -> None:
+    status = 1
+    try:
+        if stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        function()
+        status = 0
+    except BaseException:  # noqa: BLE001 - a child never returns into its parent's code
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

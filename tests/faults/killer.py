@@ -1,0 +1,226 @@
+"""Program: kill a save at every file system call that touches its directory, and say what a load then finds.
+
+``python -m tests.faults.killer FOLDER CASE COUNT`` prints a report as JSON. torch is imported once; each point is a
+forked child that stops itself, gets strace attached, goes on, and dies at the n-th call of a kind. Calls are counted
+per kind, so everything lazy is done before, and one thread does all file work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, NotACheckpointError
+from shardckpt.storage.commit import replaced_of
+from tests.faults import samples
+from tests.faults.forks import fork, wait
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OLD, NEW, LATER = 1, 2, 3
+FOREIGN = {"notes.txt": b"not the checkpoint's", "logs/run.log": b"kept too"}
+#: Case → options that strace gets besides the kill.
+CASES: dict[str, tuple[str, ...]] = {
+    "fresh": (),
+    "existing": (),
+    "existing, no exchange": ("-e", "inject=renameat2:error=EINVAL"),
+}
+
+_CALL = re.compile(r"^\d+ +(\w+)\(")
+_CHANGES = re.compile(r"^(mkdir|write|pwrite|fsync|fdatasync|rename|link|unlink|rmdir|symlink|truncate|ftruncate)")
+
+
+class Point(NamedTuple):
+    """The n-th call of a kind, and the call as strace shows it."""
+
+    call: str
+    number: int
+    line: str
+
+    @property
+    def changes(self) -> bool:
+        """Whether the call changes what is on disk."""
+        return bool(_CHANGES.match(self.call)) or "O_CREAT" in self.line
+
+
+@dataclass
+class Outcome:
+    """What was found after a kill: ``state`` is absent, old, new, set aside, or what is wrong."""
+
+    call: str
+    number: int
+    line: str
+    killed: bool
+    state: str
+    later: str
+
+
+class Killer:
+    """Saves over one case's directory, again and again, each to another end."""
+
+    def __init__(self, folder: Path, case: str) -> None:
+        self._folder = folder
+        self._case = case
+        self._pristine = folder / "pristine"
+        self._run = folder / "run"
+        self._trace = folder / "trace"
+        self._pristine.mkdir()
+        if case != "fresh":
+            dist_checkpointing.save(samples.state_dict(OLD), self._pristine / "ckpt")
+            for name, content in FOREIGN.items():
+                (self._pristine / "ckpt" / name).parent.mkdir(exist_ok=True)
+                (self._pristine / "ckpt" / name).write_bytes(content)
+        self._warm_up()
+
+    def points(self) -> list[Point]:
+        """Every call of an undisturbed save that touches the directory."""
+        status = self._save("trace=%file,%desc")
+        if status != 0:
+            raise SystemExit(f"the undisturbed save ended with {status}")
+        counts: dict[str, int] = {}
+        found = []
+        for line in self._trace.read_text().splitlines():
+            match = _CALL.match(line)
+            if match is None:
+                continue
+            call = match[1]
+            counts[call] = counts.get(call, 0) + 1
+            if str(self._run) in line:
+                found.append(Point(call, counts[call], self._anonymous(line)))
+        return found
+
+    def outcome(self, point: Point) -> Outcome:
+        """Kill a save at the point, load, and save again."""
+        calls = f"trace={point.call},renameat2"  # strace injects only into what it traces
+        status = self._save(calls, "-e", f"inject={point.call}:signal=KILL:when={point.number}")
+        shown = next((line for line in reversed(self._trace.read_text().splitlines()) if _CALL.match(line)), "")
+        same = self._anonymous(shown).split(" = ")[0].startswith(_head(point.line))
+        killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and same
+        return Outcome(point.call, point.number, point.line, killed, self._state(), self._later())
+
+    def _target(self) -> Path:
+        """A fresh save makes the directory above its target too."""
+        return self._run / "jobs" / "ckpt" if self._case == "fresh" else self._run / "ckpt"
+
+    def _save(self, *options: str) -> int | None:
+        """Wait status of a save in a child under strace."""
+        shutil.rmtree(self._run, ignore_errors=True)
+        shutil.copytree(self._pristine, self._run)
+        self._trace.unlink(missing_ok=True)
+        overwrite = self._case != "fresh"
+        state = samples.state_dict(NEW)
+        pid = fork(lambda: dist_checkpointing.save(state, self._target(), overwrite=overwrite), stopped=True)
+        command = ["strace", "-f", "-y", "-s", "16", "-o", self._trace, "-p", str(pid), "-e", *options]
+        if not any(option.startswith("inject=renameat2:signal") for option in options):
+            command += CASES[self._case]
+        tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        stderr = tracer.stderr
+        if stderr is None or "attached" not in (greeting := stderr.readline()):
+            os.kill(pid, signal.SIGKILL)
+            raise SystemExit(f"strace did not attach: {greeting if stderr else ''}")
+        os.kill(pid, signal.SIGCONT)
+        status = wait([pid], 30)[pid]
+        tracer.wait(10)
+        stderr.close()
+        return status
+
+    def _state(self) -> str:
+        """What the target holds, as a load sees it."""
+        try:
+            loaded = samples.load(self._target())
+        except NotACheckpointError:
+            return "absent"
+        except IncompleteCheckpointError as exc:
+            return self._incomplete(str(exc))
+        except CheckpointingException as exc:
+            return f"{type(exc).__name__}: {exc}"
+        for name, version in (("old", OLD), ("new", NEW)):
+            if not samples.differences(loaded, version):
+                return name if self._foreign_kept() else f"{name}, but other files are lost"
+        return f"mixed: not new in {samples.differences(loaded, NEW)}"
+
+    def _incomplete(self, message: str) -> str:
+        """After a save that was not published: nothing stands at the target, and the message says what to do."""
+        if self._target().exists():
+            return f"there and incomplete: {message}"
+        aside = replaced_of(self._target())
+        if not aside:
+            return "absent" if "save again" in message else f"no way out in: {message}"
+        if str(aside[-1]) not in message:
+            return f"does not name {aside[-1]}: {message}"
+        aside[-1].rename(self._target())
+        return "set aside" if self._state() == "old" else f"set aside, then {self._state()}"
+
+    def _foreign_kept(self) -> bool:
+        if self._case == "fresh":
+            return True
+        return all((self._target() / name).read_bytes() == content for name, content in FOREIGN.items())
+
+    def _later(self) -> str:
+        """Nothing if the next save to the path succeeds and loads, else what is wrong."""
+        try:
+            dist_checkpointing.save(samples.state_dict(LATER), self._target(), overwrite=True)
+            wrong = samples.differences(samples.load(self._target()), LATER)
+        except CheckpointingException as exc:
+            return f"{type(exc).__name__}: {exc}"
+        lost = "" if self._foreign_kept() else "other files are lost"
+        return f"wrong values in {wrong}" if wrong else lost
+
+    def _anonymous(self, line: str) -> str:
+        """A traced call without what differs from run to run: process id, save ids, addresses."""
+        line = re.sub(r"^\d+ +", "", line).replace(str(self._run), "RUN")
+        return re.sub(r"[0-9a-f]{32}|0x[0-9a-f]+", "*", line)
+
+    def _warm_up(self) -> None:
+        """Do everything once that a first save or load does lazily, in this process."""
+        scratch = self._folder / "warm"
+        for overwrite in (False, True):
+            dist_checkpointing.save(samples.state_dict(OLD), scratch, overwrite=overwrite)
+        samples.load(scratch)
+
+
+def _head(line: str) -> str:
+    """The call and its first argument."""
+    return line.partition(" = ")[0].partition(",")[0].rstrip(")")
+
+
+def sample(points: Sequence[Point], count: int) -> list[Point]:
+    """All calls that change the disk if they are few enough, and others spread evenly, up to ``count``."""
+    first = [point for point in points if point.changes]
+    rest = [point for point in points if not point.changes]
+    if len(first) > count:
+        first, rest = _spread(first, count), []
+    return sorted([*first, *_spread(rest, count - len(first))], key=points.index)
+
+
+def _spread(points: list[Point], count: int) -> list[Point]:
+    if len(points) <= count:
+        return points
+    return [points[index * len(points) // count] for index in range(count)]
+
+
+def main() -> None:
+    """Print the report."""
+    folder, case, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    killer = Killer(folder, case)
+    points = killer.points()
+    outcomes = [killer.outcome(point) for point in sample(points, count)]
+    report = {"points": [point._asdict() for point in points], "outcomes": [asdict(outcome) for outcome in outcomes]}
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

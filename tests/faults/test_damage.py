@@ -1,0 +1,209 @@
+"""Damaged checkpoints: a load gives the right values or names the file, and verify reports what is wrong."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.verifying import verify_checkpoint
+from tests.faults import samples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.ranks import RankPool
+
+DATA = ("__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt")
+JSON = ("metadata.json", "shardckpt.json")
+FLIPS = 50  # a file
+RIGHT = ""
+
+
+def save_version(directory: str, version: int) -> None:
+    """A checkpoint of this group."""
+    dist_checkpointing.save(samples.state_dict(version, dist.get_rank(), dist.get_world_size()), directory)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints 1 and 2 of two ranks: two data files each."""
+    root = tmp_path_factory.mktemp("saved")
+    for version in (1, 2):
+        ranks.run(2, save_version, str(root / str(version)), version)
+    return root
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of checkpoint 1, to damage; without file threads, which cost more than such small loads."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "1")
+    return Path(shutil.copytree(saved / "1", tmp_path / "ckpt"))
+
+
+def load_fault(directory: Path) -> str:
+    """``RIGHT`` if a load gives the values of checkpoint 1, or the text of its error; wrong values end the test."""
+    try:
+        loaded = samples.load(directory)
+    except CheckpointingException as exc:
+        return str(exc)
+    assert samples.differences(loaded, 1) == []
+    return RIGHT
+
+
+def verify_faults(directory: Path) -> dict[str, str]:
+    """What verify reports, by file; the checkpoint as a whole under ``""``."""
+    try:
+        return {result.name: result.fault for result in verify_checkpoint(directory) if result.fault}
+    except CheckpointingException as exc:
+        return {"": str(exc)}
+
+
+def flipped(path: Path, bits: list[int]) -> Iterator[int]:
+    """Flip one bit of the file after the other, each alone, and put the file back in the end."""
+    whole = path.read_bytes()
+    for bit in bits:
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        yield bit
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_bit_flip_in_every_byte_of_json(checkpoint: Path, name: str) -> None:
+    """Whatever byte of the JSON files is hit, values are right or the load names a file of the checkpoint."""
+    path = checkpoint / name
+    refused = 0
+    for _ in flipped(path, [8 * n + n % 8 for n in range(path.stat().st_size)]):
+        fault = load_fault(checkpoint)
+        refused += fault != RIGHT
+        assert fault == RIGHT or any(str(checkpoint / file) in fault or file in fault for file in (*DATA, *JSON)), fault
+    assert refused > path.stat().st_size // 4
+    assert load_fault(checkpoint) == RIGHT
+
+
+@pytest.mark.parametrize("flips", [FLIPS, pytest.param(20 * FLIPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", DATA)
+def test_random_bit_flips(checkpoint: Path, name: str, flips: int) -> None:
+    """A flipped bit in a data file never gives wrong values; the error and verify name the file."""
+    path = checkpoint / name
+    bits = random.Random(name).sample(range(8 * path.stat().st_size), flips)
+    refused = 0
+    for bit in flipped(path, bits):
+        fault = load_fault(checkpoint)
+        refused += fault != RIGHT
+        assert fault == RIGHT or str(path) in fault
+        assert str(path) in verify_faults(checkpoint)[name], bit
+    assert refused > flips * 0.9  # the rest hit bytes that nobody reads
+    assert load_fault(checkpoint) == RIGHT
+    assert verify_faults(checkpoint) == {}
+
+
+@pytest.mark.parametrize("name", [*DATA, *JSON])
+@pytest.mark.parametrize("keep", ["nothing", "one byte", "half", "all but one byte"])
+def test_truncation(checkpoint: Path, name: str, keep: str) -> None:
+    """A file that is cut short is refused by name, by load and by verify."""
+    path = checkpoint / name
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: {"nothing": 0, "one byte": 1, "half": size // 2}.get(keep, size - 1)])
+    assert str(path) in load_fault(checkpoint)
+    faults = verify_faults(checkpoint)
+    assert list(faults) == ([""] if name in JSON else [name])
+    assert str(path) in next(iter(faults.values()))
+
+
+@pytest.mark.parametrize("name", [*DATA, *JSON])
+def test_extension(checkpoint: Path, name: str) -> None:
+    """A file with a byte too many is refused by name, by load and by verify."""
+    path = checkpoint / name
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert str(path) in load_fault(checkpoint)
+    assert str(path) in " ".join(verify_faults(checkpoint).values())
+
+
+@pytest.mark.parametrize("name", [*DATA, *JSON])
+def test_missing_file(checkpoint: Path, name: str) -> None:
+    """A file that is gone is named by load and verify; without shardckpt.json the values still load, unchecked."""
+    (checkpoint / name).unlink()
+    fault = load_fault(checkpoint)
+    if name == "shardckpt.json":
+        assert fault == RIGHT
+    else:
+        assert name in fault
+    assert name in " ".join(verify_faults(checkpoint).values())
+
+
+@pytest.mark.parametrize(("first", "second"), [(DATA[0], DATA[1]), (DATA[2], DATA[3]), (DATA[0], DATA[3]), JSON])
+def test_swapped_files(checkpoint: Path, first: str, second: str) -> None:
+    """Two files in each other's place are refused by name."""
+    one, other = checkpoint / first, checkpoint / second
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    fault = load_fault(checkpoint)
+    assert str(one) in fault or str(other) in fault
+    assert verify_faults(checkpoint) != {}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_file_of_another_step(saved: Path, checkpoint: Path, name: str) -> None:
+    """A file of another save, of the same name and size, is refused by name."""
+    shutil.copyfile(saved / "2" / name, checkpoint / name)
+    assert str(checkpoint / name) in load_fault(checkpoint)
+    assert name in verify_faults(checkpoint)
+
+
+def test_markers_of_another_step(saved: Path, checkpoint: Path) -> None:
+    """With the shardckpt.json of another save no file is what it says, and the load is refused."""
+    shutil.copyfile(saved / "2" / "shardckpt.json", checkpoint / "shardckpt.json")
+    assert str(checkpoint) in load_fault(checkpoint)
+    assert verify_faults(checkpoint).keys() >= {DATA[0], DATA[1], "common.pt"}
+
+
+def test_extra_files(checkpoint: Path) -> None:
+    """Files and directories that are not the checkpoint's change nothing, and verify lists them."""
+    (checkpoint / "__2_0.distcp").write_bytes(b"stale")
+    (checkpoint / "logs").mkdir()
+    assert load_fault(checkpoint) == RIGHT
+    reported = verify_faults(checkpoint)
+    assert reported.keys() == {"__2_0.distcp", "logs"}
+    assert set(reported.values()) == {"not a file of this checkpoint"}
+
+
+def test_damage_elsewhere(checkpoint: Path) -> None:
+    """What is not damaged loads; what is names its key, the bytes and the file."""
+    path = checkpoint / DATA[0]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    wanted = samples.template()
+    big = {"big": wanted.pop("big")}
+    loaded = dist_checkpointing.load(wanted, checkpoint)
+    assert samples.differences(loaded, 1) == ["big"]
+    with pytest.raises(CorruptCheckpointError, match=rf"big: bytes \d+ to \d+ of {path} are not those .* written"):
+        dist_checkpointing.load(big, checkpoint)
+
+
+def test_overlap_that_hides_a_hole(checkpoint: Path) -> None:
+    """Chunks that overlap are refused, even where their sizes add up to the tensor's: something is missing."""
+    (checkpoint / "shardckpt.json").unlink()
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    low = torch.Size((samples.ROWS // 4, 0))
+    second = metadata.state_dict_metadata["split"].chunks[1]
+    (index,) = [found for found in metadata.storage_data if found.fqn == "split" and found.offset == second.offsets]
+    metadata.storage_data[type(index)("split", low)] = metadata.storage_data.pop(index)
+    second.offsets = low
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    wanted = samples.template()
+    with pytest.raises(CorruptCheckpointError, match=r"'split': .* overlap"):
+        dist_checkpointing.load({"split": wanted["split"]}, checkpoint)
+    assert wanted["split"].data.eq(-7).all()

@@ -1,0 +1,105 @@
+"""A process that dies in a save leaves the old or the new checkpoint, at any file system call."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.faults.programs import run_program
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAMPLED = 50
+ALL = 10_000
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed: kills at chosen system calls need it"
+)
+
+
+def report_of(folder: Path, case: str, count: int) -> dict[str, Any]:
+    """What the killer program found."""
+    done = run_program("killer", str(folder), case, str(count))
+    if done.returncode and "strace did not attach" in done.stderr:
+        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[dict[str, Any]]:
+    """Points whose save was not killed there, left something else, or was in the way of the next save."""
+    return [o for o in outcomes if not o["killed"] or o["state"] not in allowed or o["later"]]
+
+
+def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(tmp_path: Path) -> None:
+    """After a kill at any of 50 calls of a first save, the path is absent or holds every value, and can be saved to."""
+    outcomes = report_of(tmp_path, "fresh", SAMPLED)["outcomes"]
+    assert len(outcomes) >= SAMPLED
+    assert bad(outcomes, {"absent", "new"}) == []
+    assert {outcome["state"] for outcome in outcomes} == {"absent", "new"}
+
+
+def test_killed_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
+    """After a kill at any of 50 calls of an overwrite, old or new is there bit for bit, other people's files too."""
+    outcomes = report_of(tmp_path, "existing", SAMPLED)["outcomes"]
+    assert len(outcomes) >= SAMPLED
+    assert bad(outcomes, {"old", "new"}) == []
+    assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "allowed"),
+    [
+        ("fresh", {"absent", "new"}),
+        ("existing", {"old", "new"}),
+        ("existing, no exchange", {"old", "new", "set aside"}),
+    ],
+)
+def test_killed_at_every_call(tmp_path: Path, case: str, allowed: set[str]) -> None:
+    """The same holds at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
+    report = report_of(tmp_path, case, ALL)
+    assert len(report["outcomes"]) == len(report["points"]) >= SAMPLED
+    assert bad(report["outcomes"], allowed) == []
+    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The calls of an undisturbed first save, in order."""
+    points = report_of(tmp_path_factory.mktemp("trace"), "fresh", 0)["points"]
+    return [point["line"].replace("RUN/jobs/.ckpt.shardckpt-staging-*", "STAGING") for point in points]
+
+
+def test_order_of_calls(trace: list[str]) -> None:
+    """Data is durable before what names it, that before the directory, that before the rename; the parent last."""
+    synced = {number: found[1] for number, line in enumerate(trace) if (found := re.match(r"fsync\(\d+<(.*)>\)", line))}
+    paths = list(synced.values())
+    assert paths[0] == "RUN"  # holds the new directory above the target
+    assert sorted(paths[1:4]) == ["STAGING/.metadata", "STAGING/__0_0.distcp", "STAGING/common.pt"]
+    assert sorted(paths[4:6]) == ["STAGING/metadata.json", "STAGING/shardckpt.json"]
+    assert paths[6:] == ["STAGING", "RUN/jobs"]
+    (renamed,) = (number for number, line in enumerate(trace) if line.startswith("rename("))
+    *_, staging, parent = synced
+    assert staging < renamed < parent
+
+
+def test_files_are_written_before_their_fsync(trace: list[str]) -> None:
+    """No byte of a file is written after its one fsync, and every file that is created is fsynced."""
+    written, synced, created = {}, {}, set()
+    for number, line in enumerate(trace):
+        path = re.search(r"<(STAGING[^>]*)>", line)
+        if line.startswith("pwrite") and path:
+            written[path[1]] = number
+        elif line.startswith("fsync") and path:
+            synced[path[1]] = number
+        elif "O_CREAT" in line and (opened := re.search(r'"(STAGING[^"]*)"', line)):
+            created.add(opened[1])
+    assert len(created) == 5
+    assert created == written.keys()
+    assert all(synced[path] > written[path] for path in created)

@@ -1,0 +1,288 @@
+"""What stands at the target: refused and untouched, or replaced whole, with everyone else's files kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
+from shardckpt.verifying import verify_checkpoint
+from tests.faults import samples
+from tests.faults.disks import make_read_only, small_disk
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+OLD, NEW = 1, 2
+OURS = {".metadata", "__0_0.distcp", "common.pt", "metadata.json", "shardckpt.json"}
+
+
+def add_foreign(directory: Path) -> dict[str, bytes]:
+    """Put files of all sorts beside a checkpoint's, and say which."""
+    (directory / "logs" / "deep").mkdir(parents=True)
+    (directory / "empty").mkdir()
+    files = {"notes.txt": b"mine", "logs/a.log": b"", "logs/deep/b.log": b"deep", "model.safetensors": b"\0" * 9}
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    (directory / "latest").symlink_to("notes.txt")
+    (directory / "run.sh").write_bytes(b"#!/bin/sh\n")
+    (directory / "run.sh").chmod(0o755)
+    return {**files, "run.sh": b"#!/bin/sh\n"}
+
+
+def assert_replaced(target: Path, foreign: dict[str, bytes]) -> None:
+    """The new values are there, other people's files too, and nothing else, neither at nor beside the target."""
+    assert samples.differences(samples.load(target), NEW) == []
+    found = samples.listing(target)
+    assert found.keys() == {*OURS, *foreign, *(("latest",) if foreign else ())}
+    assert {name: found[name] for name in foreign} == foreign
+    if foreign:
+        assert (target / "latest").readlink() == Path("notes.txt")
+        assert (target / "run.sh").stat().st_mode & 0o777 == 0o755
+        assert (target / "empty").is_dir()
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    faults = {result.name for result in verify_checkpoint(target) if result.fault}
+    assert faults == {name.split("/")[0] for name in foreign} | ({"empty", "latest"} if foreign else set())
+
+
+def overwrite(target: Path) -> None:
+    """Save the new version in the place of whatever is there."""
+    dist_checkpointing.save(samples.state_dict(NEW), target, overwrite=True)
+
+
+@pytest.mark.parametrize("what", ["a checkpoint", "other files", "one empty directory"])
+def test_refused_without_overwrite(tmp_path: Path, what: str) -> None:
+    """A target that is not empty is refused with the way out, and stays as it is."""
+    target = tmp_path / "ckpt"
+    if what == "a checkpoint":
+        dist_checkpointing.save(samples.state_dict(OLD), target)
+    else:
+        (target / "inner").mkdir(parents=True)
+    if what == "other files":
+        (target / "file").write_bytes(b"x")
+    before = samples.listing(tmp_path)
+    with pytest.raises(StorageError, match=f"{target} is not empty: .* overwrite=True"):
+        dist_checkpointing.save(samples.state_dict(NEW), target)
+    assert samples.listing(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_a_file_at_the_target(tmp_path: Path) -> None:
+    """A file at the target is refused, with overwrite as well, and stays."""
+    target = tmp_path / "ckpt"
+    target.write_bytes(b"precious")
+    for allowed in (False, True):
+        with pytest.raises(StorageError, match=f"{target} exists and is not a directory"):
+            dist_checkpointing.save(samples.state_dict(NEW), target, overwrite=allowed)
+    assert target.read_bytes() == b"precious"
+
+
+def test_an_empty_directory_is_free(tmp_path: Path) -> None:
+    """An empty directory at the target is taken without asking."""
+    (tmp_path / "ckpt").mkdir()
+    dist_checkpointing.save(samples.state_dict(NEW), tmp_path / "ckpt")
+    assert_replaced(tmp_path / "ckpt", {})
+
+
+def test_over_an_own_checkpoint(tmp_path: Path) -> None:
+    """An overwrite replaces our own checkpoint and keeps every other file and directory as it is."""
+    target = tmp_path / "ckpt"
+    dist_checkpointing.save(samples.state_dict(OLD), target)
+    foreign = add_foreign(target)
+    overwrite(target)
+    assert_replaced(target, foreign)
+
+
+def test_twice_over_foreign_files(tmp_path: Path) -> None:
+    """Files that are not the checkpoint's outlive any number of overwrites."""
+    target = tmp_path / "ckpt"
+    dist_checkpointing.save(samples.state_dict(OLD), target)
+    foreign = add_foreign(target)
+    for _ in range(3):
+        overwrite(target)
+    assert_replaced(target, foreign)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("mcore-*")))
+def test_over_a_megatron_checkpoint(tmp_path: Path, name: str) -> None:
+    """Every dialect of Megatron is recognised: its files go, whatever the number of ranks was, the others stay."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    for path in (GOLDEN / name).iterdir():
+        shutil.copyfile(path, target / path.name)
+    foreign = add_foreign(target)
+    overwrite(target)
+    assert_replaced(target, foreign)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_over_a_plain_dcp_checkpoint(tmp_path: Path) -> None:
+    """A directory that torch.distributed.checkpoint wrote is recognised too."""
+    target = tmp_path / "ckpt"
+    dcp.save({"a": torch.ones(3), "b": 5}, checkpoint_id=target, no_dist=True)
+    foreign = add_foreign(target)
+    overwrite(target)
+    assert_replaced(target, foreign)
+
+
+def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
+    """A directory of other files gets a checkpoint; none of them is lost."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    foreign = add_foreign(target)
+    overwrite(target)
+    assert_replaced(target, foreign)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "shardckpt.json", ".metadata", "common.pt"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00"])
+def test_over_a_damaged_checkpoint(tmp_path: Path, name: str, content: bytes) -> None:
+    """A checkpoint that cannot be read any more can be overwritten all the same."""
+    target = tmp_path / "ckpt"
+    dist_checkpointing.save(samples.state_dict(OLD), target)
+    (target / name).write_bytes(content)
+    overwrite(target)
+    assert_replaced(target, {})
+
+
+def save_part(directory: str, version: int, allowed: bool) -> None:
+    """This rank's part of a save."""
+    state = samples.state_dict(version, dist.get_rank(), dist.get_world_size())
+    dist_checkpointing.save(state, directory, overwrite=allowed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2)])
+def test_other_number_of_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+    """No file of more ranks is left from the old checkpoint, and its values are not."""
+    target = tmp_path / "ckpt"
+    ranks.run(before, save_part, str(target), OLD, False)
+    ranks.run(after, save_part, str(target), NEW, True)
+    expected = OURS - {"__0_0.distcp"} | {f"__{rank}_0.distcp" for rank in range(after)}
+    assert samples.listing(target).keys() == expected
+    assert samples.differences(samples.load(target), NEW) == []
+
+
+def refuse_parent(parent: Path, reason: str) -> None:
+    """A save below a parent that nothing can be written to fails with its name and the reason."""
+    with pytest.raises(StorageError, match=rf"cannot create the staging directory {parent}.*{reason}"):
+        dist_checkpointing.save(samples.state_dict(NEW), parent / "ckpt")
+    assert list(parent.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere: permissions do not stop it")
+def test_parent_without_permission(tmp_path: Path) -> None:
+    """A parent that is not ours to write is an error that names path and reason."""
+    parent = tmp_path / "parent"
+    parent.mkdir(mode=0o555)
+    refuse_parent(parent, "EACCES")
+
+
+def test_parent_on_a_read_only_file_system(tmp_path: Path) -> None:
+    """A parent on a read-only file system is an error that names path and reason."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        make_read_only(disk)
+        refuse_parent(disk, "EROFS")
+
+
+def test_parents_are_made(tmp_path: Path) -> None:
+    """Directories above the target are made as needed."""
+    target = tmp_path / "runs" / "a" / "ckpt"
+    dist_checkpointing.save(samples.state_dict(NEW), target)
+    assert_replaced(target, {})
+
+
+def no_exchange(*_: Any) -> bool:
+    """A system without RENAME_EXCHANGE."""
+    return False
+
+
+def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where directories cannot be exchanged in one step, an overwrite comes to the same."""
+    monkeypatch.setattr("shardckpt.storage.commit.exchange", no_exchange)
+    target = tmp_path / "ckpt"
+    dist_checkpointing.save(samples.state_dict(OLD), target)
+    foreign = add_foreign(target)
+    overwrite(target)
+    assert_replaced(target, foreign)
+
+
+def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without exchange, a failure between the two renames puts the old checkpoint back."""
+    monkeypatch.setattr("shardckpt.storage.commit.exchange", no_exchange)
+    target = tmp_path / "ckpt"
+    dist_checkpointing.save(samples.state_dict(OLD), target)
+    rename = os.rename
+
+    def failing(source: Path, destination: Path) -> None:
+        if "staging" in Path(source).name:
+            raise OSError(5, "Input/output error")
+        rename(source, destination)
+
+    monkeypatch.setattr("os.rename", failing)
+    with pytest.raises(StorageError, match=rf"cannot replace {target}: Input/output error \(EIO\)"):
+        overwrite(target)
+    assert samples.differences(samples.load(target), OLD) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without exchange, a process that dies between the two renames leaves what every query names, with the way out."""
+    monkeypatch.setattr("shardckpt.storage.commit.exchange", no_exchange)
+    target = tmp_path / "ckpt"
+    dist_checkpointing.save(samples.state_dict(OLD), target)
+    rename = os.rename
+
+    class Died(BaseException):
+        """The process is no more."""
+
+    def dying(source: Path, destination: Path) -> None:
+        if "staging" in Path(source).name:
+            raise Died
+        rename(source, destination)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rename", dying)
+        patched.setattr("shardckpt.storage.commit.discard", lambda _: None)
+        with pytest.raises(Died):
+            overwrite(target)
+    (aside,) = tmp_path.glob(".ckpt.shardckpt-replaced-*")
+    for query in (samples.load, verify_checkpoint, dist_checkpointing.load_plain_tensors):
+        with pytest.raises(IncompleteCheckpointError, match=f"interrupted; .* whole at {aside}: rename it back"):
+            query(target)
+    aside.rename(target)
+    assert samples.differences(samples.load(target), OLD) == []
+    overwrite(target)
+    assert samples.differences(samples.load(target), NEW) == []
+
+
+def test_staging_is_no_checkpoint(tmp_path: Path) -> None:
+    """A staging directory, even a complete one, is not loaded as a checkpoint."""
+    dist_checkpointing.save(samples.state_dict(OLD), tmp_path / "ckpt")
+    staging = tmp_path / ".ckpt.shardckpt-staging-0123"
+    (tmp_path / "ckpt").rename(staging)
+    with pytest.raises(IncompleteCheckpointError, match="staging directory of a save that was not committed"):
+        samples.load(staging)
+    with pytest.raises(IncompleteCheckpointError, match=f"did not end; .* {staging} .* save again"):
+        samples.load(tmp_path / "ckpt")
+    with pytest.raises(CheckpointingException):
+        dist_checkpointing.load_common_state_dict(staging)
+
+
+def test_target_behind_a_link(tmp_path: Path) -> None:
+    """A target that is a symbolic link is followed: the directory behind it is replaced, the link stays."""
+    target = tmp_path / "real" / "ckpt"
+    dist_checkpointing.save(samples.state_dict(OLD), target)
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    overwrite(link)
+    assert link.is_symlink()
+    assert_replaced(target, {})

@@ -1,0 +1,38 @@
+"""A small checkpoint of one file, for tests of the engine: written by CheckpointWriter, described by a Manifest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.manifest import FileRecord, Manifest, Record
+from shardckpt.storage.digest import ALGORITHM
+from shardckpt.storage.writer import CheckpointWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def write(directory: Path, name: str, records: Sequence[Sequence[bytes]]) -> FileRecord:
+    """A file of records, each of several parts."""
+    with CheckpointWriter(directory, 3) as writer:
+        file = writer.create(name)
+        for parts in records:
+            views = [memoryview(part) for part in parts]
+            file.append(sum(view.nbytes for view in views), lambda views=views: views)
+        return writer.finish(file)
+
+
+def manifest(*files: FileRecord, algorithm: str = ALGORITHM) -> Manifest:
+    """A manifest that names the files."""
+    record = Record(
+        save_id="0",
+        backend="b",
+        version=1,
+        reader="",
+        writer={},
+        world_size=1,
+        digest_algorithm=algorithm,
+        files=files,
+    )
+    return Manifest(backend="b", version=1, record=record)

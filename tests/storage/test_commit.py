@@ -1,0 +1,157 @@
+"""Staging directories and how they become the target."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from shardckpt.errors import StorageError
+from shardckpt.storage import commit
+
+
+def staged(target: Path, save_id: str = "1", content: bytes = b"new") -> Path:
+    """A staging directory with one file."""
+    staging = commit.create_staging(target, save_id)
+    (staging / "data").write_bytes(content)
+    return staging
+
+
+def test_staging_lies_beside_the_target(tmp_path: Path) -> None:
+    """A staging directory is hidden, beside the target, known as such, and made once."""
+    target = tmp_path / "deep" / "er" / "ckpt"
+    staging = commit.create_staging(target, "abc")
+    assert staging == target.with_name(".ckpt.shardckpt-staging-abc")
+    assert staging.is_dir()
+    assert commit.staging_of(target) == [staging]
+    assert commit.is_staging(staging)
+    assert not commit.is_staging(target)
+    with pytest.raises(StorageError, match=rf"cannot create the staging directory {staging}: .* \(EEXIST\)"):
+        commit.create_staging(target, "abc")
+
+
+def test_save_ids_differ() -> None:
+    """No two saves have the same name."""
+    assert len({commit.new_save_id() for _ in range(100)}) == 100
+
+
+def test_targets_do_not_mix(tmp_path: Path) -> None:
+    """A target's staging directories are its own, not those of a target whose name begins alike."""
+    commit.create_staging(tmp_path / "step_1", "a")
+    commit.create_staging(tmp_path / "step_10", "b")
+    assert [path.name for path in commit.staging_of(tmp_path / "step_1")] == [".step_1.shardckpt-staging-a"]
+    assert commit.staging_of(tmp_path / "gone" / "x") == []
+
+
+def test_unfinished_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save says which unfinished ones lie beside its target, and leaves them alone."""
+    first = staged(tmp_path / "ckpt")
+    with caplog.at_level(logging.WARNING):
+        commit.create_staging(tmp_path / "ckpt", "2")
+    assert str(first) in caplog.text
+    assert (first / "data").exists()
+
+
+def test_publish(tmp_path: Path) -> None:
+    """Publishing gives the target the staging directory's files; nothing else is left."""
+    target = tmp_path / "ckpt"
+    commit.publish(staged(target), target)
+    assert (target / "data").read_bytes() == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_publish_over_an_empty_directory(tmp_path: Path) -> None:
+    """An empty directory gives way."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    commit.publish(staged(target), target)
+    assert (target / "data").read_bytes() == b"new"
+
+
+def test_two_saves_to_one_path(tmp_path: Path) -> None:
+    """Of two saves to the same path the first wins, and the second fails and names both paths."""
+    target = tmp_path / "ckpt"
+    first, second = staged(target, "1", b"first"), staged(target, "2", b"second")
+    commit.publish(first, target)
+    with pytest.raises(StorageError, match=rf"cannot rename {second} to {target}: .* \(ENOTEMPTY\)"):
+        commit.publish(second, target)
+    assert (target / "data").read_bytes() == b"first"
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+    """The old checkpoint's files go; all else is kept, as the same files where the file system has hard links."""
+    if not exchanges:
+        monkeypatch.setattr("shardckpt.storage.commit.exchange", lambda *_: False)
+    target = tmp_path / "ckpt"
+    (target / "folder" / "data").mkdir(parents=True)
+    for name in ("data", "old", "kept", "folder/old", "folder/data/x"):
+        (target / name).write_bytes(name.encode())
+    (target / "dangling").symlink_to("nowhere")
+    os.mkfifo(target / "pipe")
+    inode = (target / "kept").stat().st_ino
+    commit.replace(staged(target), target, {"old", "data"})
+    found = {str(path.relative_to(target)) for path in target.rglob("*")}
+    assert found == {"data", "kept", "folder", "folder/old", "folder/data", "folder/data/x", "dangling", "pipe"}
+    assert (target / "data").read_bytes() == b"new"
+    assert (target / "folder" / "data" / "x").read_bytes() == b"folder/data/x"
+    assert (target / "kept").stat().st_ino == inode
+    assert (target / "dangling").readlink() == Path("nowhere")
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_new_files_win(tmp_path: Path) -> None:
+    """A file that is not the old checkpoint's and has the name of a new one gives way to it."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    (target / "data").write_bytes(b"somebody's")
+    commit.replace(staged(target), target, set())
+    assert (target / "data").read_bytes() == b"new"
+
+
+def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no hard links, other files are copied."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    (target / "kept").write_bytes(b"kept")
+    (target / "link").symlink_to("kept")
+    commit.replace(staged(target), target, set())
+    assert (target / "kept").read_bytes() == b"kept"
+    assert (target / "link").readlink() == Path("kept")
+
+
+def test_is_free(tmp_path: Path) -> None:
+    """Nothing and an empty directory are free, a directory with anything in it is not, a file is an error."""
+    target = tmp_path / "ckpt"
+    assert commit.is_free(target)
+    target.mkdir()
+    assert commit.is_free(target)
+    (target / ".hidden").touch()
+    assert not commit.is_free(target)
+    with pytest.raises(StorageError, match="is not a directory: give another path"):
+        commit.is_free(target / ".hidden")
+
+
+def test_discard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Discarding removes a staging directory; what cannot be removed is reported, not raised."""
+    staging = staged(tmp_path / "ckpt")
+    commit.discard(staging)
+    assert list(tmp_path.iterdir()) == []
+    with caplog.at_level(logging.WARNING):
+        commit.discard(staging)
+    assert f"cannot remove {staging}" in caplog.text
+
+
+def test_replaced_of(tmp_path: Path) -> None:
+    """A checkpoint that an interrupted overwrite moved aside is found."""
+    aside = tmp_path / ".ckpt.shardckpt-replaced-1"
+    aside.mkdir()
+    assert commit.replaced_of(tmp_path / "ckpt") == [aside]
+    assert commit.is_staging(aside)

@@ -1,0 +1,256 @@
+"""File system calls with whole results: short writes and reads are gone on with, errors name file and offset."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.storage import filesystem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def limit_bytes(monkeypatch: pytest.MonkeyPatch, name: str, limit: int) -> None:
+    """Let ``os.pwritev`` or ``os.preadv`` do at most ``limit`` bytes a call, as the system may."""
+    call = getattr(os, name)
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        left, allowed = limit, []
+        for buffer in buffers:
+            allowed.append(buffer[: min(left, buffer.nbytes)])
+            left -= allowed[-1].nbytes
+        return call(fd, allowed, offset)
+
+    monkeypatch.setattr(os, name, short)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """A new file, open for writing."""
+    path = tmp_path / "file"
+    fd = filesystem.open_new(path)
+    yield fd, path
+    os.close(fd)
+
+
+@given(parts=st.lists(st.binary(max_size=40), max_size=8), limit=st.integers(1, 20), offset=st.integers(0, 5))
+def test_short_writes_are_gone_on_with(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], limit: int, offset: int
+) -> None:
+    """Whatever number of bytes a call writes, all buffers are in the file, in order, from the offset on."""
+    path = tmp_path_factory.mktemp("short") / "file"
+    with pytest.MonkeyPatch.context() as patch:
+        limit_bytes(patch, "pwritev", limit)
+        fd = filesystem.open_new(path)
+        filesystem.write_all(fd, path, [memoryview(part) for part in parts], offset)
+        os.close(fd)
+    content = b"".join(parts)
+    assert path.read_bytes() == (bytes(offset) + content if content else b"")
+
+
+@given(content=st.binary(min_size=1, max_size=60), limit=st.integers(1, 20), data=st.data())
+def test_short_reads_are_gone_on_with(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int, data: st.DataObject
+) -> None:
+    """Whatever number of bytes a call reads, the buffer holds the file's bytes from the offset on."""
+    start = data.draw(st.integers(0, len(content)))
+    stop = data.draw(st.integers(start, len(content)))
+    path = tmp_path_factory.mktemp("short") / "file"
+    path.write_bytes(content)
+    buffer = bytearray(stop - start)
+    with pytest.MonkeyPatch.context() as patch:
+        limit_bytes(patch, "preadv", limit)
+        fd, size = filesystem.open_existing(path)
+        filesystem.read_into(fd, path, memoryview(buffer), start)
+        os.close(fd)
+    assert (size, bytes(buffer)) == (len(content), content[start:stop])
+
+
+def test_more_buffers_than_a_call_takes(opened: tuple[int, Path]) -> None:
+    """More buffers than the system takes in one call are all written."""
+    fd, path = opened
+    parts = [bytes([n % 256]) * (n % 3) for n in range(5000)]
+    filesystem.write_all(fd, path, [memoryview(part) for part in parts], 0)
+    assert path.read_bytes() == b"".join(parts)
+
+
+def test_no_progress(tmp_path: Path) -> None:
+    """A write that makes no progress is an error, not an endless loop."""
+    path = tmp_path / "file"
+    fd = filesystem.open_new(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwritev", lambda *_: 0)
+        with pytest.raises(StorageError, match=f"cannot write at offset 7 of {path}: .*nothing"):
+            filesystem.write_all(fd, path, [memoryview(b"abc")], 7)
+    os.close(fd)
+
+
+def failing_after(call: Any, times: int, code: int) -> Any:
+    """The call, which fails from the given time on."""
+    count = [0]
+
+    def wrapped(*args: Any) -> Any:
+        count[0] += 1
+        if count[0] > times:
+            raise OSError(code, os.strerror(code))
+        return call(*args)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_write_error(opened: tuple[int, Path], monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A failed write names the file, the offset that was reached, and the system's reason."""
+    fd, path = opened
+    limit_bytes(monkeypatch, "pwritev", 4)
+    monkeypatch.setattr(os, "pwritev", failing_after(os.pwritev, 2, code))
+    name = errno.errorcode[code]
+    with pytest.raises(StorageError, match=rf"cannot write at offset 18 of {path}: .* \({name}\)"):
+        filesystem.write_all(fd, path, [memoryview(bytes(100))], 10)
+
+
+def test_read_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed read names the file, the offset that was reached, and the system's reason."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    fd, _ = filesystem.open_existing(path)
+    limit_bytes(monkeypatch, "preadv", 4)
+    monkeypatch.setattr(os, "preadv", failing_after(os.preadv, 2, errno.EIO))
+    with pytest.raises(StorageError, match=rf"cannot read at offset 18 of {path}: Input/output error \(EIO\)"):
+        filesystem.read_into(fd, path, memoryview(bytearray(50)), 10)
+    os.close(fd)
+
+
+def test_end_of_file(tmp_path: Path) -> None:
+    """A file that ends before the buffer is full is damaged, and the error says where it ends."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10))
+    fd, _ = filesystem.open_existing(path)
+    with pytest.raises(CorruptCheckpointError, match=f"{path} ends at offset 10: 5 bytes are missing"):
+        filesystem.read_into(fd, path, memoryview(bytearray(11)), 4)
+    os.close(fd)
+
+
+def test_new_files_are_new(tmp_path: Path) -> None:
+    """A file that is there is never opened for writing, not even through a link; modes follow the umask."""
+    path, link = tmp_path / "file", tmp_path / "link"
+    before = os.umask(0o027)
+    os.close(filesystem.open_new(path))
+    os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    link.symlink_to(tmp_path / "elsewhere")
+    for taken in (path, link):
+        with pytest.raises(StorageError, match=rf"cannot create {taken}: .* \(EEXIST\)"):
+            filesystem.open_new(taken)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory", "device"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """Links, pipes, directories and devices are refused by name, at once."""
+    path = tmp_path / "file"
+    if kind == "link":
+        (tmp_path / "real").write_bytes(b"x")
+        path.symlink_to(tmp_path / "real")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path = Path("/dev/null")
+    with pytest.raises((CorruptCheckpointError, StorageError), match=str(path)):
+        filesystem.open_existing(path)
+
+
+def test_descriptors_are_closed(tmp_path: Path) -> None:
+    """Refused files leave no descriptor open."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    count = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        with pytest.raises(CorruptCheckpointError):
+            filesystem.open_existing(tmp_path)
+        with pytest.raises(CorruptCheckpointError, match=f"{path} has 100 bytes, more than the 99"):
+            filesystem.read_file(path, 99)
+        assert filesystem.read_file(path, 100) == bytes(100)
+    assert len(list(Path("/proc/self/fd").iterdir())) == count
+
+
+@given(st.text(max_size=300))
+def test_names_stay_inside(name: str) -> None:
+    """A name is refused or is one path component of letters, digits and a few signs, below any directory."""
+    try:
+        filesystem.check_file_name(name)
+    except CorruptCheckpointError:
+        return
+    assert (Path("/root/dir") / name).parent == Path("/root/dir")
+    assert name.isascii()
+    assert name not in {"", ".", ".."}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "a\n", "a\0", "ä", "a b", "x" * 256, "~", "C:x"])
+def test_names_that_are_refused(name: str) -> None:
+    """Separators, control signs, blanks, foreign letters and names too long are refused."""
+    with pytest.raises(CorruptCheckpointError, match="is not allowed in a checkpoint"):
+        filesystem.check_file_name(name)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "x" * 255, "...", "-"])
+def test_names_that_are_allowed(name: str) -> None:
+    """Every name that a known format uses is allowed."""
+    assert filesystem.check_file_name(name) == name
+
+
+def test_exchange(tmp_path: Path) -> None:
+    """Two directories change places in one step; an error names both."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.mkdir()
+        (path / path.name).touch()
+    if not filesystem.exchange(one, other):
+        pytest.skip("this file system cannot exchange directory entries")
+    assert [path.name for path in one.iterdir()] == ["other"]
+    assert [path.name for path in other.iterdir()] == ["one"]
+    with pytest.raises(StorageError, match=rf"cannot exchange {one} with {tmp_path / 'gone'}: .* \(ENOENT\)"):
+        filesystem.exchange(one, tmp_path / "gone")
+
+
+def test_sync_directory(tmp_path: Path) -> None:
+    """Syncing a directory that is none is an error that names it; descriptors are closed."""
+    count = len(list(Path("/proc/self/fd").iterdir()))
+    filesystem.sync_directory(tmp_path)
+    with pytest.raises(StorageError, match=rf"cannot sync the directory {tmp_path / 'gone'}: .* \(ENOENT\)"):
+        filesystem.sync_directory(tmp_path / "gone")
+    assert len(list(Path("/proc/self/fd").iterdir())) == count
+
+
+def test_reads_of_many_threads(tmp_path: Path) -> None:
+    """One descriptor serves many threads: every read has its own place."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 16)
+    fd, _ = filesystem.open_existing(path)
+    wrong: list[int] = []
+
+    def read(number: int) -> None:
+        for _ in range(50):
+            buffer = bytearray(16)
+            filesystem.read_into(fd, path, memoryview(buffer), 16 * number)
+            if bytes(buffer) != bytes(range(16 * number, 16 * number + 16)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    os.close(fd)
+    assert wrong == []

@@ -1,0 +1,204 @@
+"""Reading: any range, checked by the segments that it touches, from files of the checkpoint only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
+from shardckpt.manifest import Manifest
+from shardckpt.storage.digest import SEGMENT_BYTES
+from shardckpt.storage.reader import CheckpointReader
+from tests.storage.files import manifest, write
+
+if TYPE_CHECKING:
+    from shardckpt.manifest import FileRecord
+
+FOREIGN = Manifest(backend="b", version=1)
+
+
+@settings(deadline=None)
+@given(records=st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=10), data=st.data())
+def test_any_range(tmp_path_factory: pytest.TempPathFactory, records: list[bytes], data: st.DataObject) -> None:
+    """Any range of a file, across any segments, is what was written, into memory of the caller as well."""
+    directory = tmp_path_factory.mktemp("range")
+    found = write(directory, "data", [[record] for record in records])
+    content = b"".join(records)
+    start = data.draw(st.integers(0, len(content)))
+    stop = data.draw(st.integers(start, len(content)))
+    for kind in (manifest(found), FOREIGN):
+        with CheckpointReader(directory, kind) as reader:
+            buffer = bytearray(stop - start)
+            reader.read_into("data", start, memoryview(buffer), "key")
+            assert bytes(buffer) == reader.read_range("data", start, stop - start, "key") == content[start:stop]
+            assert reader.read("data") == content
+            assert reader.size("data") == len(content)
+
+
+@settings(deadline=None)
+@given(records=st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=10), data=st.data())
+def test_only_touched_segments_matter(
+    tmp_path_factory: pytest.TempPathFactory, records: list[bytes], data: st.DataObject
+) -> None:
+    """A flipped bit is an error for every range that touches its segment, and for no other."""
+    directory = tmp_path_factory.mktemp("flip")
+    found = write(directory, "data", [[record] for record in records])
+    content = bytearray(b"".join(records))
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= 1 << data.draw(st.integers(0, 7))
+    (directory / "data").write_bytes(content)
+    low = 0
+    with CheckpointReader(directory, manifest(found), verify=True) as reader:
+        for record in records:
+            high = low + len(record)
+            for start, nbytes in ((low, len(record)), (high - 1, 1)):
+                if low <= place < high:
+                    text = f"key: bytes {low} to {high} of {directory / 'data'} are not those that were written"
+                    with pytest.raises(CorruptCheckpointError, match=text):
+                        reader.read_range("data", start, nbytes, "key")
+                else:
+                    assert reader.read_range("data", start, nbytes, "key") == content[start : start + nbytes]
+            low = high
+
+
+def test_a_range_across_large_segments(tmp_path: Path) -> None:
+    """A range that begins and ends inside segments of 4 MiB is put together right."""
+    content = bytes(range(251)) * (2 * SEGMENT_BYTES // 251 + 99)
+    found = write(tmp_path, "data", [[content]])
+    with CheckpointReader(tmp_path, manifest(found)) as reader:
+        start, nbytes = SEGMENT_BYTES - 5, SEGMENT_BYTES + 10
+        assert reader.read_range("data", start, nbytes, "key") == content[start : start + nbytes]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> FileRecord:
+    """A file of two records."""
+    return write(tmp_path, "data", [[b"first"], [b"second"]])
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (0, 12), (11, 1), (1 << 62, 1), (0, 1 << 62), (5, -1)])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_ranges_outside(tmp_path: Path, file: FileRecord, foreign: bool, offset: int, nbytes: int) -> None:
+    """A range outside the file is refused before memory is taken, with key, range, file and size."""
+    with CheckpointReader(tmp_path, FOREIGN if foreign else manifest(file)) as reader:
+        text = f"key: bytes {offset} to {offset + nbytes} are outside {tmp_path / 'data'} of 11 bytes"
+        with pytest.raises(CorruptCheckpointError, match=text):
+            reader.read_range("data", offset, nbytes, "key")
+
+
+def test_files_of_another_size(tmp_path: Path, file: FileRecord) -> None:
+    """A file that is longer or shorter than what was written is refused when it is opened, again and again."""
+    for content in (b"", b"firstsecon", b"firstsecond+"):
+        (tmp_path / "data").write_bytes(content)
+        with CheckpointReader(tmp_path, manifest(file)) as reader:
+            for _ in range(2):
+                with pytest.raises(
+                    CorruptCheckpointError, match=rf"data: it has {len(content)} bytes, 11 were written"
+                ):
+                    reader.read("data")
+
+
+def test_files_outside_the_checkpoint(tmp_path: Path, file: FileRecord) -> None:
+    """Only the files that shardckpt.json names are read, and one that it should name and does not is an error."""
+    (tmp_path / "other").write_bytes(b"x")
+    with CheckpointReader(tmp_path, manifest(file)) as reader:
+        assert reader.has("data")
+        assert not reader.has("gone")
+        with pytest.raises(CorruptCheckpointError, match=f"{tmp_path / 'other'} is there and shardckpt.json does not"):
+            reader.has("other")
+        with pytest.raises(CorruptCheckpointError, match="other is asked for and not one of the files"):
+            reader.read("other")
+        for name in ("../data", "/etc/hostname", ".."):
+            with pytest.raises(CorruptCheckpointError, match="not allowed"):
+                reader.read(name)
+            with pytest.raises(CorruptCheckpointError, match="not allowed"):
+                reader.has(name)
+
+
+def test_foreign_files(tmp_path: Path, file: FileRecord) -> None:
+    """Without shardckpt.json a file belongs to the checkpoint if it is there, whatever it is, and is read unchecked."""
+    (tmp_path / "data").write_bytes(b"FIRSTsecond")
+    (tmp_path / "folder").mkdir()
+    with CheckpointReader(tmp_path, FOREIGN) as reader:
+        assert reader.has("data")
+        assert reader.has("folder")
+        assert not reader.has("gone")
+        assert reader.read("data") == b"FIRSTsecond"
+        with pytest.raises(CorruptCheckpointError, match="folder is not a regular file"):
+            reader.read("folder")
+        with pytest.raises(StorageError, match=r"cannot open .*gone: .* \(ENOENT\)"):
+            reader.read("gone")
+
+
+def test_checking_can_be_switched_off(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHARDCKPT_VERIFY_READS=0 reads without checking; verify=True checks all the same."""
+    (tmp_path / "data").write_bytes(b"FIRSTsecond")
+    monkeypatch.setenv("SHARDCKPT_VERIFY_READS", "0")
+    with CheckpointReader(tmp_path, manifest(file)) as reader:
+        assert reader.read("data") == b"FIRSTsecond"
+    with CheckpointReader(tmp_path, manifest(file), verify=True) as reader, pytest.raises(CorruptCheckpointError):
+        reader.read("data")
+
+
+def test_unknown_algorithm(tmp_path: Path, file: FileRecord) -> None:
+    """Digests of another kind are refused with the way out, or read without checking."""
+    newer = manifest(file, algorithm="blake9")
+    with pytest.raises(CorruptCheckpointError, match=r"digests are 'blake9'.*SHARDCKPT_VERIFY_READS=0"):
+        CheckpointReader(tmp_path, newer, verify=True)
+    with CheckpointReader(tmp_path, newer, verify=False) as reader:
+        assert reader.read("data") == b"firstsecond"
+
+
+def test_damaged_table(tmp_path: Path, file: FileRecord) -> None:
+    """A damaged table of digests is an error that names its file, and leaves no descriptor open."""
+    count = len(list(Path("/proc/self/fd").iterdir()))
+    damaged = file.model_copy(update={"digest": "0" * 64})
+    with CheckpointReader(tmp_path, manifest(damaged)) as reader:
+        for _ in range(5):
+            with pytest.raises(CorruptCheckpointError, match=f"{tmp_path / 'data'}: the table of digests is damaged"):
+                reader.read("data")
+    assert len(list(Path("/proc/self/fd").iterdir())) == count
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_map(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch, threads: str, size: int) -> None:
+    """Results come in the order of the items, and the first item's error is raised once all have ended."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", threads)
+    done: list[int] = []
+
+    def slow(number: int) -> int:
+        done.append(number)
+        if number in (3, 7):
+            raise CheckpointingException(f"item {number}")
+        return number * number
+
+    with CheckpointReader(tmp_path, manifest(file)) as reader:
+        assert reader.map(lambda n: n * n, range(50), size=lambda _: size) == [n * n for n in range(50)]
+        assert reader.map(lambda n: n, [], size=lambda _: size) == []
+        with pytest.raises(CheckpointingException, match="item 3"):
+            reader.map(slow, range(10), size=lambda _: size)
+    ended = len(done)
+    assert ended >= 4
+    assert len(done) == ended
+
+
+def test_parsed_once(tmp_path: Path, file: FileRecord) -> None:
+    """What is parsed is parsed once; a failure is not kept."""
+    calls: list[int] = []
+
+    def parse() -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            raise CorruptCheckpointError("not yet")
+        return 5
+
+    with CheckpointReader(tmp_path, manifest(file)) as reader:
+        with pytest.raises(CorruptCheckpointError):
+            reader.parsed("data", parse)
+        assert [reader.parsed("data", parse) for _ in range(3)] == [5, 5, 5]
+    assert len(calls) == 2
