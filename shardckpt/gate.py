@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.entries import Entry, StrategyAction
 from shardckpt.errors import (
@@ -30,11 +27,14 @@ from shardckpt.storage.filesystem import read_file
 from shardckpt.strategy import LoadStrategy, Recognises
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.plugins import PluginHost
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: Backends, or (backend, version) pairs, that a caller is willing to load.
 Accept = Collection[str | tuple[str, int]]
@@ -54,10 +54,10 @@ def read_manifest(directory: Path, host: PluginHost) -> Manifest:
         raise _absent(directory)
     if not (directory / MARKER_NAME).exists():
         return _recognised(directory, host)
-    marker = _parse(Marker, directory / MARKER_NAME, MARKER_LIMIT)
+    marker = _parse(Marker.model_validate_json, directory / MARKER_NAME, MARKER_LIMIT)
     record = None
     if (directory / RECORD_NAME).exists():
-        record = _parse(Record, directory / RECORD_NAME, RECORD_LIMIT)
+        record = _parse(Record.parse, directory / RECORD_NAME, RECORD_LIMIT)
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
             raise CorruptCheckpointError(
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "
@@ -108,11 +108,11 @@ def choose_reader(
     raise _refusal(directory, manifest, host, reasons, faults)
 
 
-def _parse(model: type[Any], path: Path, limit: int) -> Any:
+def _parse(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
     raw = read_file(path, limit)
     try:
-        return model.model_validate(json.loads(raw))
-    except (ValidationError, ValueError, RecursionError) as exc:
+        return parse(raw)
+    except (ValueError, RecursionError) as exc:  # pydantic's ValidationError is a ValueError
         detail = "; ".join(str(exc).splitlines()[:4])
         raise CorruptCheckpointError(f"{path} is damaged: {detail:.500}") from exc
 

@@ -6,6 +6,7 @@ saved, which files belong to the checkpoint, and their digests. Both are written
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,6 +16,8 @@ RECORD_NAME = "shardckpt.json"
 #: Largest size of either file that a reader accepts, in bytes.
 MARKER_LIMIT = 1 << 20
 RECORD_LIMIT = 1 << 31
+
+_NO_DIGEST = "0" * 64
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,255}$")]
 _Count = Annotated[int, Field(ge=0)]
@@ -59,6 +62,22 @@ class Record(BaseModel):
     world_size: Annotated[int, Field(ge=1)]
     digest_algorithm: str
     files: tuple[FileRecord, ...]
+    #: SHA-256, in hex, of the file's bytes with zeros in the place of this digest.
+    self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = _NO_DIGEST
+
+    def dump(self) -> bytes:
+        """The bytes of ``shardckpt.json``, its own digest among them."""
+        text = self.model_copy(update={"self_digest": _NO_DIGEST}).model_dump_json(indent=1)
+        return text.replace(_NO_DIGEST, hashlib.sha256(text.encode()).hexdigest()).encode()
+
+    @classmethod
+    def parse(cls, data: bytes) -> Record:
+        """The record in the bytes of ``shardckpt.json``; a ValueError if they are not the ones that were written."""
+        record = cls.model_validate_json(data)
+        blank = data.replace(record.self_digest.encode(), _NO_DIGEST.encode())
+        if hashlib.sha256(blank).hexdigest() != record.self_digest:
+            raise ValueError("its bytes are not those that were written (digest differs)")
+        return record
 
 
 class Manifest(BaseModel):

@@ -161,7 +161,7 @@ def _write_markers(
         digest_algorithm=ALGORITHM,
         files=tuple(sorted(files, key=lambda file: file.name)),
     )
-    writer.write(RECORD_NAME, record.model_dump_json(indent=1).encode(), keys=0)
+    writer.write(RECORD_NAME, record.dump(), keys=0)
     marker = Marker(sharded_backend=backend, sharded_backend_version=version)
     writer.write(MARKER_NAME, marker.model_dump_json().encode(), keys=0)
 
