@@ -6,24 +6,29 @@ settlement, finds the others at theirs, and all raise; no rank is left in a coll
 
 from __future__ import annotations
 
+import itertools
 import pickle
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from shardckpt import errors
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
+from shardckpt.torch_private import group_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _T = TypeVar("_T")
 
-#: gloo twins of groups whose backend cannot move CPU tensors, by group.
-_cpu_twins: dict[Any, Any] = {}
+#: Tells the Comms of a process apart.
+_numbers = itertools.count()
+#: gloo twins of groups whose backend cannot move CPU tensors, by group, as long as the group lives.
+_cpu_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Comm:
         self.rank: int = dist.get_rank(self._group) if active else 0
         self.world_size: int = dist.get_world_size(self._group) if active else 1
         self._phase = "start"
+        self._number = next(_numbers)
 
     @property
     def is_main(self) -> bool:
@@ -69,23 +75,29 @@ class Comm:
             yield
         except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             error = exc
+        except BaseException as exc:  # Ctrl-C or an exit: the others hear of it, this rank goes on ending
+            with suppress(CheckpointingException):
+                self.settle(exc)
+            raise
         self.settle(error)
         self._phase = before
 
     def settle(self, error: BaseException | None = None) -> None:
         """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
-        if isinstance(error, CheckpointingException) and error.settled:
+        if isinstance(error, CheckpointingException) and error.settled_by == self._number:
             raise error
         if self.world_size == 1:
             if error is not None:
-                raise _local(error, self._phase)
+                raise self._local(error)
             return
-        failed = torch.tensor([int(error is not None)])
+        failed = torch.tensor([int(error is not None)], device="cpu")
         self._call(lambda: dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group))
         if failed.item():
             report = None if error is None else self._report(error)
             reports = self._all_gather_bytes(bytearray(pickle.dumps(report)))
-            raise _verdict([report for report in reports if report is not None]) from error
+            verdict = _verdict([report for report in reports if report is not None])
+            verdict.settled_by = self._number
+            raise verdict from error
 
     def all_gather(self, value: _T) -> list[_T]:
         """Every rank's value, on every rank."""
@@ -107,7 +119,7 @@ class Comm:
         data = self._settled_pickle(value if self.is_main else None)
         if self.world_size == 1:
             return value
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], device="cpu")
         self._call(lambda: dist.broadcast(size, src=self._main(), group=self._group))
         data = data if self.is_main else bytearray(int(size))
         content = torch.frombuffer(data, dtype=torch.uint8)
@@ -121,6 +133,18 @@ class Comm:
             if self.is_main:
                 result = function()
         return self.broadcast(result)  # type: ignore[no-any-return]
+
+    def agree(self, **values: Any) -> None:
+        """Raise on all ranks if they do not all have the same values (compared by their text)."""
+        everyone = self.all_gather({name: repr(value) for name, value in values.items()})
+        with self.phase("comparing the arguments of all ranks"):
+            for rank, theirs in enumerate(everyone):
+                for name, value in theirs.items():
+                    if value != everyone[0][name]:
+                        raise CheckpointingException(
+                            f"ranks disagree on {name}: {everyone[0][name]} on rank 0, {value} on rank {rank}; pass "
+                            "the same on every rank"
+                        )
 
     def _main(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
@@ -147,7 +171,7 @@ class Comm:
 
     def _padded(self, data: bytearray, count: int) -> tuple[torch.Tensor, list[bytearray]]:
         """This rank's pickled value, made as long as the longest of all ranks, and memory for ``count`` such."""
-        longest = torch.tensor([len(data)])
+        longest = torch.tensor([len(data)], device="cpu")
         self._call(lambda: dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._group))
         data.extend(bytes(int(longest) - len(data)))  # a pickle ends where it says: what follows is not read
         parts = [bytearray(len(data)) for _ in range(count)]
@@ -161,8 +185,17 @@ class Comm:
                 f"rank {self.rank}, in {self._phase!r}: a collective of {self.world_size} ranks failed: another rank "
                 f"died, or did not answer within the process group's timeout ({exc})"
             )
-            lost.settled = True
+            lost.settled_by = self._number
             raise lost from exc
+
+    def _local(self, error: BaseException) -> BaseException:
+        """The error of a single process: one of the family as it is, any other wrapped with the phase."""
+        if not isinstance(error, CheckpointingException):
+            wrapped = RankFailedError(f"in {self._phase!r}: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        error.settled_by = self._number
+        return error
 
     def _report(self, error: BaseException) -> _Report:
         kind = type(error).__name__ if isinstance(error, CheckpointingException) else ""
@@ -183,20 +216,7 @@ def _verdict(reports: list[_Report]) -> CheckpointingException:
     message += "".join(f"\nrank {report.rank}, in {report.phase!r}: {report.message}" for report in also[:8])
     if len(also) > 8:  # noqa: PLR2004 - enough to see the pattern
         message += f"\n... and {len(also) - 8} more ranks"
-    error: CheckpointingException = kind(message)
-    error.settled = True
-    return error
-
-
-def _local(error: BaseException, phase: str) -> BaseException:
-    """The error of a single process: one of the family as it is, any other wrapped with the phase."""
-    if isinstance(error, CheckpointingException):
-        error.settled = True
-        return error
-    wrapped = RankFailedError(f"in {phase!r}: {type(error).__name__}: {error}")
-    wrapped.settled = True
-    wrapped.__cause__ = error
-    return wrapped
+    return kind(message)
 
 
 def _cpu_group(group: Any) -> Any:
@@ -206,7 +226,8 @@ def _cpu_group(group: Any) -> Any:
         return group
     if group not in _cpu_twins:
         ranks = dist.get_process_group_ranks(group)
-        _cpu_twins[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        timeout = group_timeout(group)
+        _cpu_twins[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
     return _cpu_twins[group]
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 class CheckpointingException(Exception):
     """The root of the family (Megatron's name for it)."""
 
-    #: True once every rank of the group is known to raise this same error.
-    settled: bool = False
+    #: Number of the Comm whose ranks are all known to raise this same error, if any.
+    settled_by: int | None = None
 
 
 class ShardingError(CheckpointingException):

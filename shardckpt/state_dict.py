@@ -25,6 +25,9 @@ from shardckpt.mapping import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+#: Where torch keeps its tensors that are spread over ranks: DTensor, ShardedTensor.
+_SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
+
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _R = TypeVar("_R")
@@ -246,11 +249,37 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mappi
 
 
 def save_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[list[ShardedBase], CommonStateDict]:
-    """Factories built, local objects dropped, and the rest split into shards and common state; the argument stays."""
+    """Factories built, local objects dropped, and the rest split into shards and common state; the argument stays.
+
+    Raises:
+        ShardingError: a shard contradicts itself, or a leaf of the common state is one rank's part of something.
+    """
     built = dict_list_map_outplace(build_copy, sharded_state_dict)
     _, persistent = extract_nonpersistent(built)
     sharded, common = extract_sharded_base(persistent)
-    return list(nested_values(sharded)), common
+    shards = list(nested_values(sharded))
+    for shard in shards:
+        shard.validate_metadata_integrity()
+    for path, leaf in nested_items(common):
+        _refuse_parts(leaf, path)
+    return shards, common
+
+
+def _refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
+    """Raise for a leaf that would be stored as common state, of the main rank alone, and is not common."""
+    if type(leaf).__module__.startswith(_SHARDED_BY_TORCH):
+        raise ShardingError(
+            f"{_shown(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a ShardedTensor "
+            "(shardckpt.adapters.to_sharded_state_dict does)"
+        )
+    if isinstance(leaf, (tuple, set, frozenset)):
+        for value in leaf:
+            if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
+                raise ShardingError(
+                    f"{_shown(path)} is a {type(leaf).__name__} with a {type(value).__name__} in it: only dicts and "
+                    "lists are looked into, so use a list"
+                )
+            _refuse_parts(value, path)
 
 
 def _built(value: Any) -> Any:

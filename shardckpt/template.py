@@ -77,9 +77,14 @@ def _filled(leaf: Any, values: list[Any]) -> Any:
     if isinstance(leaf, _Slot):
         return _Kept(values[leaf.index])
     if isinstance(leaf, _FactorySlot):
-        nest = dict_list_map_outplace(lambda inner: _filled(inner, values).value, leaf.nest)
+        nest = dict_list_map_outplace(lambda inner: _value(_filled(inner, values)), leaf.nest)
         return _Kept(MISSING if any(value is MISSING for value in nested_values(nest)) else leaf.merge_fn(nest))
     return leaf
+
+
+def _value(leaf: Any) -> Any:
+    """What a filled leaf of a factory's nest hands to its merge_fn; plain leaves are handed over as they were built."""
+    return leaf.value if isinstance(leaf, _Kept) else leaf
 
 
 def _assemble(wanted: Any, common: Any, path: str) -> Any:

@@ -11,7 +11,7 @@ STRATEGIES = ROOT / "strategies"
 
 #: The house from the cellar to the roof; a room imports from rooms below it, and from itself.
 FLOORS = (
-    ("errors",),
+    ("errors", "torch_private"),
     ("settings",),
     ("mapping", "manifest"),
     ("state_dict", "comm", "planning"),

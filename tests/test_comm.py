@@ -118,3 +118,63 @@ def test_a_value_that_cannot_travel_is_everyones_error(ranks: RankPool, how: str
     outcomes = ranks.outcomes(3, _hands_out_what_cannot_be_pickled, how)
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "pickle" in outcomes[0].message
+
+
+def _fails_in_a_smaller_group(how: str) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    outer = Comm()
+    with outer.phase("outer"):
+        inner = Comm(alone=True) if how == "alone" else Comm(halves[outer.rank // 2])
+        with inner.phase("inner"):
+            if outer.rank == 1:
+                raise ShardingError("bad shard")
+    outer.gather(1)
+
+
+@pytest.mark.parametrize("how", ["alone", "half"])
+def test_an_error_settled_in_a_smaller_group_is_settled_again_in_the_larger(ranks: RankPool, how: str) -> None:
+    """A verdict of some ranks is no verdict of all: the others hear of it at once, and raise the same."""
+    outcomes = ranks.outcomes(4, _fails_in_a_smaller_group, how)
+    assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "bad shard" in outcomes[0].message
+
+
+def _is_interrupted() -> list[int]:
+    comm = Comm()
+    try:
+        with comm.phase("step"):
+            if comm.rank == 1:
+                raise KeyboardInterrupt
+    except (KeyboardInterrupt, RankFailedError) as exc:
+        return [comm.rank, isinstance(exc, KeyboardInterrupt), *comm.all_gather(comm.rank)]
+    return []
+
+
+def test_an_interrupt_on_one_rank_is_heard_by_all(ranks: RankPool) -> None:
+    """Ctrl-C ends the rank that got it, the others raise, and no collective is left half entered."""
+    assert ranks.run(3, _is_interrupted) == [[0, False, 0, 1, 2], [1, True, 0, 1, 2], [2, False, 0, 1, 2]]
+
+
+def _disagrees() -> None:
+    comm = Comm()
+    comm.agree(strict="log_all" if comm.rank == 2 else "raise_all", validate=True)
+
+
+def test_arguments_are_the_same_on_all_ranks(ranks: RankPool) -> None:
+    """Where an argument decides which collectives follow, ranks that differ raise before any of them."""
+    outcomes = ranks.outcomes(3, _disagrees)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "disagree on strict: 'raise_all' on rank 0, 'log_all' on rank 2" in outcomes[0].message
+
+
+def _under_another_default_device() -> list[int]:
+    import torch
+
+    with torch.device("meta"):
+        return Comm().all_gather(dist.get_rank())
+
+
+def test_a_default_device_does_not_matter(ranks: RankPool) -> None:
+    """The control plane is on the CPU whatever torch.set_default_device says."""
+    assert ranks.run(2, _under_another_default_device) == [[0, 1]] * 2

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from shardckpt import state_dict as sd
+from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _tensor(key: str, size: int = 2) -> ShardedTensor:
@@ -131,3 +136,18 @@ def test_save_preprocess_leaves_the_caller_alone() -> None:
     assert shards[0] is not tensor
     common["c"]["d"] = 2
     assert nest["c"] == {"d": 1}
+
+
+@pytest.mark.parametrize("wrap", [tuple, lambda values: ({"x": 1}, tuple(values))])
+def test_shards_in_tuples_are_refused(wrap: Callable[[list[object]], object]) -> None:
+    """Tuples are leaves: a shard in one would be pickled as common state of one rank, so it is an error at the save."""
+    with pytest.raises(ShardingError, match=r"\['deep'\]\[0\] is a tuple with a ShardedTensor in it.*use a list"):
+        sd.save_preprocess({"deep": [wrap([_tensor("t")])]})
+
+
+def test_a_shard_that_was_changed_after_it_was_described_is_refused() -> None:
+    """A description that no longer fits its data is found before anything is written."""
+    shard = _tensor("t")
+    shard.data = torch.zeros(2, dtype=torch.bfloat16)
+    with pytest.raises(ShardingError, match=r"data has dtype torch\.bfloat16"):
+        sd.save_preprocess({"t": shard})

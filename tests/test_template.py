@@ -55,6 +55,14 @@ def test_factories_merge_what_was_loaded() -> None:
     assert template.fill(["p", MISSING, "t"], {}) == {"t": "t"}
 
 
+def test_a_factory_may_build_plain_values_too() -> None:
+    """What a factory builds besides shards is handed to its merge_fn as it was built."""
+    factory = ShardedTensorFactory(
+        "f", torch.zeros(2), lambda *_: {"p": _tensor("p"), "n": 3}, lambda x: (x["p"], x["n"])
+    )  # type: ignore[arg-type,return-value]
+    assert LoadTemplate({"f": factory}).fill(["p"], {}) == {"f": ("p", 3)}
+
+
 def test_a_missing_value_leaves_its_place_out() -> None:
     """What the checkpoint does not have is not in the result."""
     template = LoadTemplate({"a": _tensor("a"), "l": [_tensor("b"), _tensor("c")], "d": {"e": _tensor("e")}})
