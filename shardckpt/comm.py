@@ -126,6 +126,12 @@ class Comm:
         self._call(lambda: dist.broadcast(content, src=self._main(), group=self._group))
         return value if self.is_main else _unpacked(data)
 
+    def broadcast_or(self, value: _T, otherwise: _T) -> _T:
+        """The main rank's value, on every rank, or ``otherwise`` where it cannot be pickled."""
+        if self.is_main and self.world_size > 1 and not _can_travel(value):
+            value = otherwise
+        return self.broadcast(value)
+
     def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
         """Run ``function`` on the main rank as a phase, and hand its result to all."""
         result: Any = None
@@ -201,6 +207,14 @@ class Comm:
         kind = type(error).__name__ if isinstance(error, CheckpointingException) else ""
         message = str(error) if kind else f"{type(error).__name__}: {error}"
         return _Report(self.rank, self._phase, kind, message)
+
+
+def _can_travel(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - any class may refuse in any way
+        return False
+    return True
 
 
 def _unpacked(data: bytearray) -> Any:

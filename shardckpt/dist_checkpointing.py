@@ -20,12 +20,12 @@ from shardckpt.mapping import (
     ShardedTensorFactory,
 )
 from shardckpt.plugins import host
-from shardckpt.saving import find_saver, save_checkpoint
+from shardckpt.saving import SaveOptions, find_saver, save_checkpoint
 from shardckpt.storage.filesystem import read_file
 from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     import torch
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     PathLike = str | os.PathLike[str]
     LoadChoice = str | tuple[str, int] | LoadStrategy | None
     SaveChoice = str | tuple[str, int] | SaveStrategy | None
+    Preprocess = Callable[[CommonStateDict], CommonStateDict] | None
 
 
 def save(
@@ -47,8 +48,12 @@ def save(
     sharded_strategy: SaveChoice = None,
     validate_access_integrity: bool = True,
     *,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistency_check: Preprocess = None,
+    preprocess_common_before_consistancy_check: Preprocess = None,
     content_metadata: dict[str, Any] | None = None,
     overwrite: bool = False,
+    allow_globals: Iterable[Any] = (),
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Save a sharded state dict; every rank of the group calls it with its own shards.
@@ -63,24 +68,34 @@ def save(
         sharded_strategy: A backend (its newest version), (backend, version) or a SaveStrategy; by default the
             registry's default.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
+        async_sharded_save: Must be False: saves in the background are not there yet.
+        preprocess_common_before_consistency_check: Takes out of (a copy of) the common state what may differ between
+            ranks, before a difference is warned of.
+        preprocess_common_before_consistancy_check: The same, as Megatron spells it.
         content_metadata: Anything that describes the content; :func:`load_content_metadata` gives it back.
         overwrite: Replace what stands at ``checkpoint_dir`` in one step; files there that are not the old
             checkpoint's are kept.
+        allow_globals: Classes and functions that objects and common values may name besides the plain ones; a load
+            needs the same leave.
         process_group: The ranks that save; by default all, or this process alone without torch.distributed.
 
     Raises:
-        CheckpointingException: the same on every rank; nothing is left behind.
+        CheckpointingException: the same on every rank; what stood at ``checkpoint_dir`` stands there still, unless
+            the connection between ranks broke after the commit.
     """
-    save_checkpoint(
-        sharded_state_dict,
-        _directory(checkpoint_dir),
-        sharded_strategy,
-        Comm(process_group),
-        host(),
-        validate=validate_access_integrity,
-        overwrite=overwrite,
-        content_metadata=content_metadata,
-    )
+    comm = Comm(process_group)
+    with comm.phase("reading the arguments"):
+        target = _directory(checkpoint_dir)
+        if async_sharded_save:
+            raise CheckpointingException("async_sharded_save=True: there are no background saves yet; pass False")
+        options = SaveOptions(
+            validate_access_integrity,
+            overwrite,
+            content_metadata,
+            preprocess_common_before_consistency_check or preprocess_common_before_consistancy_check,
+            tuple(allow_globals),
+        )
+    save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, host(), options)
 
 
 def load(
@@ -116,9 +131,11 @@ def load(
         CannotLoadError: no installed strategy reads the checkpoint, or it may not be read.
         CheckpointingException: any other failure; the same on every rank.
     """
-    mode = parse_strict_flag(strict)
-    options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
-    with open_checkpoint(_directory(checkpoint_dir), Comm(process_group), host(), options) as checkpoint:
+    comm = Comm(process_group)
+    with comm.phase("reading the arguments"):
+        directory, mode = _directory(checkpoint_dir), parse_strict_flag(strict)
+        options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
+    with open_checkpoint(directory, comm, host(), options) as checkpoint:
         state_dict, keys = load_checkpoint(
             sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=mode
         )

@@ -90,11 +90,15 @@ def load_checkpoint(
     comm = checkpoint.context.comm
     with checkpoint.operation.step("preparing the state dict"):
         template = LoadTemplate(sharded_state_dict)
+        for shard in template.shards:
+            shard.validate_metadata_integrity()
+        comm.agree(strict=strict.value, validate_access_integrity=validate)
     if validate:
         with checkpoint.operation.step("validating"):
             validate_shards(template.shards, comm)
     index = checkpoint.index()
-    mismatch = compare_keys(template.shards, map(stored_key, index), strict, comm)
+    with checkpoint.operation.step("comparing keys"):
+        mismatch = compare_keys(template.shards, map(stored_key, index), strict, comm)
     available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
     with checkpoint.operation.step("comparing shapes"):
         check_shapes(available, {s.key: tuple(s.global_shape) for s in index if isinstance(s, ShardedTensor)})

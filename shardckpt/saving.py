@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,28 @@ from shardckpt.storage import commit
 from shardckpt.storage.digest import ALGORITHM
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import OwnsFiles, SaveContext, SaveStrategy
-from shardckpt.validation import validate_shards
+from shardckpt.validation import compare_common, validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardckpt.comm import Comm
     from shardckpt.manifest import FileRecord
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.mapping import CommonStateDict, ShardedStateDict
     from shardckpt.plugins import PluginHost
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a checkpoint is saved; see :func:`shardckpt.dist_checkpointing.save`."""
+
+    validate: bool = True
+    overwrite: bool = False
+    content_metadata: dict[str, Any] | None = None
+    preprocess_common: Callable[[CommonStateDict], CommonStateDict] | None = None
+    allow_globals: tuple[Any, ...] = ()
 
 
 def save_checkpoint(
@@ -39,10 +51,7 @@ def save_checkpoint(
     strategy: Any,
     comm: Comm,
     host: PluginHost,
-    *,
-    validate: bool,
-    overwrite: bool,
-    content_metadata: dict[str, Any] | None,
+    options: SaveOptions,
 ) -> None:
     """Save; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
     operation = Operation("save", target, comm, host)
@@ -51,16 +60,23 @@ def save_checkpoint(
             saver = find_saver(strategy, host)
             operation.dispatched(saver)
             shards, common = save_preprocess(sharded_state_dict)
-            if content_metadata is not None:
-                common["content_metadata"] = content_metadata
-        if validate:
+            if options.content_metadata is not None:
+                common["content_metadata"] = options.content_metadata
+            comm.agree(
+                strategy=(saver.backend, saver.version),
+                validate_access_integrity=options.validate,
+                overwrite=options.overwrite,
+            )
+        if options.validate:
             with operation.step("validating"):
                 validate_shards(shards, comm)
+                compare_common(common, options.preprocess_common, comm)
 
         def write(writer: CheckpointWriter, save_id: str) -> None:
-            saver.save(shards, common, SaveContext(writer, comm, save_id))
+            saver.save(shards, common, SaveContext(writer, comm, save_id, options.allow_globals))
 
-        commit_files(operation, target, (saver.backend, saver.version, saver.reader), write, overwrite=overwrite)
+        identity = (saver.backend, saver.version, saver.reader)
+        commit_files(operation, target, identity, write, overwrite=options.overwrite)
 
 
 def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:

@@ -320,8 +320,11 @@ def _children(x: Any) -> dict[Any, Any] | None:
 def _equal(x1: Any, x2: Any) -> bool:
     if isinstance(x1, torch.Tensor) or isinstance(x2, torch.Tensor):
         return isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor) and torch.equal(x1, x2)
-    result = x1 == x2
-    return result if isinstance(result, bool) else bool(getattr(result, "all", lambda: result)())
+    try:
+        result = x1 == x2
+        return result if isinstance(result, bool) else bool(getattr(result, "all", lambda: result)())
+    except Exception:  # noqa: BLE001 - values that cannot be compared are not equal
+        return False
 
 
 def _merge_into_list(x1: list[Any], x2: dict[Any, Any], key: tuple[Any, ...]) -> list[Any]:

@@ -25,11 +25,13 @@ class SaveContext:
         writer: Creates the checkpoint's files in the staging directory; digests, fsync and commit are its business.
         comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)``.
         save_id: A name that no other save has.
+        allow_globals: Classes and functions that objects may name although a load refuses them without leave.
     """
 
     writer: CheckpointWriter
     comm: Comm
     save_id: str
+    allow_globals: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

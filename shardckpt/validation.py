@@ -11,12 +11,13 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning.boxes import Box, Ints, shard_parts
 from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.state_dict import map_reduce
+from shardckpt.state_dict import dict_list_map_outplace, diff, map_reduce
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shardckpt.comm import Comm
+    from shardckpt.mapping import CommonStateDict
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,35 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
                 raise ShardingError("shards do not fit together:\n  " + "\n  ".join(shown))
 
 
+def compare_common(
+    common: CommonStateDict, preprocess: Callable[[CommonStateDict], CommonStateDict] | None, comm: Comm
+) -> None:
+    """Warn, on every rank that differs, where its common state is not the main rank's, which is the one that is stored.
+
+    Args:
+        common: This rank's common state.
+        preprocess: Takes out what may differ; gets a copy.
+        comm: The ranks that save.
+    """
+    if comm.world_size == 1:
+        return
+    with comm.phase("preparing the common state"):
+        mine = dict_list_map_outplace(lambda leaf: leaf, common)
+        mine = mine if preprocess is None else preprocess(mine)
+    stored = comm.broadcast_or(mine, None)  # what cannot travel may still be stored: its strategy says
+    places = ([], [], []) if stored is None else diff(stored, mine)
+    if any(places):
+        only_main, only_here, different = places
+        logger.warning(
+            "rank %d: common state differs from the main rank's, which is stored: only there %s, only here %s, "
+            "different %s",
+            comm.rank,
+            only_main[:_SHOWN],
+            only_here[:_SHOWN],
+            [path for path, *_ in different[:_SHOWN]],
+        )
+
+
 @dataclass(frozen=True)
 class _Claim:
     """A shard as the check sees it: what it says of the whole, and the boxes that it fills."""
@@ -214,6 +244,7 @@ def _mismatch_text(missing: frozenset[str], unexpected: frozenset[str]) -> str:
 __all__ = [
     "KeyMismatch",
     "StrictHandling",
+    "compare_common",
     "compare_keys",
     "find_faults",
     "parse_strict_flag",

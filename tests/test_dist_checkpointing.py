@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -7,7 +8,14 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShapeMismatchError, StorageError
+from shardckpt.errors import (
+    CheckpointingException,
+    KeyMismatchError,
+    ShapeMismatchError,
+    ShardingError,
+    StorageError,
+    UnsafePickleError,
+)
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.strategy import LoadStrategy, SaveStrategy
 
@@ -300,3 +308,23 @@ def _save_in_subgroup(path: str) -> bool:
 def test_a_subgroup_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
     """process_group= takes any ranks; the others go on undisturbed."""
     assert all(ranks.run(4, _save_in_subgroup, str(tmp_path / "c")))
+
+
+def test_what_a_load_would_refuse_a_save_refuses(tmp_path: Path) -> None:
+    """A class outside the allow-list, and what cannot be pickled at all, fail at the save, by name and place."""
+    with pytest.raises(UnsafePickleError, match=r"common state.*fractions\.Fraction.*allow_globals"):
+        dc.save({"half": Fraction(1, 2)}, tmp_path / "c")
+    with pytest.raises(ShardingError, match=r"common state\['deep'\]\[0\] cannot be pickled"):
+        dc.save({"deep": [lambda: 0]}, tmp_path / "c")
+    with pytest.raises(ShardingError, match=r"'common_state': the common state has that name"):
+        dc.save({"o": ShardedObject("common_state", 1, (1,), (0,))}, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+    dc.save({"half": Fraction(1, 2)}, tmp_path / "c", allow_globals=[Fraction])
+    assert dc.load_common_state_dict(tmp_path / "c", allow_globals=[Fraction]) == {"half": Fraction(1, 2)}
+
+
+def test_megatrons_keywords_are_taken(tmp_path: Path) -> None:
+    """What trainers pass to Megatron's save is accepted, and a background save is refused by name."""
+    dc.save({"a": 1}, tmp_path / "c", async_sharded_save=False, preprocess_common_before_consistancy_check=dict)
+    with pytest.raises(CheckpointingException, match="async_sharded_save=True"):
+        dc.save({"a": 1}, tmp_path / "d", async_sharded_save=True)

@@ -29,7 +29,7 @@ from shardckpt.loading import LoadOptions, open_checkpoint
 from shardckpt.manifest import MARKER_LIMIT
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import PluginHost
-from shardckpt.saving import save_checkpoint
+from shardckpt.saving import SaveOptions, save_checkpoint
 from shardckpt.storage import commit
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 
@@ -140,9 +140,7 @@ def _saved(path: Path, saver: type[SaveStrategy] = _Save) -> Path:
         saver(),
         Comm(alone=True),
         PluginHost(),
-        validate=True,
-        overwrite=False,
-        content_metadata=None,
+        SaveOptions(),
     )
     return path
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -9,7 +9,10 @@ import torch
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.validation import StrictHandling, compare_keys, parse_strict_flag, validate_shards
+from shardckpt.validation import StrictHandling, compare_common, compare_keys, parse_strict_flag, validate_shards
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
 
 
 def _cell(index: int, count: int, key: str = "w", **fields: Any) -> ShardedTensor:
@@ -107,3 +110,27 @@ def test_strict_modes(
         keys = compare_keys(wanted, ["both", "have"], mode, Comm(alone=True))
     assert (keys.unexpected, keys.missing) == (unexpected, missing)
     assert bool(caplog.records) == (mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL))
+
+
+def _compares_common() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardckpt.validation").addHandler(handler)
+    comm = Comm()
+    common = {"step": 3, "args": {"rank": comm.rank, "lr": 0.1}, "fn": None if comm.rank else {1}}
+    compare_common(common, None, comm)
+    compare_common(common, lambda c: {**c, "args": None, "fn": None}, comm)
+    compare_common({"f": lambda: 0}, None, comm)
+    return records
+
+
+def test_common_state_that_differs_is_warned_of(ranks: RankPool) -> None:
+    """The rank whose common state is not the one stored says where; what the caller takes out does not count."""
+    first, second = ranks.run(2, _compares_common)
+    assert first == []
+    (warning,) = second
+    assert "rank 1: common state differs" in warning
+    assert "('args', 'rank')" in warning
+    assert "('fn',)" in warning
+    assert "step" not in warning

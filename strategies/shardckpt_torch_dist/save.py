@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import pickle
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from shardckpt.errors import UnsafePickleError
 from shardckpt.storage.memory import plain_cpu, tensor_bytes
 from shardckpt.strategy import SaveStrategy
-from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.dialects import METADATA_FILE
 from shardckpt_torch_dist.envelope import envelope
+from shardckpt_torch_dist.pickled import check_loadable, pickled
 from shardckpt_torch_dist.save_planner import ShardedSavePlanner
 from shardckpt_torch_dist.stored import COMMON_FILE
 from shardckpt_torch_dist.torch_private import StorageInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.storage.writer import FileWriter
     from shardckpt.strategy import SaveContext
-
-logger = logging.getLogger(__name__)
-
-#: Larger objects are not read back to see whether a load would refuse them.
-_CHECKED_BYTES = 16 << 20
 
 _Places = list[tuple[MetadataIndex, StorageInfo]]
 
@@ -48,6 +39,8 @@ class TorchDistSaveShardedStrategy(SaveStrategy):
         """Plan together, write each rank's items, and let the main rank write what names them."""
         comm = context.comm
         planner = ShardedSavePlanner(flatten_state_dict=False)
+        with comm.phase("pickling the common state"):
+            stored_common = pickled(common, "the common state", context.allow_globals) if comm.is_main else b""
         with comm.phase("planning"):
             leaves = {str(number): shard for number, shard in enumerate(shards)}
             planner.set_up_planner(leaves, is_coordinator=comm.is_main)
@@ -62,7 +55,8 @@ class TorchDistSaveShardedStrategy(SaveStrategy):
         everyone = comm.gather(places)
         with comm.phase("writing metadata"):
             if comm.is_main:
-                _write_metadata(metadata, everyone, common, context)
+                _write_metadata(metadata, everyone, context)
+                context.writer.write(COMMON_FILE, stored_common)
 
 
 def _write_items(planner: ShardedSavePlanner, items: Sequence[WriteItem], context: SaveContext) -> _Places:
@@ -74,45 +68,32 @@ def _write_items(planner: ShardedSavePlanner, items: Sequence[WriteItem], contex
     places: _Places = []
     for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):
         start = file.position
-        append = _append_object if item.type == WriteItemType.BYTE_IO else _append_tensor
-        append(file, item, planner.resolve_data(item))
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            _append_object(file, data, f"object {item.index.fqn!r}", context.allow_globals)
+        else:
+            _append_tensor(file, data)
         places.append((item.index, StorageInfo(name, start, file.position - start)))
     context.writer.finish(file)
     return places
 
 
-def _append_object(file: FileWriter, item: WriteItem, data: Any) -> None:
+def _append_object(file: FileWriter, data: Any, what: str, allow_globals: Iterable[Any]) -> None:
+    check_loadable(data, what, allow_globals)
     view = data.getbuffer()
-    _warn_if_refused(view, f"object {item.index.fqn!r}")
     file.append(view.nbytes, lambda: [view])
 
 
-def _append_tensor(file: FileWriter, _item: WriteItem, tensor: Any) -> None:
+def _append_tensor(file: FileWriter, tensor: Any) -> None:
     head, tail = envelope(tensor.dtype, tuple(tensor.shape), file.position)
     nbytes = len(head) + tensor.numel() * tensor.element_size() + len(tail)
     file.append(nbytes, lambda: [memoryview(head), tensor_bytes(plain_cpu(tensor)), memoryview(tail)])
 
 
-def _write_metadata(
-    metadata: Metadata, everyone: Sequence[_Places], common: CommonStateDict, context: SaveContext
-) -> None:
+def _write_metadata(metadata: Metadata, everyone: Sequence[_Places], context: SaveContext) -> None:
     metadata.storage_data = {index: info for places in everyone for index, info in places}
     metadata.storage_meta = StorageMeta(save_id=context.save_id)
     context.writer.write(METADATA_FILE, pickle.dumps(metadata, protocol=4), keys=0)
-    file = io.BytesIO()
-    torch.save(common, file)
-    _warn_if_refused(file.getbuffer(), "the common state")
-    context.writer.write(COMMON_FILE, file.getvalue())
-
-
-def _warn_if_refused(archive: memoryview, what: str) -> None:
-    """Say at the save what a load would only say then: that it holds a class outside the allow-list."""
-    if archive.nbytes > _CHECKED_BYTES:
-        return
-    try:
-        load_bytes(bytes(archive), what)
-    except UnsafePickleError as exc:
-        logger.warning("saved as it is, and a load will refuse it: %s", exc)
 
 
 __all__ = ["TorchDistSaveShardedStrategy"]

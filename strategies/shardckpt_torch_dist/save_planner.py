@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +13,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning.boxes import FlatPart, part_view, shard_parts
+from shardckpt_torch_dist.pickled import archived
 from shardckpt_torch_dist.split import split_shards
+from shardckpt_torch_dist.stored import COMMON_KEY
 
 if TYPE_CHECKING:
+    import io
+
     from torch.distributed.checkpoint.metadata import StorageMeta
 
 
@@ -50,6 +53,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
         for shard in self._objects:
             if is_main_replica(shard.replica_id):
                 index = MetadataIndex(shard.unique_key)
+                if shard.unique_key == COMMON_KEY:
+                    raise ShardingError(f"object {shard.key!r}: the common state has that name; give another key")
                 self._values[index] = shard
                 items.append(WriteItem(index, WriteItemType.BYTE_IO))
         self.plan = dataclasses.replace(plan, items=[*items, *plan.items])
@@ -60,10 +65,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         if write_item.index in self._views:
             return part_view(*self._views[write_item.index])
         if write_item.index in self._values:
-            file = io.BytesIO()
-            torch.save([self._values[write_item.index].data], file)
-            file.seek(0)
-            return file
+            return archived([self._values[write_item.index].data], f"object {write_item.index.fqn!r}")
         return super().resolve_data(write_item)
 
     def _items(self, shard: ShardedTensor) -> list[WriteItem]:
