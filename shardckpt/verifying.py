@@ -16,15 +16,23 @@ from shardckpt.storage.reader import CheckpointReader
 
 @dataclass(frozen=True)
 class FileResult:
-    """A file of a checkpoint directory, and what is wrong with it (``""``: nothing)."""
+    """A file in a checkpoint's directory.
+
+    Attributes:
+        name: Its name in the directory.
+        nbytes: The size that was written; 0 for a foreign file.
+        fault: What is wrong with it; ``""`` for nothing, and for a foreign file, which is not read.
+        foreign: Whether it is not a file of the checkpoint.
+    """
 
     name: str
     nbytes: int
     fault: str
+    foreign: bool = False
 
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
-    """Read and check every file, in parallel; files that are not the checkpoint's are reported as such.
+    """Read and check every file, in parallel; files that are not the checkpoint's are listed as foreign, no fault.
 
     Raises:
         CheckpointingException: there is no checkpoint, or one without digests (written by another library).
@@ -41,7 +49,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
         )
     known = {MARKER_NAME, RECORD_NAME, *(record.name for record in manifest.record.files)}
     extra = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
-    return results + [FileResult(name, 0, "not a file of this checkpoint") for name in extra]
+    return results + [FileResult(name, 0, "", foreign=True) for name in extra]
 
 
 def _fault(reader: CheckpointReader, name: str, size: int) -> str:

@@ -51,6 +51,17 @@ def test_verify_says_as_written_or_what_is_wrong(checkpoint: Path, capsys: pytes
     assert "digest differs" in capsys.readouterr().out
 
 
+def test_verify_lets_other_files_be(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file beside the checkpoint's is listed as foreign and no reason to fail; a missing one of its own is."""
+    (checkpoint / "tokenizer.json").write_text("{}")
+    assert main(["verify", str(checkpoint)]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "tokenizer.json" in line]
+    assert "not a file of this checkpoint" in row
+    (checkpoint / "common.pt").unlink()
+    assert main(["verify", str(checkpoint)]) == 1
+    assert "common.pt" in capsys.readouterr().out
+
+
 def test_errors_go_to_standard_error_with_the_verb(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A refusal exits with 1 and one message, without a traceback."""
     assert main(["verify", str(checkpoint) + "x"]) == 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardckpt.verifying import FileResult
 
 
 def add(verbs: Any) -> None:
@@ -13,13 +16,17 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any) -> int:
-    """Print a row for every file; 1 if any is damaged, absent, or not the checkpoint's."""
+    """Print a row for every file; 1 if any of the checkpoint's is damaged or missing."""
     from shardckpt.cli.table import table
     from shardckpt.verifying import verify_checkpoint
 
     results = verify_checkpoint(options.directory)
-    print(table(("file", "bytes", "result"), [(r.name, r.nbytes, r.fault or "as written") for r in results]))
+    print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r)) for r in results]))
     return int(any(result.fault for result in results))
+
+
+def _said(result: FileResult) -> str:
+    return "not a file of this checkpoint" if result.foreign else result.fault or "as written"
 
 
 __all__ = ["add", "run"]

@@ -13,7 +13,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
-from shardckpt.storage.filesystem import exchange, naming, sync_directory
+from shardckpt.storage.filesystem import exchange, naming, sync_directory, sync_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -36,9 +36,12 @@ def create_staging(target: Path, save_id: str) -> Path:
     with naming("create the staging directory", staging):
         _make_directory(target.parent)
         left = staging_of(target)
+        aside = replaced_of(target) if target.exists() else []
         staging.mkdir()
     if left:
         logger.warning("unfinished saves to %s lie beside it and can be deleted: %s", target, ", ".join(map(str, left)))
+    if aside:
+        logger.warning("unfinished overwrites of %s set checkpoints aside: %s", target, ", ".join(map(str, aside)))
     return staging
 
 
@@ -53,7 +56,7 @@ def replaced_of(target: Path) -> list[Path]:
 
 
 def is_staging(path: Path) -> bool:
-    """Whether a directory is a save's own, not a checkpoint: listings leave it out."""
+    """Whether a directory is a save's own, not a checkpoint to load."""
     return path.name.startswith(".") and (_STAGING in path.name or _REPLACED in path.name)
 
 
@@ -86,6 +89,10 @@ def publish(staging: Path, target: Path) -> None:
 def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
     """Put a staging directory in the place of an existing one, and remove the old.
 
+    An error leaves either the old directory at ``target`` and the new one at ``staging``, or the new one at ``target``
+    and the old one, whole, at a ``.<name>.shardckpt-replaced-<id>`` beside it: never the old one at ``staging``, which
+    callers discard.
+
     Args:
         staging: The new checkpoint.
         target: The directory to replace.
@@ -94,20 +101,58 @@ def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
     with naming("keep the other files of", target):
         _keep_foreign(target, staging, owned)
     sync_directory(staging)
-    if exchange(staging, target):
-        sync_directory(target.parent)
-        discard(staging)
-        return
     aside = target.with_name(f".{target.name}{_REPLACED}{new_save_id()}")
-    with naming("replace", target):
-        os.rename(target, aside)
-        try:
-            os.rename(staging, target)
-        except OSError:
-            os.rename(aside, target)
+    new = staging.stat()
+    try:
+        with naming("replace", target):
+            _swap(staging, target, aside)
+        sync_directory(target.parent)
+    except BaseException as exc:
+        if not _is_directory(target, new):
+            _undo_swap(staging, target, aside)
             raise
-    sync_directory(target.parent)
-    discard(aside)
+        state = f"{target} is the new checkpoint, perhaps not yet durable, and {aside} the one before it, whole"
+        if isinstance(exc, StorageError):
+            raise StorageError(f"{exc}; {state}") from exc
+        logger.warning("interrupted: %s", state)
+        raise
+    _remove_replaced(aside, staging)
+
+
+def _swap(staging: Path, target: Path, aside: Path) -> None:
+    """Let ``target`` be what was ``staging``, and ``aside`` what was ``target``."""
+    os.rename(staging, aside)  # before the exchange: in no moment is the old checkpoint at a path that is discarded
+    if exchange(aside, target):
+        return
+    os.rename(aside, staging)
+    os.rename(target, aside)
+    os.rename(staging, target)
+
+
+def _undo_swap(staging: Path, target: Path, aside: Path) -> None:
+    """After a swap that did not end: the old directory back at ``target``, the new one back at ``staging``."""
+    with naming(f"rename {aside} back, while replacing", target):
+        if not target.exists():
+            os.rename(aside, target)
+        elif aside.exists():
+            os.rename(aside, staging)
+
+
+def _is_directory(path: Path, known: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), known)
+    except OSError:
+        return False
+
+
+def _remove_replaced(aside: Path, staging: Path) -> None:
+    """Remove the old checkpoint, under a name that does not promise a whole one while it is removed."""
+    try:
+        os.rename(aside, staging)
+    except OSError as exc:
+        logger.warning("cannot remove %s, which is no longer needed: %s", aside, exc)
+        return
+    discard(staging)
 
 
 def _make_directory(path: Path) -> None:
@@ -143,6 +188,8 @@ def _link_or_copy(path: Path, kept: Path) -> None:
         os.link(path, kept, follow_symlinks=False)
     except OSError:  # a file system without hard links
         shutil.copy2(path, kept, follow_symlinks=False)
+        if not kept.is_symlink():
+            sync_file(kept)
 
 
 __all__ = [

@@ -23,6 +23,10 @@ FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _VECTORS = 1024  # IOV_MAX on Linux
+_LINK = (
+    "cannot open {path}: it is a symbolic link, which is refused so that no file outside the checkpoint is read; where "
+    "the links are meant (as in a Hugging Face cache), copy the directory with `cp -rL` and use the copy"
+)
 
 
 def check_file_name(name: str) -> str:
@@ -53,7 +57,12 @@ def open_new(path: Path) -> int:
 def open_existing(path: Path) -> tuple[int, int]:
     """Descriptor and size of a regular file; links, devices and pipes are refused."""
     with naming("open", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as exc:
+            if exc.errno == errno.ELOOP and path.is_symlink():
+                raise StorageError(_LINK.format(path=path)) from exc
+            raise
         info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         os.close(fd)
@@ -100,11 +109,13 @@ def read_file(path: Path, limit: int) -> bytes:
 def sync_directory(path: Path) -> None:
     """Make the directory's entries durable."""
     with naming("sync the directory", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync(path, os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Make the bytes of a file durable that another call wrote."""
+    with naming("fsync", path):
+        _sync(path, os.O_NOFOLLOW)
 
 
 def exchange(a: Path, b: Path) -> bool:
@@ -119,6 +130,14 @@ def exchange(a: Path, b: Path) -> bool:
         return False
     with naming(f"exchange {a} with", b):
         raise OSError(code, os.strerror(code))
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
@@ -140,5 +159,6 @@ __all__ = [
     "read_file",
     "read_into",
     "sync_directory",
+    "sync_file",
     "write_all",
 ]

@@ -5,14 +5,30 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
+import torch
+
+from shardckpt.errors import ShardingError
+
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterable
+
+_WITHOUT_QUEUE = ("cpu", "meta")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The writable bytes of a contiguous CPU tensor; they keep the tensor alive."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"needs a contiguous CPU tensor, got {tensor.device} with strides {tensor.stride()}")
+    """The writable bytes of a contiguous, plain CPU tensor; they keep the tensor alive.
+
+    Raises:
+        ShardingError: it has no memory of its own.
+        ValueError: the bytes of its memory are not its values (see :func:`is_plain`), or not all in a row.
+    """
+    if not _has_memory(tensor):
+        raise ShardingError(_refusal(tensor))
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not is_plain(tensor):
+        raise ValueError(
+            f"needs a contiguous CPU tensor without conj or neg bit, got a {type(tensor).__name__} on {tensor.device} "
+            f"with strides {tensor.stride()}"
+        )
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(bytearray())
@@ -22,8 +38,75 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values as a contiguous CPU tensor; itself if it is one already."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    """The tensor's values as a contiguous CPU tensor; itself if it is one already.
+
+    A subclass with a ``dequantize`` of its own (Transformer Engine's and torchao's quantized tensors) gives the values
+    of that, in the dtype that it shows outwardly.
+
+    Raises:
+        ShardingError: the tensor has no memory of its own that holds its values.
+    """
+    values = _dequantized(tensor) if _dequantizes(tensor) else tensor.detach()
+    if not _has_memory(values) or values.shape != tensor.shape:
+        raise ShardingError(_refusal(tensor))
+    return values.resolve_conj().resolve_neg().cpu().contiguous()
 
 
-__all__ = ["plain_cpu", "tensor_bytes"]
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of the tensor's memory are its values, as its dtype and strides say."""
+    return not (tensor.is_conj() or tensor.is_neg() or _dequantizes(tensor)) and _has_memory(tensor)
+
+
+def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until what the caller has queued on its current streams for the tensors' devices is done.
+
+    Other threads copy to and from these tensors on other streams: call this in the thread that computed them.
+    """
+    for device in {tensor.device for tensor in tensors}:
+        if device.type in _WITHOUT_QUEUE:
+            continue
+        if hasattr(torch, "accelerator"):
+            torch.accelerator.current_stream(device).synchronize()
+        else:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _dequantizes(tensor: torch.Tensor) -> bool:
+    return type(tensor).dequantize is not torch.Tensor.dequantize
+
+
+def _dequantized(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        values = tensor.dequantize()
+    if values.dtype != tensor.dtype and not (tensor.is_floating_point() and tensor.element_size() > 1):
+        raise ShardingError(
+            f"a {_kind(tensor)} shows the dtype {tensor.dtype} and dequantizes to {values.dtype}, which that cannot "
+            "hold: give its dequantized values as a plain tensor, and describe that"
+        )
+    return values.to(tensor.dtype)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for wrappers around other tensors, tensors without data, and layouts that are not strided."""
+    if tensor.layout != torch.strided:
+        return False
+    try:
+        # the storage's address: that of a part of a wrapper is its offset from null
+        return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # tensors that only pretend (fake, functional) do not even give a null pointer
+        return False
+
+
+def _refusal(tensor: torch.Tensor) -> str:
+    return (
+        f"a {_kind(tensor)} of shape {tuple(tensor.shape)} on {tensor.device} ({tensor.layout}) has no memory of its "
+        "own that holds its values: describe a DTensor with shardckpt.adapters, and give any other as a plain tensor "
+        "(its local, dequantized or dense values)"
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+
+
+__all__ = ["is_plain", "plain_cpu", "synchronize_devices", "tensor_bytes"]

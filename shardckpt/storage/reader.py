@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
@@ -110,6 +110,8 @@ class CheckpointReader:
     def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
         """``function`` of every item: large ones by the file threads, small ones by this thread meanwhile.
 
+        After the first failure, or an interrupt, nothing more is begun; of several failures the first item's is raised.
+
         Args:
             function: Reads an item.
             items: What to read, in the order of the results.
@@ -118,10 +120,23 @@ class CheckpointReader:
         threads = settings.io_threads()
         if threads == 1:
             return [function(item) for item in items]
-        with ThreadPoolExecutor(threads, "shardckpt-read") as pool:
-            large = {n: pool.submit(function, item) for n, item in enumerate(items) if size(item) >= WORTH_A_THREAD}
-            small = {n: function(item) for n, item in enumerate(items) if n not in large}
-            return [large[n].result() if n in large else small[n] for n in range(len(items))]
+        failed = threading.Event()
+        pool = ThreadPoolExecutor(threads, "shardckpt-read")
+        large: dict[int, Future[_R]] = {}
+        small: dict[int, _R] = {}
+        try:
+            for n, item in enumerate(items):
+                if size(item) >= WORTH_A_THREAD:
+                    large[n] = pool.submit(_noting, failed, function, item)
+            for n, item in enumerate(items):
+                if n not in large and not failed.is_set():
+                    small[n] = function(item)
+            wait(large.values(), return_when=FIRST_EXCEPTION)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if failed.is_set():
+            raise next(exc for future in large.values() if not future.cancelled() and (exc := future.exception()))
+        return [large[n].result() if n in large else small[n] for n in range(len(items))]
 
     def close(self) -> None:
         """Close all files."""
@@ -165,6 +180,14 @@ class CheckpointReader:
                 )
             if whole is not target:
                 target[:] = whole[low - start : high - start]
+
+
+def _noting(failed: threading.Event, function: Callable[[_T], _R], item: _T) -> _R:
+    try:
+        return function(item)
+    except BaseException:
+        failed.set()
+        raise
 
 
 def _check_range(file: _OpenFile, offset: int, nbytes: int, what: str) -> None:

@@ -38,15 +38,9 @@ class FileWriter:
         self._fd = open_new(path)
         self._tasks: list[Future[list[tuple[int, int]]]] = []
         self._keys = 0
+        self._error: BaseException | None = None
         #: Offset of the next record, in bytes.
         self.position = 0
-
-    def align(self, multiple: int) -> int:
-        """Fill with zeros up to the next multiple, and return the position."""
-        gap = -self.position % multiple
-        if gap:
-            self.append(gap, lambda: [memoryview(bytes(gap))], keys=0)
-        return self.position
 
     def append(self, nbytes: int, produce: Produce, keys: int = 1) -> int:
         """Place a record of ``nbytes`` bytes and return its offset.
@@ -55,7 +49,11 @@ class FileWriter:
             nbytes: Size of the record.
             produce: Gives its parts, ``nbytes`` bytes together; called once, in any thread.
             keys: How many stored items the record is, for reports.
+
+        Raises:
+            Exception: what an earlier record failed with; the file can no longer be completed.
         """
+        self._raise_error()
         offset, self.position = self.position, self.position + nbytes
         self._keys += keys
         pool = self._pool if nbytes >= WORTH_A_THREAD else None
@@ -65,7 +63,10 @@ class FileWriter:
     def close(self) -> FileRecord:
         """Wait for all records, fsync, and return the file's record without its rank (0)."""
         try:
-            segments = [segment for task in self._tasks for segment in task.result()]
+            segments: list[tuple[int, int]] = []
+            for task in self._tasks:
+                self._raise_error()
+                segments += task.result()
             with naming("fsync", self._path):
                 os.fsync(self._fd)
         finally:
@@ -92,7 +93,18 @@ class FileWriter:
             os.close(self._fd)
             self._fd = -1
 
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
     def _write(self, offset: int, nbytes: int, produce: Produce) -> list[tuple[int, int]]:
+        try:
+            return self._written(offset, nbytes, produce)
+        except BaseException as exc:
+            self._error = self._error or exc
+            raise
+
+    def _written(self, offset: int, nbytes: int, produce: Produce) -> list[tuple[int, int]]:
         parts = [part.cast("B") for part in produce()]
         total = sum(part.nbytes for part in parts)
         if total != nbytes:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.mapping import ShardedTensor
+from shardckpt.storage.memory import synchronize_devices
 from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
@@ -46,6 +47,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             plan = planner.create_local_plan()
         with context.comm.phase("reading shards"):
             planner.finish_plan(plan)
+            synchronize_devices(s.data for s in wanted if isinstance(s, ShardedTensor) and s.data is not None)
             ordered = sorted(plan.items, key=lambda item: _place(item, index))
             context.reader.map(
                 lambda item: _read(item, planner, index, context.reader),
@@ -101,7 +103,9 @@ def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reade
         return
     tensor = index.tensors[key]
     chunk = tensor.chunks[tuple(item.storage_index.offset or ())]
-    read_chunk(reader, chunk, tuple(item.storage_offsets), planner.resolve_tensor(item), tensor.dtype, key)
+    target = planner.resolve_tensor(item)
+    read_chunk(reader, chunk, tuple(item.storage_offsets), target, tensor.dtype, key)
+    synchronize_devices([target])  # this thread's stream is not the caller's
 
 
 def _place(item: ReadItem, index: StoredIndex) -> Item:

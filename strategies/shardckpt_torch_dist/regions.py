@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.memory import tensor_bytes
+from shardckpt.storage.memory import is_plain, tensor_bytes
 from shardckpt_torch_dist.archive import Archive, StoredPayload
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def _read_box(source: _Source, shape: tuple[int, ...], start: tuple[int, ...], t
     first = sum(index * step for index, step in zip(start, steps, strict=True))
     count = 1 + sum((length - 1) * step for length, step in zip(target.shape, steps, strict=True))
     offset = source.offset + first * source.dtype.itemsize
-    in_place = target.device.type == "cpu" and target.is_contiguous() and target.dtype == source.dtype
-    if in_place and count == target.numel():
+    in_place = target.device.type == "cpu" and target.dtype == source.dtype and is_plain(target)
+    if in_place and target.is_contiguous() and count == target.numel():
         source.reader.read_into(source.file, offset, tensor_bytes(target), source.key)
         return
     axis = next((axis for axis, length in enumerate(target.shape) if length > 1), None)
@@ -101,7 +101,7 @@ def _read_box(source: _Source, shape: tuple[int, ...], start: tuple[int, ...], t
         _read_box(source, shape, start, target.narrow(axis, 0, half))
         _read_box(source, shape, second, target.narrow(axis, half, target.shape[axis] - half))
         return
-    buffer = torch.empty(count, dtype=source.dtype)
+    buffer = torch.empty(count, dtype=source.dtype, device="cpu")
     source.reader.read_into(source.file, offset, tensor_bytes(buffer), source.key)
     target.copy_(buffer.as_strided(target.shape, steps))
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from shardckpt.storage.memory import plain_cpu, tensor_bytes
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.mapping import ShardedTensor
+from shardckpt.storage.memory import plain_cpu, synchronize_devices, tensor_bytes
 from shardckpt.strategy import SaveStrategy
 from shardckpt_torch_dist.dialects import METADATA_FILE
 from shardckpt_torch_dist.envelope import envelope
@@ -51,6 +53,7 @@ class TorchDistSaveShardedStrategy(SaveStrategy):
             if comm.is_main:
                 _, metadata = planner.create_global_plan(plans)
         with comm.phase("writing shards"):
+            synchronize_devices(s.data for s in shards if isinstance(s, ShardedTensor) and s.data is not None)
             places = _write_items(planner, plan.items, context)
         everyone = comm.gather(places)
         with comm.phase("writing metadata"):
@@ -72,7 +75,7 @@ def _write_items(planner: ShardedSavePlanner, items: Sequence[WriteItem], contex
         if item.type == WriteItemType.BYTE_IO:
             _append_object(file, data, f"object {item.index.fqn!r}", context.allow_globals)
         else:
-            _append_tensor(file, data)
+            _append_tensor(file, data, item.index.fqn)
         places.append((item.index, StorageInfo(name, start, file.position - start)))
     context.writer.finish(file)
     return places
@@ -84,10 +87,18 @@ def _append_object(file: FileWriter, data: Any, what: str, allow_globals: Iterab
     file.append(view.nbytes, lambda: [view])
 
 
-def _append_tensor(file: FileWriter, tensor: Any) -> None:
+def _append_tensor(file: FileWriter, tensor: Any, key: str) -> None:
     head, tail = envelope(tensor.dtype, tuple(tensor.shape), file.position)
     nbytes = len(head) + tensor.numel() * tensor.element_size() + len(tail)
-    file.append(nbytes, lambda: [memoryview(head), tensor_bytes(plain_cpu(tensor)), memoryview(tail)])
+
+    def produce() -> list[memoryview]:
+        try:
+            values = plain_cpu(tensor)
+        except CheckpointingException as exc:
+            raise ShardingError(f"tensor {key!r}: {exc}") from exc
+        return [memoryview(head), tensor_bytes(values), memoryview(tail)]
+
+    file.append(nbytes, produce)
 
 
 def _write_metadata(metadata: Metadata, everyone: Sequence[_Places], context: SaveContext) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,14 @@ from torch.distributed import checkpoint as dcp
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
+from shardckpt.storage import commit
 from shardckpt.verifying import verify_checkpoint
 from tests.faults import samples
 from tests.faults.disks import make_read_only, small_disk
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.ranks import RankPool
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -50,8 +54,10 @@ def assert_replaced(target: Path, foreign: dict[str, bytes]) -> None:
         assert (target / "run.sh").stat().st_mode & 0o777 == 0o755
         assert (target / "empty").is_dir()
     assert [path.name for path in target.parent.iterdir()] == [target.name]
-    faults = {result.name for result in verify_checkpoint(target) if result.fault}
-    assert faults == {name.split("/")[0] for name in foreign} | ({"empty", "latest"} if foreign else set())
+    results = verify_checkpoint(target)
+    assert [result for result in results if result.fault] == []
+    others = {result.name for result in results if result.foreign}
+    assert others == {name.split("/")[0] for name in foreign} | ({"empty", "latest"} if foreign else set())
 
 
 def overwrite(target: Path) -> None:
@@ -223,7 +229,7 @@ def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     rename = os.rename
 
     def failing(source: Path, destination: Path) -> None:
-        if "staging" in Path(source).name:
+        if destination == target and "staging" in Path(source).name:
             raise OSError(5, "Input/output error")
         rename(source, destination)
 
@@ -245,7 +251,7 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         """The process is no more."""
 
     def dying(source: Path, destination: Path) -> None:
-        if "staging" in Path(source).name:
+        if destination == target:
             raise Died
         rename(source, destination)
 
@@ -262,6 +268,83 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert samples.differences(samples.load(target), OLD) == []
     overwrite(target)
     assert samples.differences(samples.load(target), NEW) == []
+
+
+@dataclass
+class Interruption:
+    """Lets one of the calls that replace a directory fail, before or after it was done.
+
+    Attributes:
+        error: What to raise.
+        number: Which call.
+        after: Whether it was done.
+        calls: The calls so far, by name.
+    """
+
+    error: BaseException
+    number: int
+    after: bool
+    calls: list[str] = field(default_factory=list)
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, counted, and failing if its turn has come."""
+
+        def counted(*arguments: Any) -> Any:
+            self.calls.append(name)
+            now = len(self.calls) == self.number
+            if now and not self.after:
+                raise self.error
+            result = call(*arguments)
+            if now:
+                raise self.error
+            return result
+
+        return counted
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_overwrite_that_ends_at_any_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, error: type[BaseException], after: bool
+) -> None:
+    """Whatever call of an overwrite fails or is interrupted: the target is whole, and no only copy is removed."""
+    swap = commit.exchange if exchanges else no_exchange
+    rename, sync = os.rename, commit.sync_directory
+    ends = 0
+    for number in range(1, 20):
+        target = tmp_path / str(number) / "ckpt"
+        dist_checkpointing.save(samples.state_dict(OLD), target)
+        stop = Interruption(error("stop"), number, after)
+
+        def sync_named(path: Path, stop: Interruption = stop, parent: Path = target.parent) -> None:
+            stop.around("sync parent" if path == parent else "sync", sync)(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("shardckpt.storage.commit.exchange", stop.around("exchange", swap))
+            patched.setattr("shardckpt.storage.commit.sync_directory", sync_named)
+            patched.setattr("os.rename", stop.around("rename", rename))
+            try:
+                overwrite(target)
+            except (error, CheckpointingException) as exc:
+                message = str(exc)
+            else:
+                message = ""
+        if len(stop.calls) < number:
+            ends = number
+            break
+        found = samples.load(target)
+        if not samples.differences(found, OLD):
+            assert [path.name for path in target.parent.iterdir()] == ["ckpt"]
+            continue
+        assert samples.differences(found, NEW) == []
+        if stop.calls[-1] == "sync parent" or "sync parent" not in stop.calls:  # perhaps not durable
+            (aside,) = target.parent.glob(".ckpt.shardckpt-replaced-*")
+            assert error is KeyboardInterrupt or (f"{target} is the new" in message and str(aside) in message)
+            shutil.rmtree(target)
+            aside.rename(target)
+            assert samples.differences(samples.load(target), OLD) == []
+    assert ends > len(["sync", "rename", "exchange", "sync parent"])
 
 
 def test_staging_is_no_checkpoint(tmp_path: Path) -> None:

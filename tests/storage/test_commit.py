@@ -54,6 +54,17 @@ def test_unfinished_saves_are_reported(tmp_path: Path, caplog: pytest.LogCapture
     assert (first / "data").exists()
 
 
+def test_older_checkpoints_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save says which older checkpoints an overwrite that did not end has left, and leaves them alone."""
+    aside = tmp_path / ".ckpt.shardckpt-replaced-1"
+    for path in (aside, tmp_path / "ckpt"):
+        path.mkdir()
+    with caplog.at_level(logging.WARNING):
+        commit.create_staging(tmp_path / "ckpt", "2")
+    assert str(aside) in caplog.text
+    assert aside.exists()
+
+
 def test_publish(tmp_path: Path) -> None:
     """Publishing gives the target the staging directory's files; nothing else is left."""
     target = tmp_path / "ckpt"
@@ -112,12 +123,21 @@ def test_new_files_win(tmp_path: Path) -> None:
 
 
 def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are no hard links, other files are copied."""
+    """Where there are no hard links, other files are copied, and the copies are durable."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
+    synced: list[bytes] = []
+    fsync = os.fsync
+
+    def watched(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}")
+        synced.extend([path.read_bytes()] if path.is_file() else [])
+        fsync(fd)
+
     monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "fsync", watched)
     target = tmp_path / "ckpt"
     target.mkdir()
     (target / "kept").write_bytes(b"kept")
@@ -125,6 +145,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     commit.replace(staged(target), target, set())
     assert (target / "kept").read_bytes() == b"kept"
     assert (target / "link").readlink() == Path("kept")
+    assert synced == [b"kept"]
 
 
 def test_is_free(tmp_path: Path) -> None:

@@ -171,6 +171,14 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         filesystem.open_existing(path)
 
 
+def test_a_link_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """A file behind a symbolic link is refused with the cause and what to do, not with the system's ELOOP."""
+    (tmp_path / "real").write_bytes(b"x")
+    (tmp_path / "file").symlink_to("real")
+    with pytest.raises(StorageError, match=rf"{tmp_path / 'file'}: it is a symbolic link, .* outside .* `cp -rL`"):
+        filesystem.read_file(tmp_path / "file", 10)
+
+
 def test_descriptors_are_closed(tmp_path: Path) -> None:
     """Refused files leave no descriptor open."""
     path = tmp_path / "file"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -185,6 +187,45 @@ def test_map(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch, 
     ended = len(done)
     assert ended >= 4
     assert len(done) == ended
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_map_stops_at_a_failure(
+    tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """After a failure, in a thread or in the caller's, what has not begun is left alone: 2 items of 100 at most."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
+    begun: list[int] = []
+    failed = threading.Event()
+
+    def read(number: int) -> None:
+        begun.append(number)
+        if number == failing:
+            failed.set()
+            raise CheckpointingException(f"item {number}")
+        assert failed.wait(5)
+        threading.Event().wait(0.1)  # the time that a read takes
+
+    with CheckpointReader(tmp_path, manifest(file)) as reader, pytest.raises(CheckpointingException, match="item"):
+        reader.map(read, range(100), size=lambda number: 1 if number == 1 else 1 << 20)
+    assert len(begun) < 20
+
+
+def test_map_stops_at_an_interrupt(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt while threads read ends the call once they have done what they began."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
+    begun: list[int] = []
+    main = threading.get_ident()
+
+    def read(number: int) -> None:
+        begun.append(number)
+        if number == 4:  # all are handed over by then, and the caller waits
+            signal.pthread_kill(main, signal.SIGINT)
+        threading.Event().wait(0.1)
+
+    with CheckpointReader(tmp_path, manifest(file)) as reader, pytest.raises(KeyboardInterrupt):
+        reader.map(read, range(100), size=lambda _: 1 << 20)
+    assert len(begun) < 20
 
 
 def test_parsed_once(tmp_path: Path, file: FileRecord) -> None:

@@ -75,24 +75,6 @@ def test_digest_is_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert segments_of(found.segments, found.digest, found.size) == [(5, zlib.crc32(b"truth"))]
 
 
-@given(first=st.integers(0, 200), multiple=st.sampled_from([1, 8, 64, 4096]))
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_align(tmp_path_factory: pytest.TempPathFactory, first: int, multiple: int) -> None:
-    """Alignment fills with zeros up to the next multiple; they are no key, and in the digests."""
-    directory = tmp_path_factory.mktemp("align")
-    with CheckpointWriter(directory, 0) as writer:
-        file = writer.create("data")
-        file.append(first, lambda: [memoryview(b"a" * first)])
-        assert file.align(multiple) == file.position
-        assert file.position % multiple == 0
-        assert file.position - first < multiple
-        offset = file.append(1, lambda: [memoryview(b"b")])
-        found = writer.finish(file)
-    assert (directory / "data").read_bytes() == b"a" * first + bytes(offset - first) + b"b"
-    assert found.keys == 2
-    assert Segments.unpack(found.segments, found.digest, found.size).size == offset + 1
-
-
 @pytest.mark.parametrize("nbytes", [10, LARGE])
 def test_error_in_a_producer(tmp_path: Path, nbytes: int) -> None:
     """What a producer raises is raised when the file is finished; the file is none of the checkpoint's."""
@@ -107,6 +89,31 @@ def test_error_in_a_producer(tmp_path: Path, nbytes: int) -> None:
         with pytest.raises(RuntimeError, match="the device is lost"):
             writer.finish(file)
         assert writer.files == []
+
+
+@pytest.mark.parametrize("nbytes", [10, LARGE])
+def test_nothing_is_written_after_a_failure(tmp_path: Path, nbytes: int) -> None:
+    """Once a record has failed, the next one is refused with its error, and never asked for its bytes."""
+    asked: list[int] = []
+    failed = threading.Event()
+
+    def fail() -> list[memoryview]:
+        failed.set()
+        raise RuntimeError("the device is lost")
+
+    def give() -> list[memoryview]:
+        asked.append(1)
+        return [memoryview(bytes(10))]
+
+    with CheckpointWriter(tmp_path, 0) as writer:
+        file = writer.create("data")
+        file.append(nbytes, fail)
+        assert failed.wait(5)
+        while not all(task.done() for task in file._tasks):
+            threading.Event().wait(0.01)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            file.append(10, give)
+    assert asked == []
 
 
 @pytest.mark.parametrize("nbytes", [10, LARGE])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CorruptCheckpointError
@@ -71,6 +72,37 @@ def test_a_slice_reads_a_slice(stored: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reader_module, "read_into", counting)
     dc.load({"w": _wanted((10, 0, 0), (2, 30, 20))}, stored, validate_access_integrity=False)
     assert sum(read) < 2 * 30 * 20 * 8 + 16384  # the rows and the archive's directory
+
+
+@pytest.mark.parametrize("rows", [40, 13])
+@pytest.mark.parametrize("kind", ["conj", "neg"])
+def test_conj_and_neg_destinations(tmp_path: Path, kind: str, rows: int) -> None:
+    """A destination that shows its memory conjugated or negated has the stored values, whole or in part."""
+    values = torch.complex(FULL.float(), -FULL.float() - 1) if kind == "conj" else FULL.float()
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c")
+    memory = torch.zeros(rows, 30, 20, dtype=values.dtype)
+    view = memory.conj() if kind == "conj" else torch._neg_view(memory)
+    wanted = ShardedTensor("w", view, values.dtype, tuple(view.shape), tuple(FULL.shape), (0, 0, 0), None)
+    loaded = dc.load({"w": wanted}, tmp_path / "c", validate_access_integrity=False)["w"]
+    assert torch.equal(loaded, values[:rows])
+
+
+def test_wrapper_destinations(stored: Path) -> None:
+    """A destination that wraps other tensors is filled through its own copy_, not at address 0."""
+    wrapper = TwoTensor(torch.zeros(FULL.shape).long(), torch.zeros(FULL.shape).long())
+    wanted = ShardedTensor("w", wrapper, FULL.dtype, tuple(FULL.shape), tuple(FULL.shape), (0, 0, 0), None)
+    dc.load({"w": wanted}, stored)
+    assert torch.equal(wrapper.a, FULL)
+    assert torch.equal(wrapper.b, FULL)
+
+
+def test_under_another_default_device(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller's default device is not where the bytes are read to."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "1")
+    wanted = _wanted((0, 0, 0), tuple(FULL.shape), torch.float64)
+    with torch.device("meta"):
+        loaded = dc.load({"w": wanted}, stored)["w"]
+    assert torch.equal(loaded, FULL.double())
 
 
 def test_tensors_that_torch_stored_strided(tmp_path: Path) -> None:
