@@ -19,7 +19,7 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt_torch_dist.dtypes import storage_dtype
-from shardckpt_torch_dist.globals import shielded
+from shardckpt_torch_dist.guards import Marker, Shield, shielded
 from shardckpt_torch_dist.unpickle import load_object
 
 ReadRange = Callable[[int, int], bytes]
@@ -139,7 +139,11 @@ class Archive:
         def memory(record: _Record) -> torch.UntypedStorage:
             if record.offset not in storages:
                 data = bytearray(self._bytes(record))
-                values = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+                values = (
+                    torch.frombuffer(data, dtype=torch.uint8)
+                    if data
+                    else torch.empty(0, dtype=torch.uint8, device="cpu")
+                )
                 storages[record.offset] = values.untyped_storage()
             return storages[record.offset]
 
@@ -209,24 +213,33 @@ class _TensorRebuilder:
             ("torch._utils", "_rebuild_parameter"): _parameter,
             ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
             ("torch.storage", "_load_from_bytes"): self._nested,
-            ("torch", "Tensor"): torch.Tensor,
-            ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+            ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
         }
-        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
-            return shielded(lambda function, _type, args, _state: function(*args))
+        if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
+            return Marker(f"{module}.{name}")
         function = functions.get((module, name))
-        return function if function is None or isinstance(function, type) else shielded(function)
+        return function and shielded(function, copies=name == "_load_from_bytes")
 
     def _tensor(
         self, storage: _Storage, first: Any, shape: Any, stride: Any, grad: Any, _hooks: Any, *more: Any
     ) -> Any:
         found = _checked_payload(storage, first, shape, stride, more)
         memory = self._memory(storage.record)
-        tensor = torch.empty(0, dtype=found.dtype).set_(memory, found.first, found.shape, found.stride)
+        tensor = torch.empty(0, dtype=found.dtype, device="cpu").set_(memory, found.first, found.shape, found.stride)
         return tensor.requires_grad_(bool(grad)) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
     def _nested(self, data: bytes) -> Any:
         return load_bytes(data, self._source, self._allow_globals)
+
+
+def _of_type(function: Any, _type: Any, args: Any, _state: Any) -> torch.Tensor:
+    """A tensor with attributes or of a subclass: the tensor alone."""
+    if not isinstance(function, Shield) or type(args) is not tuple:
+        raise CorruptCheckpointError(f"a tensor is rebuilt by {function!r}, which is none of torch's functions")
+    tensor = function(*args)
+    if not isinstance(tensor, torch.Tensor):
+        raise CorruptCheckpointError(f"what is rebuilt as a tensor is a {type(tensor).__name__}")
+    return tensor
 
 
 def _parameter(data: torch.Tensor, requires_grad: bool, _hooks: Any, _state: Any = None) -> torch.nn.Parameter:
@@ -247,6 +260,8 @@ def _payload(
 
 def _checked_payload(storage: _Storage, first: int, shape: Any, stride: Any, more: tuple[Any, ...]) -> StoredPayload:
     """Where the tensor lies, once it is known to lie inside its storage."""
+    if not isinstance(shape, (tuple, list)) or not isinstance(stride, (tuple, list)) or type(first) is not int:
+        raise CorruptCheckpointError(f"a tensor of shape {shape!r:.80} with strides {stride!r:.80} does not exist")
     dtype = storage.dtype or next((value for value in more if isinstance(value, torch.dtype)), torch.uint8)
     shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
     if len(shape) != len(stride) or first < 0 or any(value < 0 for value in (*shape, *stride)):

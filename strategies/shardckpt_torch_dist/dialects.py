@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning.boxes import Box, Ints, flat_parts
 from shardckpt.storage.filesystem import check_file_name
-from shardckpt_torch_dist.stored import COMMON_KEY, Chunk, Item, StoredIndex, StoredTensor, is_object_key
+from shardckpt_torch_dist.stored import COMMON_KEY, Chunk, Item, StoredIndex, StoredTensor, object_key
 from shardckpt_torch_dist.unpickle import load_metadata
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _parse(pickled: bytes, directory: str) -> StoredIndex:
     raw = load_metadata(pickled, source)
     try:
         return _index(raw)
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as exc:
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as exc:
         raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
 
 
@@ -59,8 +59,8 @@ def _index(raw: Any) -> StoredIndex:
             raise CorruptCheckpointError(f"object {key!r} is named and not stored: the save lost it")
         elif key == COMMON_KEY:
             common = places[key, None]
-        elif is_object_key(key):
-            objects[key] = places[key, None]
+        elif (unique_key := object_key(key)) is not None:
+            objects[unique_key] = places[key, None]
         else:
             loose[tuple(paths.get(key, (key,)))] = places[key, None]
     return StoredIndex(tensors, objects, common, loose)
@@ -85,16 +85,18 @@ def _tensor(key: str, entry: Any, true_shape: Any, places: _Places) -> StoredTen
     shape = tuple(entry.size if true_shape is None else true_shape)
     dtype = entry.properties.dtype
     chunks: dict[Ints, Chunk] = {}
+    claimed: dict[Item, int] = {}
     for stored in entry.chunks:
         offset, sizes = tuple(stored.offsets), tuple(stored.sizes)
         item = places.get((key, offset))
         if item is None:
             continue  # a save that lost it: a load that needs it finds a hole
         volume = math.prod(sizes)
-        if not _fits(entry.size, offset, sizes) or volume * dtype.itemsize > item.length:
+        claimed[item] = claimed.get(item, 0) + volume * dtype.itemsize
+        if not _fits(entry.size, offset, sizes) or claimed[item] > item.length:
             raise CorruptCheckpointError(
                 f"tensor {key!r} of shape {tuple(entry.size)} and {dtype} cannot have a chunk of {sizes} at {offset} "
-                f"in {item.length} bytes of {item.file}"
+                f"in {item.length} bytes of {item.file}, of which its chunks claim {claimed[item]}"
             )
         parts = [(Box(offset, sizes), 0)]
         if true_shape is not None:

@@ -90,13 +90,15 @@ class StoredIndex:
         return Metadata(state_dict_metadata={**tensors, **{key: BytesStorageMetadata() for key in self.objects}})
 
 
-def is_object_key(key: str) -> bool:
-    """Whether a key is that of one of Megatron's sharded objects."""
+def object_key(key: str) -> str | None:
+    """The unique key of one of Megatron's sharded objects as it is spelt today; None for any other key.
+
+    Megatron 0.6 and 0.7 left the extents out of it.
+    """
     try:
-        ShardedObject.empty_from_unique_key(key)
+        return ShardedObject.empty_from_unique_key(key).unique_key
     except CheckpointingException:
-        return False
-    return True
+        return None
 
 
 def _dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
@@ -107,4 +109,4 @@ def _dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
 
 
-__all__ = ["COMMON_FILE", "COMMON_KEY", "Chunk", "Item", "StoredIndex", "StoredTensor", "is_object_key"]
+__all__ = ["COMMON_FILE", "COMMON_KEY", "Chunk", "Item", "StoredIndex", "StoredTensor", "object_key"]

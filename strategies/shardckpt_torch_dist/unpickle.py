@@ -5,7 +5,7 @@ from __future__ import annotations
 import _compat_pickle
 import io
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -15,63 +15,202 @@ from shardckpt_torch_dist.globals import (
     OBJECT_TABLE,
     STAND_IN_PACKAGES,
     Table,
-    numpy_global,
-    stand_in,
 )
+from shardckpt_torch_dist.guards import Unbuilt, check_arguments, check_container, give_state
+from shardckpt_torch_dist.numpy_globals import copied_bytes, numpy_global
+from shardckpt_torch_dist.stand_ins import StandIn, stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    _Storage = Callable[[Any], Any]
 
-class _AllowListUnpickler(pickle.Unpickler):
-    """Resolves globals from a table; ``extra`` is asked first for what it lacks."""
+#: How many bytes and elements the calls of a pickle may copy for each of its own bytes; small arguments are free.
+_COPIES = 4
+_FREE = 64
 
-    def __init__(
-        self,
-        data: bytes,
-        table: Table,
-        source: str,
-        extra: Callable[[str, str], Any] | None = None,
-        storage: Callable[[Any], Any] | None = None,
-    ) -> None:
-        super().__init__(io.BytesIO(data))
-        self._table = table
-        self._source = source
-        self._extra = extra
-        self._storage = storage
+
+class _AllowList:
+    """Resolves globals from a table; ``more`` is asked for what it lacks."""
+
+    table: Table
+    source: str
+    more: Callable[[str, str], Any] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = _python3(module, name)
-        found = self._table.get((module, name))
-        if found is None and self._extra is not None:
-            found = self._extra(module, name)
+        found = self.table.get((module, name))
+        if found is None and self.more is not None:
+            found = self.more(module, name)
         if found is None and module == "torch":
             dtype = getattr(torch, name, None)
             found = dtype if isinstance(dtype, torch.dtype) else None
         if found is None:
             raise UnsafePickleError(
-                f"{self._source}: the pickle asks for {module}.{name}, which is not on the allow-list; nothing was "
+                f"{self.source}: the pickle asks for {module}.{name}, which is not on the allow-list; nothing was "
                 f"run. If you trust whoever wrote the checkpoint, pass allow_globals=[{name.rpartition('.')[2]}] with "
-                f"that class or function of {module}"
+                f'that class or function of {module}, or [(it, "{module}.{name}")] if it does not go by that name'
             )
         return found
 
+
+class _MetadataUnpickler(_AllowList, pickle.Unpickler):
+    """The fast one, for the many records of ``.metadata``; nothing in its table is changed by a BUILD."""
+
+    def __init__(self, data: bytes, source: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self.table, self.source = METADATA_TABLE, source
+
     def persistent_load(self, pid: Any) -> Any:
-        if self._storage is None:
-            raise CorruptCheckpointError(f"{self._source}: a pickle outside an archive refers to a tensor storage")
+        raise CorruptCheckpointError(f"{self.source}: a pickle outside an archive refers to a tensor storage: {pid!r}")
+
+
+class _Memo(dict[int, Any]):
+    """A memo in which what is not built yet knows its places."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        if isinstance(value, Unbuilt):
+            value.keys.append(key)
+        super().__setitem__(key, value)
+
+    def __getitem__(self, key: int) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, Unbuilt):
+            raise CorruptCheckpointError(f"the pickle uses {value!r}: an array that holds itself is not supported")
+        return value
+
+
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001 - only this one lets its opcodes be guarded
+
+
+class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
+    """The one in Python, whose calls, states and sizes are checked, for objects and common state."""
+
+    def __init__(self, data: bytes, source: str, extra: Callable[[str, str], Any], storage: _Storage) -> None:
+        super().__init__(io.BytesIO(data))
+        self.table, self.source, self.more = OBJECT_TABLE, source, extra
+        self.memo = _Memo()
+        self.stack: list[Any] = []
+        self._size = len(data)
+        self._copied = 0
+        self._storage = storage
+        self._made_of: set[type] = set()
+        self._unbuilt: set[Unbuilt] = set()
+
+    def load(self) -> Any:
+        loaded = super().load()
+        if self._unbuilt:
+            raise CorruptCheckpointError(f"{self.source}: the pickle ends with {self._unbuilt.pop()!r}")
+        return loaded
+
+    def persistent_load(self, pid: Any) -> Any:
         return self._storage(pid)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if isinstance(found, type) and found not in self.table.values():
+            self._made_of.add(found)
+        return found
+
+    def get_extension(self, code: int) -> Any:
+        raise CorruptCheckpointError(f"{self.source}: the pickle has extension code {code}, which nothing registers")
+
+    def _spend(self, count: int) -> None:
+        """Count what calls copy: a pickle that copies much more than it has wants to fill the memory."""
+        self._copied += max(0, count - _FREE)
+        if self._copied > _COPIES * self._size:
+            raise CorruptCheckpointError(f"{self.source}: the pickle of {self._size} bytes copies itself too often")
+
+    def load_reduce(self) -> None:
+        args = self.stack.pop()
+        function = self.stack[-1]
+        self._spend(check_arguments(function, args))
+        made = self.stack[-1] = function(*args)
+        if isinstance(made, Unbuilt):
+            self._unbuilt.add(made)
+
+    def load_newobj(self) -> None:
+        self.stack.append({})
+        self.load_newobj_ex()
+
+    def load_newobj_ex(self) -> None:
+        names, args, kind = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        if not isinstance(kind, type) or type(names) is not dict:
+            raise UnsafePickleError(f"the pickle makes an object of {kind!r:.80}, which is no class: refused")
+        self._spend(check_arguments(kind, args) + check_arguments(kind, tuple(names.values())))
+        self.stack.append(kind.__new__(kind, *args, **names))
+
+    def _instantiate(self, klass: Any, args: list[Any]) -> None:
+        self._spend(check_arguments(klass, tuple(args)))
+        self.stack.append(klass(*args))
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if isinstance(target, Unbuilt):
+            self._spend(copied_bytes(state))
+            built = self.stack[-1] = target.build(state)
+            self.memo.update(dict.fromkeys(target.keys, built))
+            self._unbuilt.discard(target)
+        elif not give_state(target, state, self._is_own):
+            self.stack.append(state)
+            super().load_build()
+
+    def _is_own(self, kind: type) -> bool:
+        return kind in self._made_of or issubclass(kind, StandIn)
+
+    def load_append(self) -> None:
+        check_container(self.stack[-2])
+        super().load_append()
+
+    def load_appends(self) -> None:
+        check_container(self.metastack[-1][-1])
+        super().load_appends()
+
+    def load_setitem(self) -> None:
+        check_container(self.stack[-3])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        check_container(self.metastack[-1][-1])
+        super().load_setitems()
+
+    def load_additems(self) -> None:
+        check_container(self.metastack[-1][-1])
+        super().load_additems()
+
+    def load_bytearray8(self) -> None:
+        size = int.from_bytes(self.read(8), "little")
+        content = self.read(size) if size <= self._size else b""
+        if len(content) != size:
+            raise CorruptCheckpointError(f"{self.source}: the pickle has no {size} bytes for a bytearray")
+        self.stack.append(bytearray(content))
+
+    dispatch: ClassVar = {
+        **_PythonUnpickler.dispatch,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.NEWOBJ_EX[0]: load_newobj_ex,
+        pickle.BUILD[0]: load_build,
+        pickle.APPEND[0]: load_append,
+        pickle.APPENDS[0]: load_appends,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.ADDITEMS[0]: load_additems,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+    }
 
 
 def load_metadata(data: bytes, source: str) -> Any:
     """What a ``.metadata`` file says, as inert records with the attributes of DCP's classes."""
-    return _load(_AllowListUnpickler(data, METADATA_TABLE, source), source)
+    return _load(_MetadataUnpickler(data, source), source)
 
 
 def load_object(
     data: bytes,
     source: str,
     torch_global: Callable[[str, str], Any],
-    storage: Callable[[Any], Any],
+    storage: _Storage,
     allow_globals: Iterable[Any] = (),
 ) -> Any:
     """What the pickle inside a ``torch.save`` archive says.
@@ -84,16 +223,18 @@ def load_object(
         allow_globals: Classes and functions that the caller allows, besides torch's registered safe globals; each
             by itself, or as (class or function, "module.name").
     """
-    allowed = dict(map(_named, (*torch.serialization.get_safe_globals(), *allow_globals)))
+    registered = filter(_of_the_user, map(_named, torch.serialization.get_safe_globals()))
+    allowed = dict((*registered, *map(_named, allow_globals)))
 
     def extra(module: str, name: str) -> Any:
+        ours = torch_global(module, name) or numpy_global(module, name)
+        if ours is not None:  # whatever is allowed: numpy's own corrupt memory
+            return ours
         if (module, name) in allowed:
             return allowed[module, name]
-        if module.partition(".")[0] in STAND_IN_PACKAGES:
-            return stand_in(module, name)
-        return torch_global(module, name) or numpy_global(module, name)
+        return stand_in(module, name) if module.partition(".")[0] in STAND_IN_PACKAGES else None
 
-    return _load(_AllowListUnpickler(data, OBJECT_TABLE, source, extra, storage), source)
+    return _load(_ObjectUnpickler(data, source, extra, storage), source)
 
 
 def _python3(module: str, name: str) -> tuple[str, str]:
@@ -111,7 +252,12 @@ def _named(item: Any) -> tuple[tuple[str, str], Any]:
     return (getattr(item, "__module__", ""), getattr(item, "__qualname__", "")), item
 
 
-def _load(unpickler: pickle.Unpickler, source: str) -> Any:
+def _of_the_user(entry: tuple[tuple[str, str], Any]) -> bool:
+    """Whether a registered global is one that the user added: torch registers its own internals in the same place."""
+    return entry[0][0].partition(".")[0] != "torch"
+
+
+def _load(unpickler: _MetadataUnpickler | _ObjectUnpickler, source: str) -> Any:
     try:
         return unpickler.load()
     except CheckpointingException as exc:

@@ -25,6 +25,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.verifying import verify_checkpoint
 from shardckpt_torch_dist import globals as allow_lists
+from shardckpt_torch_dist.stand_ins import StandIn
 from tests.faults import samples
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def _polluted() -> list[str]:
         *(v for table in tables for v in table.values()),
         torch.Tensor,
         torch.nn.Parameter,
-        allow_lists.StandIn,
+        StandIn,
     ]
     return sorted({repr(value) for value in reachable if hasattr(value, MARK)})
 

@@ -112,6 +112,110 @@ OLD_INSTANCE = b"(S'" + COMMAND.encode() + b"'\niposix\nsystem\n."
 OLD_OBJECT = b"(cposix\nsystem\nS'" + COMMAND.encode() + b"'\no."
 NEW_OBJECT = b"\x80\x02cposix\nsystem\n(S'" + COMMAND.encode() + b"'\nt\x81."
 
+
+def reduced(function: bytes, args: bytes, state: bytes | None = None) -> bytes:
+    """The part of a pickle that calls a function, and gives the result a state."""
+    return function + args + b"R" + (b"" if state is None else state + b"b")
+
+
+def plain(value: Any) -> bytes:
+    """The part of a pickle that is a plain value."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def dtype(name: str, state: bytes) -> bytes:
+    """The part of a pickle that is a dtype."""
+    return reduced(named("numpy", "dtype"), plain((name, False, True)), state)
+
+
+def array(of: bytes, content: bytes, shape: tuple[int, ...] = (1,)) -> bytes:
+    """The pickle of a numpy array of any dtype."""
+    made = b"(" + named("numpy", "ndarray") + plain((0,)) + plain("b") + b"t"
+    state = b"(K\x01" + plain(shape) + of + b"\x89" + b"U" + bytes([len(content)]) + content + b"t"
+    return b"\x80\x02" + reduced(named("numpy.core.multiarray", "_reconstruct"), made, state) + b"."
+
+
+POINTER = (0x4141414141414140).to_bytes(8, "little")[:-1] + b"\0"  # Python 2's short strings are ASCII
+PLAIN_STATE = (3, "<", None, None, None, -1, -1, 0)
+OBJECTS = dtype("O8", plain((3, "|", None, None, None, -1, -1, 0)))
+FIELD = b"(K\x03" + plain("|") + b"N" + plain(("a",)) + b"}" + plain("a") + b"%s" + b"K\x00\x86sK\x08K\x01K\x00t"
+OBJECT_FIELD = dtype("V8", FIELD % OBJECTS)
+LONG_FIELD = dtype("V8", FIELD % dtype("S400", plain((3, "|", None, None, None, 400, 1, 0))))
+_F8 = dtype("f8", plain(PLAIN_STATE))
+
+#: Arrays whose memory is not what they say.
+NUMPY_LIES: dict[str, tuple[bytes, tuple[str, ...], tuple[str, ...]]] = {
+    "an array over pointers": (
+        call("numpy", "ndarray", (1,), "O", POINTER),
+        ("UnsafePickleError",),
+        ("numpy.ndarray",),
+    ),
+    "objects that are bytes": (array(OBJECTS, POINTER), ("CorruptCheckpointError",), ("numpy array",)),
+    "a field of objects that are bytes": (array(OBJECT_FIELD, POINTER), ("CorruptCheckpointError",), ("numpy array",)),
+    "a field behind its record": (array(LONG_FIELD, bytes(8)), ("CorruptCheckpointError",), ("numpy dtype",)),
+    "more elements than bytes": (array(_F8, bytes(8), (1000,)), ("CorruptCheckpointError",), ("numpy array",)),
+    "a negative size": (array(_F8, bytes(8), (-1,)), ("CorruptCheckpointError",), ("numpy array",)),
+    "an array without state": (
+        b"\x80\x02"
+        + reduced(
+            named("numpy.core.multiarray", "_reconstruct"),
+            b"(" + named("numpy", "ndarray") + plain((10**11,)) + plain("b") + b"t",
+        )
+        + b".",
+        ("CorruptCheckpointError",),
+        ("without its state",),
+    ),
+    "a scalar of objects": (
+        b"\x80\x02" + reduced(named("numpy.core.multiarray", "scalar"), OBJECTS + plain("x" * 8) + b"\x86") + b".",
+        ("CorruptCheckpointError",),
+        ("numpy scalar",),
+    ),
+    "a state for a finished dtype": (
+        b"\x80\x02" + _F8 + plain(PLAIN_STATE) + b"b.",
+        ("UnsafePickleError",),
+        ("dtype",),
+    ),
+}
+
+RANGE = reduced(named("builtins", "range"), plain((30_000_000,)))
+#: Pickles of a few bytes, or that copy themselves, that would fill the memory.
+MEMORY: dict[str, tuple[bytes, tuple[str, ...], tuple[str, ...]]] = {
+    **{
+        f"a {kind} of a range": (
+            b"\x80\x02" + named(*kind.rsplit(".", 1)) + RANGE + b"\x85R.",
+            ("CorruptCheckpointError",),
+            ("range",),
+        )
+        for kind in ("builtins.list", "builtins.tuple", "builtins.set", "builtins.frozenset", "collections.deque")
+    },
+    "a list made of a range without a call": (
+        b"\x80\x02" + named("builtins", "tuple") + RANGE + b"\x85\x81.",
+        ("CorruptCheckpointError",),
+        ("range",),
+    ),
+    "arguments that are a range": (
+        b"\x80\x02" + named("builtins", "list") + RANGE + b"R.",
+        ("CorruptCheckpointError",),
+        ("range",),
+    ),
+    "a list copied again and again": (
+        b"\x80\x02" + plain([0] * 10_000) + b"q\x010](" + (named("builtins", "list") + b"h\x01\x85R") * 5_000 + b"e.",
+        ("CorruptCheckpointError",),
+        ("copies itself",),
+    ),
+    "the text of a nest": (
+        b"\x80\x02" + named("builtins", "str") + plain([1]) + b"\x85R.",
+        ("CorruptCheckpointError",),
+        ("str of a list",),
+    ),
+    "torch.Tensor(10**9)": (call("torch", "Tensor", 10**9), ("UnsafePickleError",), ("torch.Tensor",)),
+    "a bytearray that is not there": (
+        b"\x80\x05\x96" + (1 << 30).to_bytes(8, "little") + b"a.",
+        ("CorruptCheckpointError",),
+        (),
+    ),
+}
+
 PICKLES: dict[str, tuple[bytes, tuple[str, ...], tuple[str, ...]]] = {
     **{name: (call(*what), (UNSAFE,), (name,)) for name, what in CALLS.items()},
     "a chain of getattr": (GETATTR_CHAIN, (UNSAFE,), ("attr",)),
@@ -120,6 +224,8 @@ PICKLES: dict[str, tuple[bytes, tuple[str, ...], tuple[str, ...]]] = {
     "an INST opcode": (OLD_INSTANCE, (UNSAFE,), ("posix.system",)),
     "an OBJ opcode": (OLD_OBJECT, (UNSAFE,), ("posix.system",)),
     "a NEWOBJ opcode": (NEW_OBJECT, (UNSAFE,), ("posix.system",)),
+    **NUMPY_LIES,
+    **MEMORY,
     "an empty file": (b"", (CORRUPT,), ()),
     "no pickle": (b"\xff" * 100, (CORRUPT,), ()),
     "a cut pickle": (pickle.dumps({"a": list(range(1000))})[:-7], (CORRUPT,), ()),
@@ -172,6 +278,8 @@ def pickled_cases() -> list[Case]:
     """Every hostile pickle, as each of the files that are pickles."""
     cases = []
     for name, (pickled, kinds, texts) in {**PICKLES, **builds(BUILDS), **builds(METADATA_BUILDS)}.items():
+        if name in {**NUMPY_LIES, **MEMORY}:
+            kinds, texts = (UNSAFE, CORRUPT), ()  # noqa: PLW2901 - this reader knows none of these globals
         cases.append(
             Case(f".metadata: {name}", lambda f, p=pickled: f.put(".metadata", p), kinds, (".metadata", *texts))
         )
@@ -333,6 +441,33 @@ def whole_of(size: int) -> Callable[[Any], Any]:
     return change
 
 
+def no_fragments(metadata: Any) -> None:
+    """Say that ``split`` is a slice of a grid of no cells."""
+    entry = metadata.state_dict_metadata["split"]
+    metadata.mcore_data = {"split": {"nd_reformulated_orig_global_shape": (entry.size[0],)}}
+    entry.size, sizes = torch.Size((0, entry.size[0])), entry.chunks[0].sizes
+    entry.chunks = entry.chunks[:1]
+    entry.chunks[0].offsets, entry.chunks[0].sizes = torch.Size((0, 0)), torch.Size((0, *sizes[:1]))
+    for index in [index for index in metadata.storage_data if index.fqn == "split"]:
+        info = metadata.storage_data.pop(index)
+        metadata.storage_data[type(index)("split", torch.Size((0, 0)))] = info
+
+
+def aliased(metadata: Any) -> None:
+    """Say that 512 chunks of ``split`` are the same bytes."""
+    entry = metadata.state_dict_metadata["split"]
+    sizes, places = entry.chunks[0].sizes, metadata.storage_data
+    indices = [index for index in places if index.fqn == "split"]
+    info, index = places[indices[0]], indices[0]
+    for old in indices:
+        del places[old]
+    step, rest = sizes[0], tuple(sizes[1:])
+    entry.size = torch.Size((512 * step, *rest))
+    starts = [torch.Size((number * step, *(0 for _ in rest))) for number in range(512)]
+    entry.chunks = [type(entry.chunks[0])(start, sizes) for start in starts]
+    places.update({type(index)("split", start): info for start in starts})
+
+
 PATHS = (
     "../outside.distcp",
     "/etc/hostname",
@@ -351,6 +486,7 @@ BOMBS: dict[str, Make] = {
     "a shape of 2**62": edit(whole_of(1 << 62)),
     "a shape of 2**40": edit(whole_of(1 << 40)),
     "a global shape of 2**40": edit(tensor_fields(size=torch.Size((1 << 40, 8)))),
+    "chunks that are the same bytes": edit(aliased),
     "a shape of 2**34 and as many bytes": lambda f: (edit(whole_of(1 << 34))(f), edit(places(length=1 << 40))(f)),
 }
 
@@ -391,6 +527,7 @@ LIES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     "a key that is no text": (edit(key_that_is_no_text), (CORRUPT, "KeyMismatchError"), ("split",)),
     "no table of tensors": (attribute("state_dict_metadata", 7), (CORRUPT,), (".metadata",)),
     "no table of places": (attribute("storage_data", [1]), (CORRUPT,), (".metadata",)),
+    "no elements, by a division": (edit(no_fragments), (CORRUPT,), (".metadata",)),
     "places for nothing": (attribute("storage_data", {}), (CORRUPT,), ()),
     "another object": (lambda foreign: foreign.put(".metadata", pickle.dumps([1, 2])), (CORRUPT,), (".metadata",)),
 }
@@ -509,7 +646,8 @@ def test_hostile_object_with_right_digests(tmp_path: Path, monkeypatch: pytest.M
     """What was saved so, with digests that are right, is refused as well, by the name of the global."""
     monkeypatch.chdir(tmp_path)
     state: dict[str, Any] = {"x": Evil() if place == "common" else ShardedObject("x", Evil(), (1,), (0,))}
-    dist_checkpointing.save(state, tmp_path / "ckpt")
+    dist_checkpointing.save(state, tmp_path / "ckpt", allow_globals=[os.system])
+    (tmp_path / MARK).unlink()  # the leave to save it let it run, once
     with pytest.raises(UnsafePickleError, match=r"posix\.system"):
         dist_checkpointing.load({"x": state["x"]} if place == "object" else {}, tmp_path / "ckpt")
     assert not (tmp_path / MARK).exists()
@@ -519,7 +657,7 @@ def test_allowed_global(tmp_path: Path) -> None:
     """A class that the caller names in allow_globals comes through, and no other; the refusal says how."""
     half = fractions.Fraction(1, 2)
     state = {"object": ShardedObject("object", {"half": half}, (1,), (0,)), "half": half}
-    dist_checkpointing.save(state, tmp_path / "ckpt")
+    dist_checkpointing.save(state, tmp_path / "ckpt", allow_globals=[fractions.Fraction])
     wanted = {"object": ShardedObject("object", None, (1,), (0,))}
     with pytest.raises(UnsafePickleError, match=r"fractions\.Fraction.*allow_globals=\[Fraction\]"):
         dist_checkpointing.load(wanted, tmp_path / "ckpt")
