@@ -7,20 +7,17 @@ payloads are located, so that any range of a tensor can be read by itself.
 from __future__ import annotations
 
 import io
-import math
 import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from shardckpt.errors import CorruptCheckpointError
-from shardckpt_torch_dist.dtypes import storage_dtype
-from shardckpt_torch_dist.guards import Marker, Shield, shielded
-from shardckpt_torch_dist.unpickle import load_object
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt_torch_dist.tensor_pickles import Storage, TensorRebuilder, one_tensor, unpickle
 
 ReadRange = Callable[[int, int], bytes]
 
@@ -92,18 +89,6 @@ class StoredPayload:
         return True
 
 
-class _StorageType(NamedTuple):
-    """Stands for a storage class that a pickle names: its dtype, or None for bytes."""
-
-    dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class _Storage:
-    dtype: torch.dtype | None
-    record: _Record
-
-
 class Archive:
     """One ``torch.save`` archive.
 
@@ -127,10 +112,12 @@ class Archive:
 
     def payload(self) -> StoredPayload:
         """The one tensor of the archive, located but not read."""
-        found = self._unpickle(_payload_global, ())
-        if not isinstance(found, StoredPayload):
-            raise CorruptCheckpointError(f"{self._source} holds a {type(found).__name__}, not a tensor")
-        return found
+        try:
+            storage, dtype, shape, stride, first = one_tensor(self._pickled())
+        except CheckpointingException as exc:
+            raise type(exc)(f"{self._source}: {exc}") from exc
+        record = self._record(storage)
+        return StoredPayload(dtype, shape, stride, first, record.offset, record.size)
 
     def load(self, allow_globals: Iterable[Any] = ()) -> Any:
         """The object of the archive."""
@@ -147,26 +134,22 @@ class Archive:
                 storages[record.offset] = values.untyped_storage()
             return storages[record.offset]
 
-        rebuild = _TensorRebuilder(memory, allow_globals, self._source)
-        return self._unpickle(rebuild.torch_global, allow_globals)
+        rebuild = TensorRebuilder(
+            lambda storage: memory(self._record(storage)), lambda data: load_bytes(data, self._source, allow_globals)
+        )
+        return unpickle(self._pickled(), self._source, rebuild.torch_global, allow_globals)
 
-    def _unpickle(self, torch_global: Callable[[str, str], Any], allow_globals: Iterable[Any]) -> Any:
-        def known(module: str, name: str) -> Any:
-            dtype = storage_dtype(module, name)
-            return torch_global(module, name) if dtype is False else _StorageType(dtype or None)
+    def _pickled(self) -> bytes:
+        return self._bytes(self._records[self._root + "data.pkl"])
 
-        pickled = self._bytes(self._records[self._root + "data.pkl"])
-        return load_object(pickled, self._source, known, self._storage, allow_globals)
-
-    def _storage(self, pid: Any) -> _Storage:
-        kind, storage_type, key, _, numel = pid
-        record = self._records.get(f"{self._root}data/{key}")
-        if kind != "storage" or not isinstance(storage_type, _StorageType) or record is None:
+    def _record(self, storage: Storage) -> _Record:
+        """The member that holds a storage."""
+        record = self._records.get(f"{self._root}data/{storage.name}")
+        if record is None:
             raise CorruptCheckpointError(f"{self._source}: its pickle refers to a storage that it does not have")
-        itemsize = storage_type.dtype.itemsize if storage_type.dtype else 1
-        if numel * itemsize > record.size:
-            raise CorruptCheckpointError(f"{self._source}: a storage has {record.size} bytes, not {numel * itemsize}")
-        return _Storage(storage_type.dtype, record)
+        if storage.nbytes > record.size:
+            raise CorruptCheckpointError(f"{self._source}: a storage has {record.size} bytes, not {storage.nbytes}")
+        return record
 
     def _bytes(self, record: _Record) -> bytes:
         return self._read_range(record.offset, record.size)
@@ -193,83 +176,6 @@ class Archive:
 def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = ()) -> Any:
     """The object of an archive in memory."""
     return Archive(lambda offset, size: data[offset : offset + size], len(data), source).load(allow_globals)
-
-
-class _TensorRebuilder:
-    """Our own versions of the functions that torch's pickles call to rebuild tensors: bounds are checked."""
-
-    def __init__(
-        self, memory: Callable[[_Record], torch.UntypedStorage], allow_globals: Iterable[Any], source: str
-    ) -> None:
-        self._memory = memory
-        self._allow_globals = allow_globals
-        self._source = source
-
-    def torch_global(self, module: str, name: str) -> Any:
-        """The function for a global of torch, or None."""
-        functions: dict[tuple[str, str], Any] = {
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): self._tensor,
-            ("torch._utils", "_rebuild_parameter"): _parameter,
-            ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-            ("torch.storage", "_load_from_bytes"): self._nested,
-            ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
-        }
-        if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
-            return Marker(f"{module}.{name}")
-        function = functions.get((module, name))
-        return function and shielded(function, copies=name == "_load_from_bytes")
-
-    def _tensor(
-        self, storage: _Storage, first: Any, shape: Any, stride: Any, grad: Any, _hooks: Any, *more: Any
-    ) -> Any:
-        found = _checked_payload(storage, first, shape, stride, more)
-        memory = self._memory(storage.record)
-        tensor = torch.empty(0, dtype=found.dtype, device="cpu").set_(memory, found.first, found.shape, found.stride)
-        return tensor.requires_grad_(bool(grad)) if tensor.is_floating_point() or tensor.is_complex() else tensor
-
-    def _nested(self, data: bytes) -> Any:
-        return load_bytes(data, self._source, self._allow_globals)
-
-
-def _of_type(function: Any, _type: Any, args: Any, _state: Any) -> torch.Tensor:
-    """A tensor with attributes or of a subclass: the tensor alone."""
-    if not isinstance(function, Shield) or type(args) is not tuple:
-        raise CorruptCheckpointError(f"a tensor is rebuilt by {function!r}, which is none of torch's functions")
-    tensor = function(*args)
-    if not isinstance(tensor, torch.Tensor):
-        raise CorruptCheckpointError(f"what is rebuilt as a tensor is a {type(tensor).__name__}")
-    return tensor
-
-
-def _parameter(data: torch.Tensor, requires_grad: bool, _hooks: Any, _state: Any = None) -> torch.nn.Parameter:
-    return torch.nn.Parameter(data, requires_grad=bool(requires_grad))
-
-
-def _payload_global(module: str, name: str) -> Any:
-    if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-        return shielded(_payload)
-    return None
-
-
-def _payload(
-    storage: _Storage, first: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, *more: Any
-) -> StoredPayload:
-    return _checked_payload(storage, first, shape, stride, more)
-
-
-def _checked_payload(storage: _Storage, first: int, shape: Any, stride: Any, more: tuple[Any, ...]) -> StoredPayload:
-    """Where the tensor lies, once it is known to lie inside its storage."""
-    if not isinstance(shape, (tuple, list)) or not isinstance(stride, (tuple, list)) or type(first) is not int:
-        raise CorruptCheckpointError(f"a tensor of shape {shape!r:.80} with strides {stride!r:.80} does not exist")
-    dtype = storage.dtype or next((value for value in more if isinstance(value, torch.dtype)), torch.uint8)
-    shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
-    if len(shape) != len(stride) or first < 0 or any(value < 0 for value in (*shape, *stride)):
-        raise CorruptCheckpointError(f"a tensor of shape {shape} with strides {stride} at {first} does not exist")
-    last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if math.prod(shape) and (last + 1) * dtype.itemsize > storage.record.size:
-        raise CorruptCheckpointError(f"a tensor of shape {shape} and {dtype} does not fit its storage")
-    return StoredPayload(dtype, shape, stride, int(first), storage.record.offset, storage.record.size)
 
 
 __all__ = ["Archive", "ReadRange", "StoredPayload", "load_bytes"]
