@@ -128,7 +128,7 @@ class Comm:
 
     def broadcast_or(self, value: _T, otherwise: _T) -> _T:
         """The main rank's value, on every rank, or ``otherwise`` where it cannot be pickled."""
-        if self.is_main and self.world_size > 1 and not _can_travel(value):
+        if self.is_main and self.world_size > 1 and not can_be_pickled(value):
             value = otherwise
         return self.broadcast(value)
 
@@ -209,7 +209,8 @@ class Comm:
         return _Report(self.rank, self._phase, kind, message)
 
 
-def _can_travel(value: Any) -> bool:
+def can_be_pickled(value: Any) -> bool:
+    """Whether pickle takes the value: it can go to another rank, or into a pickled object."""
     try:
         pickle.dumps(value)
     except Exception:  # noqa: BLE001 - any class may refuse in any way
@@ -245,4 +246,4 @@ def _cpu_group(group: Any) -> Any:
     return _cpu_twins[group]
 
 
-__all__ = ["Comm"]
+__all__ = ["Comm", "can_be_pickled"]

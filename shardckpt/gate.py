@@ -143,8 +143,8 @@ def _absent(directory: Path) -> CannotLoadError:
     replaced = replaced_of(directory)
     if replaced:
         return IncompleteCheckpointError(
-            f"{directory}: an overwrite was interrupted; the previous checkpoint is whole at {replaced[-1]}: rename it "
-            "back"
+            f"{directory}: an overwrite was interrupted; a whole checkpoint lies at {replaced[-1]}: rename it to "
+            f"{directory.name}"
         )
     staging = staging_of(directory)
     if staging:

@@ -226,8 +226,8 @@ def test_an_interrupted_overwrite_says_where_the_checkpoint_is(tmp_path: Path) -
     commit.create_staging(path, "5678")
     text = _refusal(IncompleteCheckpointError, path, _host(_Load))
     assert "overwrite was interrupted" in text
-    assert f"whole at {aside}" in text
-    assert "rename it back" in text
+    assert f"a whole checkpoint lies at {aside}" in text
+    assert "rename it to" in text
     assert commit.replaced_of(path) == [aside]
     aside.rename(path)
     assert _opened(path, _host(_Load))[1] == {"step": 3}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.comm import can_be_pickled
 from shardckpt.errors import CheckpointingException, ShardingError, UnsafePickleError
 from shardckpt.state_dict import nested_items
 from shardckpt_torch_dist.archive import load_bytes
@@ -55,15 +55,7 @@ def check_loadable(archive: io.BytesIO, what: str, allow_globals: Iterable[Any] 
 
 def _culprit(value: Any) -> tuple[Any, ...]:
     """Path of the first leaf that cannot be pickled by itself."""
-    return next((path for path, leaf in nested_items(value) if not _can_be_pickled(leaf)), ())
-
-
-def _can_be_pickled(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - any class may refuse in any way
-        return False
-    return True
+    return next((path for path, leaf in nested_items(value) if not can_be_pickled(leaf)), ())
 
 
 __all__ = ["archived", "check_loadable", "pickled"]
