@@ -217,8 +217,7 @@ def _reader_hint(manifest: Manifest) -> str:
 def _installed_text(host: PluginHost) -> str:
     entries = host.registry.entries(StrategyAction.LOAD_SHARDED)
     found = ", ".join(f"{entry.backend} {entry.version} ({entry.distribution})" for entry in entries) or "none"
-    faults = "".join(f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in host.broken())
-    return f"\ninstalled readers: {found}{faults}"
+    return f"\ninstalled readers: {found}{host.faults_text()}"
 
 
 def _shown(directory: Path, manifest: Manifest) -> str:

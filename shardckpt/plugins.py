@@ -69,6 +69,10 @@ class PluginHost:
         """The plugins that do not work."""
         return [plugin for plugin in self.plugins() if plugin.fault]
 
+    def faults_text(self) -> str:
+        """A line for each plugin that does not work, for the end of an error."""
+        return "".join(f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in self.broken())
+
     @property
     def hook(self) -> pluggy.HookRelay:
         """Calls a hook of all working plugins."""

@@ -88,13 +88,11 @@ def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:
     if isinstance(strategy, SaveStrategy):
         return strategy
     backend, version = host.registry.default if strategy is None else parse_key(strategy)
-    entries = host.registry.entries(StrategyAction.SAVE_SHARDED, backend)
-    for entry in entries:
+    for entry in host.registry.entries(StrategyAction.SAVE_SHARDED, backend):
         if version in (None, entry.version):
             return entry.create()  # type: ignore[no-any-return]
-    faults = "".join(f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in host.broken())
     known = ", ".join(f"{e.backend} {e.version}" for e in host.registry.entries(StrategyAction.SAVE_SHARDED)) or "none"
-    raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {known}{faults}")
+    raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {known}{host.faults_text()}")
 
 
 def commit_files(

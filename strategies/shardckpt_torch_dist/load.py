@@ -30,11 +30,10 @@ _INTEGRITY_FILE = "integrity.json"
 
 
 class TorchDistLoadShardedStrategy(LoadStrategy):
-    """Reads what Megatron-Core 0.6 to 0.20, torch.distributed.checkpoint and shardckpt write."""
+    """Reads what Megatron-Core 0.9 to 0.20, torch.distributed.checkpoint and shardckpt write."""
 
     backend = "torch_dist"
     version = 1
-    reads = "Megatron-Core 0.6 to 0.20 (flattened optimizer shards too), plain DCP directories"
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Plan, and once every rank has a sound plan, read into the destinations."""
@@ -84,14 +83,13 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
 def _check_sizes(wanted: Sequence[ShardedBase], index: StoredIndex, reader: CheckpointReader) -> None:
     """Whether the files have the bytes of the tensors that memory is to be allocated for."""
-    for shard in wanted:
-        if not isinstance(shard, ShardedTensor) or shard.data is not None or shard.key not in index.tensors:
-            continue
-        for chunk in index.tensors[shard.key].chunks.values():
+    without_data = {shard.key for shard in wanted if isinstance(shard, ShardedTensor) and shard.data is None}
+    for key in sorted(without_data & index.tensors.keys()):
+        for chunk in index.tensors[key].chunks.values():
             file, offset, length = chunk.item
             if offset < 0 or offset + length > reader.size(file):
                 raise CorruptCheckpointError(
-                    f"{shard.key}: bytes {offset} to {offset + length} are outside {reader.directory / file} of "
+                    f"{key}: bytes {offset} to {offset + length} are outside {reader.directory / file} of "
                     f"{reader.size(file)} bytes"
                 )
 

@@ -15,6 +15,7 @@ from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
 from shardckpt.planning.coverage import find_hole, find_overlap
 from shardckpt.planning.lookup import BoxFinder
 from shardckpt.planning.shapes import check_shapes
+from shardckpt.state_dict import map_reduce
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.split import put_rest, split_shards
 
@@ -43,7 +44,8 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         super().__init__(*args, **kwargs)
         self._allow_globals = tuple(allow_globals)
         self._tensors: list[ShardedTensor] = []
-        self._objects: list[ShardedObject] = []
+        #: ShardedObjects by unique key: several may wait for the same.
+        self._objects: dict[str, list[ShardedObject]] = {}
         #: Destination of every planned tensor item, by the number in its ``dest_index``.
         self._targets: list[torch.Tensor] = []
         self._to_zero: list[torch.Tensor] = []
@@ -54,7 +56,8 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the state dict apart; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
-        self._tensors, self._objects, rest = split_shards(state_dict)
+        self._tensors, objects, rest = split_shards(state_dict)
+        self._objects = map_reduce(objects, lambda shard: shard.unique_key, lambda shard: shard, list)
         self._stored = metadata.state_dict_metadata if metadata is not None else {}
         super().set_up_planner(rest, metadata, is_coordinator)
         self._caller = state_dict
@@ -70,7 +73,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         plan = super().create_local_plan()
         finders: dict[str, BoxFinder] = {}
         items = [item for shard in self._tensors for item in self._tensor_items(shard, finders)]
-        items.extend(map(_object_item, sorted({shard.unique_key for shard in self._objects})))
+        items.extend(map(_object_item, sorted(self._objects)))
         return dataclasses.replace(plan, items=[*items, *plan.items])
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -82,7 +85,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a read object into the ShardedObjects of its key, or in its place in the caller's state dict."""
         key = read_item.dest_index.fqn
-        shards = [shard for shard in self._objects if shard.unique_key == key]
+        shards = self._objects.get(key)
         loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
         if not shards:
             put_rest(self._caller, self.mappings.get(key, (key,)), loaded)
@@ -110,7 +113,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         absent = [
             shard.key for shard in self._tensors if not isinstance(self._stored.get(shard.key), TensorStorageMetadata)
         ]
-        absent += [shard.unique_key for shard in self._objects if shard.unique_key not in self._stored]
+        absent += [key for key in self._objects if key not in self._stored]
         if absent:
             raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
         shapes = {shard.key: tuple(self._stored[shard.key].size) for shard in self._tensors}

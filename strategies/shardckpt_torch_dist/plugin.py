@@ -19,6 +19,6 @@ def shardckpt_register(registry: StrategyRegistry) -> None:
         save="shardckpt_torch_dist.save:TorchDistSaveShardedStrategy",
         load="shardckpt_torch_dist.load:TorchDistLoadShardedStrategy",
         writes="what Megatron-Core 0.9 to 0.20 and plain DCP read",
-        reads="Megatron-Core 0.6 to 0.20 (flattened optimizer shards too), plain DCP directories",
+        reads="Megatron-Core 0.9 to 0.20 (flattened optimizer shards too), plain DCP directories",
         default=True,
     )

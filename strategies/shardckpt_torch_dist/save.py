@@ -35,7 +35,6 @@ class TorchDistSaveShardedStrategy(SaveStrategy):
     backend = "torch_dist"
     version = 1
     reader = "shardckpt 0.1, Megatron-Core 0.9, torch 2.6"
-    writes = "what Megatron-Core 0.9 to 0.20 and plain DCP read"
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Plan together, write each rank's items, and let the main rank write what names them."""
