@@ -83,8 +83,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
 def _check_sizes(wanted: Sequence[ShardedBase], index: StoredIndex, reader: CheckpointReader) -> None:
     """Whether the files have the bytes of the tensors that memory is to be allocated for."""
-    without_data = {shard.key for shard in wanted if isinstance(shard, ShardedTensor) and shard.data is None}
-    for key in sorted(without_data & index.tensors.keys()):
+    without_data = (shard.key for shard in wanted if isinstance(shard, ShardedTensor) and shard.data is None)
+    for key in dict.fromkeys(key for key in without_data if key in index.tensors):
         for chunk in index.tensors[key].chunks.values():
             file, offset, length = chunk.item
             if offset < 0 or offset + length > reader.size(file):
