@@ -10,7 +10,7 @@ import itertools
 import pickle
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +21,15 @@ from shardckpt.errors import CheckpointingException, CommunicationError, RankFai
 from shardckpt.torch_private import group_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 _T = TypeVar("_T")
 
+#: A tensor, and the rank to which it goes or from which it comes.
+_Route: TypeAlias = "tuple[torch.Tensor, int]"
+
+#: Backends that take tensors through the memory of the CPU, and no backend.
+_CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
 #: Tells the Comms of a process apart.
 _numbers = itertools.count()
 #: gloo twins of groups whose backend cannot move CPU tensors, by group, as long as the group lives.
@@ -51,16 +56,23 @@ class Comm:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         active = not alone and dist.is_available() and dist.is_initialized()
-        self._group: Any = _cpu_group(process_group) if active else None
+        self._own: Any = _joined_group(process_group) if active else None
+        self._group: Any = _cpu_group(self._own) if active else None
         self.rank: int = dist.get_rank(self._group) if active else 0
         self.world_size: int = dist.get_world_size(self._group) if active else 1
         self._phase = "start"
         self._number = next(_numbers)
+        self._joined: set[str] = set()
 
     @property
     def is_main(self) -> bool:
         """Whether this rank speaks for the group."""
         return self.rank == 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the group, as the whole job numbers them."""
+        return (0,) if self._group is None else tuple(dist.get_process_group_ranks(self._group))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,6 +98,8 @@ class Comm:
         """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
         if isinstance(error, CheckpointingException) and error.settled_by == self._number:
             raise error
+        if isinstance(error, CommunicationError) and error.settled_by is not None:
+            raise error  # a rank did not answer a smaller group: to ask it here is to wait as long once more
         if self.world_size == 1:
             if error is not None:
                 raise self._local(error)
@@ -112,7 +126,7 @@ class Comm:
         mine, parts = self._padded(data, self.world_size if self.is_main else 0)
         into = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
         self._call(lambda: dist.gather(mine, into or None, dst=self._main(), group=self._group))
-        return [_unpacked(part) for part in parts]
+        return [unpickled(part) for part in parts]
 
     def broadcast(self, value: _T) -> _T:
         """The main rank's value, on every rank."""
@@ -124,13 +138,63 @@ class Comm:
         data = data if self.is_main else bytearray(int(size))
         content = torch.frombuffer(data, dtype=torch.uint8)
         self._call(lambda: dist.broadcast(content, src=self._main(), group=self._group))
-        return value if self.is_main else _unpacked(data)
+        return value if self.is_main else unpickled(data)
 
     def broadcast_or(self, value: _T, otherwise: _T) -> _T:
         """The main rank's value, on every rank, or ``otherwise`` where it cannot be pickled."""
         if self.is_main and self.world_size > 1 and not can_be_pickled(value):
             value = otherwise
         return self.broadcast(value)
+
+    def all_true(self, flag: bool) -> bool:
+        """Whether every rank says yes; no more travels than that."""
+        self.settle()
+        if self.world_size == 1:
+            return flag
+        said = torch.tensor([int(flag)], device="cpu")
+        self._call(lambda: dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group))
+        return bool(said.item())
+
+    def moves(self, device_type: str) -> bool:
+        """Whether tensors on such accelerators go from device to device (the caller's group has NCCL or its like)."""
+        return _backend_of(self._own, device_type) not in _CPU_BACKENDS
+
+    def exchange(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str = "cpu") -> None:
+        """Send tensors to single ranks and fill others from single ranks, all at the same time.
+
+        Every rank calls it, also with nothing to move. What goes from one rank to another stands in the same order in
+        the lists of both.
+
+        Args:
+            sends: Contiguous tensors, each with the rank that it goes to.
+            receives: Contiguous tensors of the same sizes, each with the rank that it comes from.
+            device_type: Where all tensors are, on every rank: the CPU, or what :meth:`moves`.
+        """
+        with self.phase(self._phase):
+            group = self._carrier(device_type)
+            moves = [
+                dist.P2POp(way, _raw(tensor), dist.get_global_rank(group, rank), group)
+                for way, routes in ((dist.isend, sends), (dist.irecv, receives))
+                for tensor, rank in routes
+            ]
+        self._join(device_type)
+        if moves:
+            self._call(lambda: _finish(dist.batch_isend_irecv(moves)))
+
+    def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
+        """Fill tensors on all ranks with those of single ranks, all at the same time.
+
+        Args:
+            routes: Contiguous tensors, each with the rank whose content counts; the same list on every rank.
+            device_type: As in :meth:`exchange`.
+        """
+        if self.world_size == 1:
+            return
+        with self.phase(self._phase):
+            group = self._carrier(device_type)
+            sources = [(_raw(tensor), dist.get_global_rank(group, rank)) for tensor, rank in routes]
+        self._join(device_type)
+        self._call(lambda: _finish([dist.broadcast(raw, src, group, async_op=True) for raw, src in sources]))
 
     def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
         """Run ``function`` on the main rank as a phase, and hand its result to all."""
@@ -139,6 +203,15 @@ class Comm:
             if self.is_main:
                 result = function()
         return self.broadcast(result)  # type: ignore[no-any-return]
+
+    def largest(self, *values: int) -> list[int]:
+        """The largest of all ranks' values, place by place."""
+        self.settle()
+        if self.world_size == 1:
+            return list(map(int, values))
+        found = torch.tensor(list(map(int, values)), device="cpu")
+        self._call(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group))
+        return [int(value) for value in found]
 
     def agree(self, **values: Any) -> None:
         """Raise on all ranks if they do not all have the same values (compared by their text)."""
@@ -151,6 +224,17 @@ class Comm:
                             f"ranks disagree on {name}: {everyone[0][name]} on rank 0, {value} on rank {rank}; pass "
                             "the same on every rank"
                         )
+
+    def _carrier(self, device_type: str) -> Any:
+        """The group that moves tensors on such devices."""
+        return self._group if device_type == "cpu" else self._own
+
+    def _join(self, device_type: str) -> None:
+        """Let the ranks find each other on such devices: all must take part in the first call of NCCL."""
+        if device_type != "cpu" and device_type not in self._joined:
+            everyone = torch.zeros(1, device=device_type)
+            self._call(lambda: dist.all_reduce(everyone, group=self._own))
+            self._joined.add(device_type)
 
     def _main(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
@@ -173,7 +257,7 @@ class Comm:
         mine, parts = self._padded(data, self.world_size)
         into = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
         self._call(lambda: dist.all_gather(into, mine, group=self._group))
-        return [_unpacked(part) for part in parts]
+        return [unpickled(part) for part in parts]
 
     def _padded(self, data: bytearray, count: int) -> tuple[torch.Tensor, list[bytearray]]:
         """This rank's pickled value, made as long as the longest of all ranks, and memory for ``count`` such."""
@@ -186,7 +270,7 @@ class Comm:
     def _call(self, collective: Callable[[], Any]) -> None:
         try:
             collective()
-        except RuntimeError as exc:  # gloo and NCCL: a peer died, or the group's timeout passed
+        except (RuntimeError, ValueError) as exc:  # a peer died, the timeout passed; or the group is destroyed
             lost = CommunicationError(
                 f"rank {self.rank}, in {self._phase!r}: a collective of {self.world_size} ranks failed: another rank "
                 f"died, or did not answer within the process group's timeout ({exc})"
@@ -218,7 +302,8 @@ def can_be_pickled(value: Any) -> bool:
     return True
 
 
-def _unpacked(data: bytearray) -> Any:
+def unpickled(data: bytes | bytearray) -> Any:
+    """What another process of this job has pickled: never anything that was stored."""
     return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
 
 
@@ -234,9 +319,19 @@ def _verdict(reports: list[_Report]) -> CheckpointingException:
     return kind(message)
 
 
+def _joined_group(group: Any) -> Any:
+    """The group, by default all ranks; this rank must be one of its members."""
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise CheckpointingException(
+            f"rank {dist.get_rank()} is no member of the process group that it gave: give on every rank a group that "
+            "the rank belongs to"
+        )
+    return group
+
+
 def _cpu_group(group: Any) -> Any:
     """The group itself if it moves CPU tensors, else its gloo twin, made once by all its ranks."""
-    group = dist.group.WORLD if group is None else group
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
     if group not in _cpu_twins:
@@ -246,4 +341,22 @@ def _cpu_group(group: Any) -> Any:
     return _cpu_twins[group]
 
 
-__all__ = ["Comm", "can_be_pickled"]
+def _backend_of(group: Any, device_type: str) -> str | None:
+    """The backend that the group has for tensors on such devices, if it has one."""
+    if group is None:
+        return None
+    pairs = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
+    return {device: backend for device, _, backend in pairs}.get(device_type)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes: every backend moves those, whatever the dtype."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _finish(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+__all__ = ["Comm", "can_be_pickled", "unpickled"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.background.saving import request_save
 from shardckpt.comm import Comm
 from shardckpt.entries import StrategyAction
 from shardckpt.errors import CheckpointingException
-from shardckpt.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.lazy import StoredCheckpoint
+from shardckpt.loading import LoadOptions, load_checkpoint
+from shardckpt.loading import open_checkpoint as open_stored
+from shardckpt.locations import is_remote, locate, locate_local
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, Marker
 from shardckpt.mapping import (
     LocalNonpersistentObject,
@@ -20,17 +23,20 @@ from shardckpt.mapping import (
     ShardedTensorFactory,
 )
 from shardckpt.plugins import host
+from shardckpt.removing import remove_keys
 from shardckpt.saving import SaveOptions, find_saver, save_checkpoint
-from shardckpt.storage.filesystem import read_file
+from shardckpt.storage.filesystem import is_there, read_file
 from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    import os
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     import torch
     from torch.distributed import ProcessGroup
 
+    from shardckpt.background.request import AsyncRequest
     from shardckpt.gate import Accept
     from shardckpt.loading import OpenCheckpoint
     from shardckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
@@ -47,34 +53,41 @@ def save(
     checkpoint_dir: PathLike,
     sharded_strategy: SaveChoice = None,
     validate_access_integrity: bool = True,
-    *,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistency_check: Preprocess = None,
     preprocess_common_before_consistancy_check: Preprocess = None,
     content_metadata: dict[str, Any] | None = None,
+    async_strategy: str = "nvrx",  # noqa: ARG001 - Megatron's callers choose a library that we do not need
+    verify_integrity: bool = False,
+    *,
+    preprocess_common_before_consistency_check: Preprocess = None,
     overwrite: bool = False,
     allow_globals: Iterable[Any] = (),
     process_group: ProcessGroup | None = None,
-) -> None:
+) -> AsyncRequest | None:
     """Save a sharded state dict; every rank of the group calls it with its own shards.
 
     The checkpoint is whole at ``checkpoint_dir`` when this returns, or nothing there has changed. The caller's dict,
-    tensors and descriptions stay as they are.
+    tensors and descriptions stay as they are. With ``async_sharded_save`` it is whole when the request that this
+    returns has been finalized by an :class:`~shardckpt.async_save.AsyncCallsQueue`.
 
     Args:
         sharded_state_dict: A nest of dicts and lists whose leaves are ShardedTensors, ShardedObjects, factories,
             LocalNonpersistentObjects (dropped) and common values (the main rank's are stored).
-        checkpoint_dir: The checkpoint's directory: absent or empty, unless ``overwrite``.
+        checkpoint_dir: The checkpoint's directory, absent or empty unless ``overwrite``; or a URL that a plugin
+            serves (``s3://bucket/step-1000``), under which there is nothing.
         sharded_strategy: A backend (its newest version), (backend, version) or a SaveStrategy; by default the
             registry's default.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
-        async_sharded_save: Must be False: saves in the background are not there yet.
+        async_sharded_save: Plan only; give back a request, which a queue writes behind the training.
+        preprocess_common_before_consistancy_check: ``preprocess_common_before_consistency_check``, misspelt as by
+            Megatron.
+        content_metadata: Anything that describes the content; :func:`load_content_metadata` gives it back.
+        async_strategy: Accepted for Megatron's callers, without effect: who writes is the queue's choice.
+        verify_integrity: Write Megatron's ``integrity.json`` too, hashed while the files are written.
         preprocess_common_before_consistency_check: Takes out of (a copy of) the common state what may differ between
             ranks, before a difference is warned of.
-        preprocess_common_before_consistancy_check: The same, as Megatron spells it.
-        content_metadata: Anything that describes the content; :func:`load_content_metadata` gives it back.
         overwrite: Replace what stands at ``checkpoint_dir`` in one step; files there that are not the old
-            checkpoint's are kept.
+            checkpoint's are kept. At a URL nothing is replaced: it only deletes what a save that never ended has left.
         allow_globals: Classes and functions that objects and common values may name besides the plain ones; a load
             needs the same leave.
         process_group: The ranks that save; by default all, or this process alone without torch.distributed.
@@ -85,17 +98,20 @@ def save(
     """
     comm = Comm(process_group)
     with comm.phase("reading the arguments"):
-        target = _directory(checkpoint_dir)
-        if async_sharded_save:
-            raise CheckpointingException("async_sharded_save=True: there are no background saves yet; pass False")
+        target = locate(checkpoint_dir, host())
         options = SaveOptions(
             validate_access_integrity,
             overwrite,
             content_metadata,
             preprocess_common_before_consistency_check or preprocess_common_before_consistancy_check,
             tuple(allow_globals),
+            verify_integrity,
         )
+    comm.agree(async_sharded_save=async_sharded_save, checkpoint_dir=str(target) if is_remote(target) else "a path")
+    if async_sharded_save:
+        return request_save(sharded_state_dict, target, sharded_strategy, comm, host(), options)
     save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, host(), options)
+    return None
 
 
 def load(
@@ -104,24 +120,27 @@ def load(
     sharded_strategy: LoadChoice = None,
     validate_access_integrity: bool = True,
     strict: str | bool | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: ProcessGroup | None = None,
     *,
     accept: Accept | None = None,
     allow_globals: Iterable[Any] = (),
-    process_group: ProcessGroup | None = None,
 ) -> Any:
     """Load what a sharded state dict describes, with any number of ranks and any sharding.
 
     Args:
         sharded_state_dict: As for :func:`save`; a ShardedTensor's ``data`` is filled in place where there is one.
-        checkpoint_dir: The checkpoint.
+        checkpoint_dir: The checkpoint: a directory, or a URL, of which only the ranges that are needed are read.
         sharded_strategy: A backend, (backend, version) or a LoadStrategy that must fit; by default the one that
             the checkpoint names.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         strict: What to do about keys that do not match: a :class:`StrictHandling`, its value, True (raise) or
             False (log).
+        verify_integrity: Before anything is loaded, read every file of the checkpoint and check it against
+            ``integrity.json`` and the digests of ``shardckpt.json``; without it only what is loaded is checked.
+        process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         accept: Backends or (backend, version) pairs that the caller is willing to load; by default any.
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
-        process_group: The ranks that load; by default all, or this process alone without torch.distributed.
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and
@@ -133,13 +152,34 @@ def load(
     """
     comm = Comm(process_group)
     with comm.phase("reading the arguments"):
-        directory, mode = _directory(checkpoint_dir), parse_strict_flag(strict)
+        directory, mode = locate(checkpoint_dir, host()), parse_strict_flag(strict)
         options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
-    with open_checkpoint(directory, comm, host(), options) as checkpoint:
+    with open_stored(directory, comm, host(), options) as checkpoint:
         state_dict, keys = load_checkpoint(
-            sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=mode
+            sharded_state_dict,
+            checkpoint,
+            validate=validate_access_integrity,
+            strict=mode,
+            verify=verify_integrity,
         )
     return (state_dict, set(keys.missing), set(keys.unexpected)) if mode.returns_keys else state_dict
+
+
+@contextmanager
+def open_checkpoint(
+    checkpoint_dir: PathLike,
+    sharded_strategy: LoadChoice = None,
+    *,
+    accept: Accept | None = None,
+    allow_globals: Iterable[Any] = (),
+) -> Iterator[StoredCheckpoint]:
+    """A mapping from key to stored tensor, read as far as it is asked for: ``checkpoint["decoder.weight"][:4]``.
+
+    Needs no other rank. The arguments are those of :func:`load`.
+    """
+    options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
+    with _opened(checkpoint_dir, options) as checkpoint:
+        yield StoredCheckpoint(checkpoint)
 
 
 def load_common_state_dict(checkpoint_dir: PathLike, *, allow_globals: Iterable[Any] = ()) -> CommonStateDict:
@@ -170,7 +210,7 @@ def load_plain_tensors(checkpoint_dir: PathLike) -> dict[str, torch.Tensor]:
 def load_content_metadata(
     checkpoint_dir: PathLike | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> dict[str, Any] | None:
-    """What was saved as ``content_metadata``, or None.
+    """What was saved as ``content_metadata``, or None; nothing is unpickled for it where JSON can say it.
 
     Args:
         checkpoint_dir: The checkpoint.
@@ -179,8 +219,37 @@ def load_content_metadata(
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise CheckpointingException("load_content_metadata needs a checkpoint_dir or a preloaded_state_dict")
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+        with _opened(checkpoint_dir, LoadOptions()) as checkpoint:
+            record = checkpoint.context.reader.manifest.record
+            if record is not None and record.content_metadata is not None:
+                return record.content_metadata  # type: ignore[no-any-return]
+            preloaded_state_dict = checkpoint.common()
     return preloaded_state_dict.get("content_metadata")
+
+
+def remove_sharded_tensors(
+    checkpoint_dir: PathLike, key_prefix: str, *, process_group: ProcessGroup | None = None
+) -> None:
+    """Take the tensors and objects whose keys begin with a prefix out of a checkpoint; the common state stays.
+
+    The checkpoint is replaced in one step, so that a load, or a crash, finds the old or the new one. Files that hold
+    only removed keys are dropped; a file that holds any other key stays as it is, removed bytes among them (save what
+    is to be removed with a ``separation_hint`` to have it in files of its own). If no key matches, nothing changes.
+
+    Args:
+        checkpoint_dir: The checkpoint's directory; not a URL.
+        key_prefix: What the keys to be removed begin with.
+        process_group: The ranks that call, which are all of the group; by default all ranks, or this process alone
+            without torch.distributed.
+
+    Raises:
+        CannotLoadError: no installed strategy reads the checkpoint.
+        CheckpointingException: any other failure; the same on every rank.
+    """
+    comm = Comm(process_group)
+    with comm.phase("reading the arguments"):
+        directory = locate_local(checkpoint_dir, "take keys out of")
+    remove_keys(directory, key_prefix, comm, host())
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
@@ -188,8 +257,11 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
 
     Plain torch.distributed.checkpoint directories have none, and :func:`load` reads them all the same.
     """
+    marker = locate(checkpoint_dir, host()) / MARKER_NAME
+    if not is_there(marker):
+        return False
     try:
-        Marker.model_validate_json(read_file(_directory(checkpoint_dir) / MARKER_NAME, MARKER_LIMIT))
+        Marker.model_validate_json(read_file(marker, MARKER_LIMIT))
     except (CheckpointingException, ValueError):
         return False
     return True
@@ -222,16 +294,9 @@ def register_default_strategy(
     host().unfilled.put(action, backend, version, strategy)
 
 
-def _directory(path: PathLike) -> Path:
-    text = os.fspath(path)
-    if "://" in text:
-        raise CheckpointingException(f"{text}: only local paths are supported")
-    return Path(os.path.realpath(text))
-
-
 def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:
     """A checkpoint opened by this process alone."""
-    return open_checkpoint(_directory(checkpoint_dir), Comm(alone=True), host(), options)
+    return open_stored(locate(checkpoint_dir, host()), Comm(alone=True), host(), options)
 
 
 __all__ = [
@@ -251,6 +316,8 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "open_checkpoint",
     "register_default_strategy",
+    "remove_sharded_tensors",
     "save",
 ]

@@ -24,6 +24,8 @@ from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_N
 from shardckpt.registry import parse_key
 from shardckpt.storage.commit import is_staging, replaced_of, staging_of
 from shardckpt.storage.filesystem import read_file
+from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.upload import is_under_way
 from shardckpt.strategy import LoadStrategy, Recognises
 
 if TYPE_CHECKING:
@@ -54,10 +56,10 @@ def read_manifest(directory: Path, host: PluginHost) -> Manifest:
         raise _absent(directory)
     if not (directory / MARKER_NAME).exists():
         return _recognised(directory, host)
-    marker = _parse(Marker.model_validate_json, directory / MARKER_NAME, MARKER_LIMIT)
+    marker = parse_file(Marker.model_validate_json, directory / MARKER_NAME, MARKER_LIMIT)
     record = None
     if (directory / RECORD_NAME).exists():
-        record = _parse(Record.parse, directory / RECORD_NAME, RECORD_LIMIT)
+        record = parse_file(Record.parse, directory / RECORD_NAME, RECORD_LIMIT)
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
             raise CorruptCheckpointError(
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "
@@ -108,7 +110,8 @@ def choose_reader(
     raise _refusal(directory, manifest, host, reasons, faults)
 
 
-def _parse(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
+def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
+    """What one of a checkpoint's JSON files says; a file above ``limit`` bytes is not read."""
     raw = read_file(path, limit)
     try:
         return parse(raw)
@@ -119,6 +122,11 @@ def _parse(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
 
 def _recognised(directory: Path, host: PluginHost) -> Manifest:
     """A directory without ``metadata.json``: a layout that some strategy knows, or no checkpoint."""
+    if is_under_way(directory):
+        raise IncompleteCheckpointError(
+            f"{directory}: the save to it has not ended, or never will: it has no {MARKER_NAME} yet. Save to another "
+            "URL, or with overwrite=True, which deletes what is left there"
+        )
     if (directory / RECORD_NAME).exists():
         raise CorruptCheckpointError(f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost")
     for entry in host.registry.entries(StrategyAction.LOAD_SHARDED):
@@ -140,6 +148,8 @@ def _recognised(directory: Path, host: PluginHost) -> Manifest:
 
 
 def _absent(directory: Path) -> CannotLoadError:
+    if isinstance(directory, RemotePath):
+        return NotACheckpointError(f"{directory} does not exist, or has no objects")
     replaced = replaced_of(directory)
     if replaced:
         return IncompleteCheckpointError(
@@ -224,4 +234,4 @@ def _shown(directory: Path, manifest: Manifest) -> str:
     return f"{directory} is a {manifest.backend!r} checkpoint of version {manifest.version}"
 
 
-__all__ = ["Accept", "choose_reader", "read_manifest"]
+__all__ = ["Accept", "choose_reader", "parse_file", "read_manifest"]

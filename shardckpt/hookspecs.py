@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import argparse
 
     from shardckpt.registry import StrategyRegistry
+    from shardckpt.storage.remote import RemoteFolder
 
 GROUP = "shardckpt"
 
@@ -21,10 +22,10 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 @dataclass(frozen=True)
 class Event:
-    """A moment of a save or load on one rank.
+    """A moment of a save, load, migration or removal on one rank.
 
     Attributes:
-        operation: ``save``, ``load`` or ``migrate``.
+        operation: ``save``, ``load``, ``migrate`` or ``remove``.
         phase: Name of the step; ``""`` for the operation as a whole.
         state: ``start``, ``end`` or ``failure``.
         directory: The checkpoint.
@@ -56,9 +57,23 @@ def shardckpt_event(event: Event) -> None:
     """See every phase of every save and load: metrics and progress bars hang here."""
 
 
+@hookspec(firstresult=True)
+def shardckpt_filesystem(url: str) -> RemoteFolder | None:
+    """The folder at a URL; None leaves it to another plugin. Called anew in every process that opens the URL."""
+
+
 @hookspec
 def shardckpt_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add verbs to the ``shardckpt`` command: parsers that ``set_defaults(run=function)``."""
 
 
-__all__ = ["GROUP", "Event", "hookimpl", "hookspec", "shardckpt_commands", "shardckpt_event", "shardckpt_register"]
+__all__ = [
+    "GROUP",
+    "Event",
+    "hookimpl",
+    "hookspec",
+    "shardckpt_commands",
+    "shardckpt_event",
+    "shardckpt_filesystem",
+    "shardckpt_register",
+]

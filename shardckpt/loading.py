@@ -10,6 +10,7 @@ import torch
 
 from shardckpt.errors import PluginError
 from shardckpt.gate import Accept, choose_reader, read_manifest
+from shardckpt.integrity import verify_integrity
 from shardckpt.mapping import ShardedTensor
 from shardckpt.operation import Operation
 from shardckpt.planning.shapes import check_shapes
@@ -17,6 +18,7 @@ from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.template import MISSING, LoadTemplate
 from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, stored_key, validate_shards
+from shardckpt.wrappers import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +87,7 @@ def load_checkpoint(
     *,
     validate: bool,
     strict: StrictHandling,
+    verify: bool = False,
 ) -> tuple[StateDict, KeyMismatch]:
     """Load what is wanted; see :func:`shardckpt.dist_checkpointing.load`."""
     comm = checkpoint.context.comm
@@ -92,7 +95,10 @@ def load_checkpoint(
         template = LoadTemplate(sharded_state_dict)
         for shard in template.shards:
             shard.validate_metadata_integrity()
-        comm.agree(strict=strict.value, validate_access_integrity=validate)
+        comm.agree(strict=strict.value, validate_access_integrity=validate, verify_integrity=verify)
+    if verify:
+        with checkpoint.operation.step("verifying the files"):
+            verify_integrity(checkpoint.context.reader.directory, checkpoint.context.reader.manifest, comm)
     if validate:
         with checkpoint.operation.step("validating"):
             validate_shards(template.shards, comm)
@@ -119,7 +125,7 @@ def _delivered(shard: ShardedBase, value: Any) -> Any:
         raise PluginError(f"{shard.key!r}: the strategy gave {given}, not a tensor of shape {shard.data_shape}")
     if shard.data is None or value is shard.data:
         return value
-    shard.data.detach().copy_(value)
+    fill(shard.key, shard.data, value)
     return shard.data
 
 

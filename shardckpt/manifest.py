@@ -2,20 +2,26 @@
 
 ``metadata.json`` has Megatron's four fields and says which strategy reads the rest. ``shardckpt.json`` is ours: who
 saved, which files belong to the checkpoint, and their digests. Both are written last, before the commit.
+``integrity.json`` is Megatron's, since 0.18, and optional: the SHA-256 of every file, the other two among them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MARKER_NAME = "metadata.json"
 RECORD_NAME = "shardckpt.json"
-#: Largest size of either file that a reader accepts, in bytes.
+INTEGRITY_NAME = "integrity.json"
+#: Largest size of each file that a reader accepts, in bytes.
 MARKER_LIMIT = 1 << 20
 RECORD_LIMIT = 1 << 31
+INTEGRITY_LIMIT = 1 << 26
+
+#: Whose digests ``integrity.json`` has.
+INTEGRITY_ALGORITHM = "sha256"
 
 _NO_DIGEST = "0" * 64
 
@@ -62,22 +68,43 @@ class Record(BaseModel):
     world_size: Annotated[int, Field(ge=1)]
     digest_algorithm: str
     files: tuple[FileRecord, ...]
+    #: What was saved as ``content_metadata``, where JSON can say it; it stands in the common state too.
+    content_metadata: Any = None
     #: SHA-256, in hex, of the file's bytes with zeros in the place of this digest.
     self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = _NO_DIGEST
 
     def dump(self) -> bytes:
         """The bytes of ``shardckpt.json``, its own digest among them."""
         text = self.model_copy(update={"self_digest": _NO_DIGEST}).model_dump_json(indent=1)
-        return text.replace(_NO_DIGEST, hashlib.sha256(text.encode()).hexdigest()).encode()
+        head, _, tail = text.rpartition(_NO_DIGEST)  # the last field; what comes before is the caller's in part
+        return (head + hashlib.sha256(text.encode()).hexdigest() + tail).encode()
 
     @classmethod
     def parse(cls, data: bytes) -> Record:
         """The record in the bytes of ``shardckpt.json``; a ValueError if they are not the ones that were written."""
         record = cls.model_validate_json(data)
-        blank = data.replace(record.self_digest.encode(), _NO_DIGEST.encode())
-        if hashlib.sha256(blank).hexdigest() != record.self_digest:
+        head, _, tail = data.rpartition(record.self_digest.encode())
+        if hashlib.sha256(head + _NO_DIGEST.encode() + tail).hexdigest() != record.self_digest:
             raise ValueError("its bytes are not those that were written (digest differs)")
         return record
+
+
+class Integrity(BaseModel):
+    """``integrity.json``: digests, in hex, by file name."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    algorithm: str = INTEGRITY_ALGORITHM
+    files: Annotated[dict[_Name, str], Field(min_length=1)]
+
+    def dump(self) -> bytes:
+        """The bytes of ``integrity.json``."""
+        return self.model_dump_json(indent=1).encode()
+
+    @classmethod
+    def parse(cls, data: bytes) -> Integrity:
+        """The digests in the bytes of ``integrity.json``; a ValueError if they are none."""
+        return cls.model_validate_json(data)
 
 
 class Manifest(BaseModel):
@@ -94,11 +121,15 @@ class Manifest(BaseModel):
 
 
 __all__ = [
+    "INTEGRITY_ALGORITHM",
+    "INTEGRITY_LIMIT",
+    "INTEGRITY_NAME",
     "MARKER_LIMIT",
     "MARKER_NAME",
     "RECORD_LIMIT",
     "RECORD_NAME",
     "FileRecord",
+    "Integrity",
     "Manifest",
     "Marker",
     "Record",

@@ -96,6 +96,24 @@ class ShardedTensor(ShardedBase):
         lengths = (1,) * self.prepend_axis_num + tuple(self.local_shape)
         return tuple(off // max(length, 1) for off, length in zip(self.global_offset, lengths, strict=True))
 
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """What indexes this shard's elements in the global tensor: an int a prepended axis, a slice any other."""
+        whole, offsets = self.prepend_axis_num, self.global_offset
+        spans = zip(offsets[whole:], self.local_shape, strict=True)
+        return (*offsets[:whole], *(slice(off, off + length) for off, length in spans))
+
+    def max_allowed_chunks(self) -> tuple[int, ...]:
+        """The extent of a cell of the regular grid, along every axis."""
+        if self.axis_fragmentations is None:
+            raise ShardingError(f"ShardedTensor {self.key!r} has an irregular grid: its cells have no one extent")
+        pairs = list(zip(self.global_shape, self.axis_fragmentations, strict=True))
+        if not self.allow_shape_mismatch and any(size % count for size, count in pairs):
+            raise ShardingError(
+                f"ShardedTensor {self.key!r}: global_shape {self.global_shape} is not divisible by axis_fragmentations "
+                f"{self.axis_fragmentations}"
+            )
+        return tuple(size // count for size, count in pairs)
+
     def without_data(self) -> ShardedTensor:
         """The same description with ``data=None``."""
         return dataclasses.replace(self, data=None)

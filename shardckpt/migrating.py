@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt.comm import Comm
 from shardckpt.entries import StrategyAction
 from shardckpt.errors import VersionTooOldError
 from shardckpt.gate import read_manifest
+from shardckpt.locations import locate
 from shardckpt.operation import Operation
 from shardckpt.plugins import host
-from shardckpt.saving import commit_files
 from shardckpt.storage.reader import CheckpointReader
+from shardckpt.transaction import Identity, commit_files
 
 if TYPE_CHECKING:
+    import os
+
     from shardckpt.plugins import PluginHost
     from shardckpt.storage.writer import CheckpointWriter
 
@@ -26,8 +27,8 @@ def migrate_checkpoint(
     """Write the checkpoint at ``old`` as a newer version at ``new``, whole or not at all.
 
     Args:
-        old: The checkpoint; it stays as it is.
-        new: Directory of the rewritten one: absent or empty.
+        old: The checkpoint, or its URL; it stays as it is.
+        new: Directory or URL of the rewritten one: absent or empty.
         to: Version to write; by default the newest that there is a migration to.
 
     Returns:
@@ -37,7 +38,7 @@ def migrate_checkpoint(
         VersionTooOldError: no installed plugin has such a migration.
     """
     plugins = host()
-    source, target = Path(os.path.realpath(old)), Path(os.path.realpath(new))
+    source, target = locate(old, plugins), locate(new, plugins)
     operation = Operation("migrate", target, Comm(alone=True), plugins)
     with operation.whole():
         manifest = read_manifest(source, plugins)
@@ -49,7 +50,8 @@ def migrate_checkpoint(
                 f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}; no installed plugin "
                 f"has the migration that is asked for (installed for it: {found})"
             )
-        identity = (manifest.backend, chosen.to_version, _reader_of(manifest.backend, chosen.to_version, plugins))
+        oldest = _reader_of(manifest.backend, chosen.to_version, plugins)
+        identity = Identity(manifest.backend, chosen.to_version, oldest)
         with CheckpointReader(source, manifest, verify=True) as reader:
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:

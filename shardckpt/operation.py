@@ -25,7 +25,7 @@ class Operation:
     """A save, load or migration under way on this rank.
 
     Args:
-        kind: ``save``, ``load`` or ``migrate``.
+        kind: ``save``, ``load``, ``migrate`` or ``remove``.
         directory: The checkpoint.
         comm: The ranks that take part.
         host: The plugins that hear of it.
@@ -35,6 +35,7 @@ class Operation:
         self.comm = comm
         self.host = host
         self._base = Event(kind, "", "start", str(directory), comm.rank)
+        self._started = 0.0
 
     def dispatched(self, strategy: Any) -> None:
         """Note which strategy does the work."""
@@ -49,8 +50,25 @@ class Operation:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Report the operation from start to end."""
-        with self._reported(""):
+        with self.begun():
             yield
+        self.ended()
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Report the start, and a failure; the end is reported by :meth:`ended`, when it comes."""
+        self._started = time.perf_counter()
+        self._emit(phase="", state="start", nbytes=0)
+        try:
+            yield
+        except Exception as exc:
+            self.ended(exc)
+            raise
+
+    def ended(self, error: BaseException | None = None) -> None:
+        """Report the end of an operation that :meth:`begun` started, or its failure."""
+        state, text = ("end", "") if error is None else ("failure", str(error))
+        self._emit(phase="", state=state, seconds=time.perf_counter() - self._started, error=text)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:

@@ -7,9 +7,11 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.comm import Comm
+from shardckpt.deal_cache import DealCache
+from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning.balance import deal
-from shardckpt.strategy import SaveStrategy
+from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
+from shardckpt.strategy import AsyncSaveStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,10 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.strategy import SaveContext
-
-#: Bytes that an object counts for: its size is not known before it is pickled.
-_OBJECT_BYTES = 4096
+    from shardckpt.strategy import PlanContext, PreparedSave, SaveContext, SaveStrategy
 
 
 class _Copy(NamedTuple):
@@ -31,7 +30,7 @@ class _Copy(NamedTuple):
     main: bool
 
 
-class FullyParallelSaveStrategyWrapper(SaveStrategy):
+class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
     """Saves through another strategy, with the shards that a group of ranks replicates dealt to its members by bytes.
 
     What is written is the same as without it, in files of about equal size. The caller's replica ids stay as they are.
@@ -39,51 +38,96 @@ class FullyParallelSaveStrategyWrapper(SaveStrategy):
     Args:
         strategy: Writes the checkpoint.
         group: The ranks that hold copies of each other's shards (data parallel); by default all that save.
+        do_cache_distribution: Keep the deal for the next save with this instance; it is used as long as no rank of the
+            group has any other shards, which is checked each time, and spares the gathering of what all have.
+            (Megatron's ``pg_cache_path``, a deal from a file that nothing checks, is not taken.)
+        backend: Megatron's argument: the strategy's own, or an error.
+        version: Megatron's argument: the strategy's own, or an error.
+        validate_access_integrity: Accepted for Megatron's callers: the save itself checks that each shard has one
+            main replica, and the deal keeps that.
+        parallelization_group: The name of ``group`` in Megatron until 0.16.
     """
 
-    def __init__(self, strategy: SaveStrategy, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        strategy: SaveStrategy,
+        group: ProcessGroup | None = None,
+        do_cache_distribution: bool = False,
+        backend: str | None = None,
+        version: int | None = None,
+        validate_access_integrity: bool = True,  # noqa: ARG002 - see the class
+        *,
+        parallelization_group: ProcessGroup | None = None,
+    ) -> None:
+        asked = (backend or strategy.backend, strategy.version if version is None else version)
+        if asked != (strategy.backend, strategy.version):
+            raise CheckpointingException(
+                f"backend and version {asked} are not those of the wrapped strategy, "
+                f"{(strategy.backend, strategy.version)}: leave them out"
+            )
         self._strategy = strategy
-        self._group = group
+        self._group = parallelization_group if group is None else group
+        self._cache: DealCache[set[tuple[Any, ...]]] = DealCache(enabled=do_cache_distribution)
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reader = strategy.reader  # type: ignore[misc]
+        self.writes = strategy.writes  # type: ignore[misc]
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Deal the shards out, and save."""
-        group = context.comm if self._group is None else Comm(self._group)
+        self._strategy.save(self._dealt(shards, context), common, context)
+
+    def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
+        """Deal the shards out, and plan a save behind the training, if the strategy can."""
+        if not isinstance(self._strategy, AsyncSaveStrategy):
+            raise CheckpointingException(
+                f"async_sharded_save=True: {type(self._strategy).__qualname__} saves in the foreground only; pass False"
+            )
+        return self._strategy.prepare(self._dealt(shards, context), common, context)
+
+    def _dealt(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
+        """Copies of the shards with new replica ids, which say what this rank is to write."""
         with context.comm.phase("dealing out shards"):
-            dealt = share_out(shards, group)
-        self._strategy.save(dealt, common, context)
+            group = context.comm if self._group is None else Comm(self._group)
+            dealt = share_out(shards, group, self._cache)
+        return dealt
 
 
-def share_out(shards: Sequence[ShardedBase], group: Comm) -> list[ShardedBase]:
+def share_out(
+    shards: Sequence[ShardedBase], group: Comm, cache: DealCache[set[tuple[Any, ...]]] | None = None
+) -> list[ShardedBase]:
     """The shards with new replica ids: each is the main one on exactly one rank of the group that has its main replica.
 
     Args:
         shards: This rank's; copies are returned, these stay as they are.
         group: The ranks to share the work.
+        cache: Has the last deal, to use if nothing has changed since.
     """
-    everyone = group.all_gather([_copy_of(shard) for shard in shards])
-    holders: dict[tuple[Any, ...], set[int]] = {}
-    sizes: dict[tuple[Any, ...], int] = {}
-    here: set[tuple[Any, ...]] = set()
-    for rank, copies in enumerate(everyone):
-        for shard, nbytes, main in copies:
-            holders.setdefault(shard, set()).add(rank)
-            sizes[shard] = nbytes
-            if main:
-                here.add(shard)
-    ordered = sorted(here, key=repr)
-    writers = deal([tuple(sorted(holders[shard])) for shard in ordered], [sizes[shard] for shard in ordered])
-    mine = {shard for shard, rank in zip(ordered, writers, strict=True) if rank == group.rank}
+    with group.phase("listing shards"):
+        copies = [_copy_of(shard) for shard in shards]
+    cache = DealCache(enabled=False) if cache is None else cache
+    mine = set(cache.get(copies, group, lambda: _parts(group.all_gather(copies))[group.rank]))
     return [_renumbered(shard, mine) for shard in shards]
+
+
+def _parts(everyone: list[list[_Copy]]) -> list[set[tuple[Any, ...]]]:
+    """What each rank of a group writes."""
+    sizes = {c.shard: c.nbytes for copies in everyone for c in copies}
+    here = {c.shard for copies in everyone for c in copies if c.main}
+    everywhere = holders_by_shard([c.shard for c in copies] for copies in everyone)
+    holders = {shard: ranks for shard, ranks in everywhere.items() if shard in here}
+    parts: list[set[tuple[Any, ...]]] = [set() for _ in everyone]
+    writers = deal(list(holders.values()), [sizes[shard] for shard in holders])
+    for shard, rank in zip(holders, writers, strict=True):
+        parts[rank].add(shard)
+    return parts
 
 
 def _copy_of(shard: ShardedBase) -> _Copy:
     main = is_main_replica(shard.replica_id)
     if isinstance(shard, ShardedTensor):
         return _Copy(_shard_id(shard), math.prod(shard.data_shape) * shard.dtype.itemsize, main)
-    return _Copy(_shard_id(shard), _OBJECT_BYTES, main)
+    return _Copy(_shard_id(shard), OBJECT_BYTES, main)
 
 
 def _shard_id(shard: ShardedBase) -> tuple[Any, ...]:

@@ -10,6 +10,14 @@ from shardckpt.errors import CheckpointingException
 DISABLED_PLUGINS = "SHARDCKPT_DISABLED_PLUGINS"
 #: Threads that read or write files, a rank; 1 does all file work in the calling thread.
 IO_THREADS = "SHARDCKPT_IO_THREADS"
+#: Attempts at a request to a remote store, with growing pauses, before it is an error.
+REMOTE_ATTEMPTS = "SHARDCKPT_REMOTE_ATTEMPTS"
+#: Threads that read from a remote store, a rank: more than cores, for they wait.
+REMOTE_THREADS = "SHARDCKPT_REMOTE_THREADS"
+#: Directory on the machine's own disk where what goes to a remote store is written first; by default the system's.
+SPOOL_DIR = "SHARDCKPT_SPOOL_DIR"
+#: Background saves of which copies may wait in memory at a time; the next one waits for the first to be written.
+STAGED_SAVES = "SHARDCKPT_STAGED_SAVES"
 #: 1 checks the digests of what is read (the default), 0 does not.
 VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
@@ -23,6 +31,26 @@ def disabled_plugins() -> frozenset[str]:
 def io_threads() -> int:
     """Number of file threads a rank; by default the cores, at most 4."""
     return _integer(IO_THREADS, default=min(4, os.cpu_count() or 1), least=1)
+
+
+def remote_attempts() -> int:
+    """How often a request to a remote store is tried."""
+    return _integer(REMOTE_ATTEMPTS, default=5, least=1)
+
+
+def remote_threads() -> int:
+    """Number of threads a rank that read from a remote store."""
+    return _integer(REMOTE_THREADS, default=16, least=1)
+
+
+def spool_directory() -> str | None:
+    """Where files wait to be uploaded; None is the system's directory for temporary files."""
+    return os.environ.get(SPOOL_DIR) or None
+
+
+def staged_saves() -> int:
+    """Number of background saves that are staged at a time."""
+    return _integer(STAGED_SAVES, default=2, least=1)
 
 
 def verify_reads() -> bool:
@@ -39,4 +67,19 @@ def _integer(name: str, *, default: int, least: int) -> int:
     return int(text)
 
 
-__all__ = ["DISABLED_PLUGINS", "IO_THREADS", "VERIFY_READS", "disabled_plugins", "io_threads", "verify_reads"]
+__all__ = [
+    "DISABLED_PLUGINS",
+    "IO_THREADS",
+    "REMOTE_ATTEMPTS",
+    "REMOTE_THREADS",
+    "SPOOL_DIR",
+    "STAGED_SAVES",
+    "VERIFY_READS",
+    "disabled_plugins",
+    "io_threads",
+    "remote_attempts",
+    "remote_threads",
+    "spool_directory",
+    "staged_saves",
+    "verify_reads",
+]

@@ -154,9 +154,9 @@ def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
 
 def map_reduce(
     xs: Iterable[_V],
-    key_fn: Callable[[_V], _K],
-    value_fn: Callable[[_V], Any],
-    reduce_fn: Callable[[list[Any]], _R],
+    key_fn: Callable[[_V], _K] = lambda x: x,  # type: ignore[assignment,return-value]
+    value_fn: Callable[[_V], Any] = lambda x: x,
+    reduce_fn: Callable[[list[Any]], _R] = lambda values: values,  # type: ignore[assignment,return-value]
 ) -> dict[_K, _R]:
     """Group ``value_fn(x)`` by ``key_fn(x)`` and reduce every group: ``{key: reduce_fn([values])}``."""
     groups: dict[_K, list[Any]] = {}
@@ -207,6 +207,14 @@ def extract_sharded_tensors_and_factories(
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory)))
 
 
+def extract_sharded_tensors_or_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """``(sharded tensors, factories and local non-persistent objects, rest)``."""
+    kinds = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, kinds))
+
+
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """``(everything sharded, rest)``."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
@@ -254,15 +262,46 @@ def save_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[list[ShardedB
     Raises:
         ShardingError: a shard contradicts itself, or a leaf of the common state is one rank's part of something.
     """
+    sharded, common = split_for_save(sharded_state_dict)
+    return list(nested_values(sharded)), common
+
+
+def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
+    """As :func:`save_preprocess`, with the shards in a nest of the argument's form."""
     built = dict_list_map_outplace(build_copy, sharded_state_dict)
     _, persistent = extract_nonpersistent(built)
     sharded, common = extract_sharded_base(persistent)
-    shards = list(nested_values(sharded))
-    for shard in shards:
+    for shard in nested_values(sharded):
         shard.validate_metadata_integrity()
     for path, leaf in nested_items(common):
         _refuse_parts(leaf, path)
-    return shards, common
+    return sharded, common
+
+
+def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, StateDict]:
+    """What a load wants, taken apart: ``(wanted, local values, factories)``; the argument stays.
+
+    Returns:
+        A nest with factories built and local objects left out; the local objects' values; and the factories, with
+        lists as dicts from index to value, as :func:`apply_factory_merges` takes them.
+    """
+    wanted = filter_out_empty_flatten_tensor(sharded_state_dict)
+    factories, _ = extract_matching_values(
+        wanted, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    local, rest = extract_nonpersistent(dict_list_map_outplace(build_copy, wanted))
+    return rest, dict_list_map_outplace(LocalNonpersistentObject.unwrap, local), factories
+
+
+def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """The nest without flattened shards that hold no element; the argument stays."""
+    _, kept = extract_matching_values(sharded_state_dict, _is_empty_flat)
+    return kept  # type: ignore[no-any-return]
+
+
+def _is_empty_flat(leaf: Any) -> bool:
+    part = leaf.flattened_range if isinstance(leaf, ShardedTensor) else None
+    return part is not None and part.start == part.stop
 
 
 def _refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
@@ -289,8 +328,17 @@ def _built(value: Any) -> Any:
 def build_copy(value: Any) -> Any:
     """A leaf with its factory built and its description copied: what is done to it never reaches the caller's."""
     if isinstance(value, ShardedTensorFactory):
-        return dict_list_map_outplace(_copied, value.build())
+        with torch.no_grad():
+            return dict_list_map_outplace(_detached, value.build())
     return _copied(value)
+
+
+def _detached(value: Any) -> Any:
+    """A copy of what a factory built; its pieces are views of a parameter, and are to be filled outside autograd."""
+    piece = _copied(value)
+    if isinstance(piece, ShardedTensor) and piece.data is not None:
+        piece.data = piece.data.detach()
+    return piece
 
 
 def _copied(value: Any) -> Any:
@@ -356,10 +404,14 @@ __all__ = [
     "extract_sharded_base",
     "extract_sharded_tensors",
     "extract_sharded_tensors_and_factories",
+    "extract_sharded_tensors_or_nonpersistent",
+    "filter_out_empty_flatten_tensor",
+    "load_preprocess",
     "map_reduce",
     "merge",
     "nested_items",
     "nested_values",
     "replace_prefix_for_sharding",
     "save_preprocess",
+    "split_for_save",
 ]

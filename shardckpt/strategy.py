@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    import torch
 
     from shardckpt.comm import Comm
     from shardckpt.manifest import Manifest
@@ -17,21 +19,30 @@ if TYPE_CHECKING:
     from shardckpt.storage.writer import CheckpointWriter
 
 
-@dataclass(frozen=True)
-class SaveContext:
-    """Where and with whom a strategy saves.
+@dataclass(frozen=True, kw_only=True)
+class PlanContext:
+    """With whom a strategy plans a save.
 
     Attributes:
-        writer: Creates the checkpoint's files in the staging directory; digests, fsync and commit are its business.
         comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)``.
         save_id: A name that no other save has.
         allow_globals: Classes and functions that objects may name although a load refuses them without leave.
     """
 
-    writer: CheckpointWriter
     comm: Comm
     save_id: str
     allow_globals: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveContext(PlanContext):
+    """Where and with whom a strategy saves.
+
+    Attributes:
+        writer: Creates the checkpoint's files in the staging directory; digests, fsync and commit are its business.
+    """
+
+    writer: CheckpointWriter
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class LoadContext:
 
 
 class SaveStrategy(ABC):
-    """Writes checkpoints of one (backend, version); an instance serves one save.
+    """Writes checkpoints of one (backend, version); an instance made by the registry serves one save.
 
     Attributes:
         backend: Name of the format family.
@@ -73,6 +84,51 @@ class SaveStrategy(ABC):
             common: The state that is not sharded; the main rank's is the one to store.
             context: Where and with whom.
         """
+
+
+class BackgroundWork(Protocol):
+    """A rank's part of a save, planned: all that writing it needs, and no other rank; it can be pickled.
+
+    Attributes:
+        tensors: What is to be written; copies take their places before the caller goes on with its own.
+        keys: Whose they are, for errors.
+    """
+
+    tensors: list[torch.Tensor]
+    keys: list[str]
+
+    def write(self, writer: CheckpointWriter) -> Any:
+        """Write the files, in any thread or process, and say for ``finish`` what is where: plain data."""
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """A save that is planned and not written.
+
+    Attributes:
+        work: What this rank writes.
+        finish: ``finish(results, context)``, called on every rank when all have written; on the main rank the results
+            are those of every rank's ``work.write``, in rank order, elsewhere there are none. It writes what names
+            the rest.
+    """
+
+    work: BackgroundWork
+    finish: Callable[[Sequence[Any], SaveContext], None]
+
+
+class AsyncSaveStrategy(SaveStrategy):
+    """A save strategy whose writing needs no other rank, so that it can go on behind the training."""
+
+    @abstractmethod
+    def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
+        """Plan with all ranks; the arguments are those of :meth:`save`. Objects are pickled here, tensors not read."""
+
+    def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
+        """Prepare, write and finish, here and now."""
+        prepared = self.prepare(shards, common, context)
+        with context.comm.phase("writing shards"):
+            result = prepared.work.write(context.writer)
+        prepared.finish(context.comm.gather(result), context)
 
 
 class LoadStrategy(ABC):
@@ -129,6 +185,32 @@ class OwnsFiles(Protocol):
         """Names of the checkpoint's files."""
 
 
+@dataclass(frozen=True)
+class Removal:
+    """What leaving keys out of a checkpoint changes in its directory.
+
+    Attributes:
+        keys: The keys that are left out.
+        renewed: New bytes of the files that name the keys, by file name.
+        dropped: Names of the files that nothing needs any more.
+    """
+
+    keys: frozenset[str]
+    renewed: dict[str, bytes]
+    dropped: frozenset[str]
+
+
+@runtime_checkable
+class RemovesKeys(Protocol):
+    """A load strategy that can leave tensors and objects out of a stored checkpoint."""
+
+    def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
+        """What changes without the tensors and objects whose keys begin with the prefix; the common state stays.
+
+        Nothing is written here; a file that holds any other key is neither renewed nor dropped.
+        """
+
+
 class Migration(ABC):
     """Rewrites a checkpoint of one version as another; ``shardckpt migrate OLD NEW`` runs it.
 
@@ -148,11 +230,17 @@ class Migration(ABC):
 
 
 __all__ = [
+    "AsyncSaveStrategy",
+    "BackgroundWork",
     "LoadContext",
     "LoadStrategy",
     "Migration",
     "OwnsFiles",
+    "PlanContext",
+    "PreparedSave",
     "Recognises",
+    "Removal",
+    "RemovesKeys",
     "SaveContext",
     "SaveStrategy",
 ]

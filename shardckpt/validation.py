@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning.boxes import Box, Ints, shard_parts
 from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.state_dict import dict_list_map_outplace, diff, map_reduce
+from shardckpt.state_dict import dict_list_map_outplace, diff, extract_matching_values, map_reduce, nested_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from shardckpt.comm import Comm
-    from shardckpt.mapping import CommonStateDict
+    from torch.distributed import ProcessGroup
+
+    from shardckpt.mapping import CommonStateDict, ShardedStateDict
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,21 @@ class StrictHandling(Enum):
     def returns_keys(self) -> bool:
         """Whether load returns the mismatched keys beside the state dict."""
         return self in (self.RETURN_UNEXPECTED, self.RETURN_ALL)
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Whether the mode looks at the checkpoint's keys before it loads (Megatron's name)."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Whether the mode needs every rank's keys (Megatron's name)."""
+        return val.checks_all
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Whether load returns the mismatched keys beside the state dict (Megatron's name)."""
+        return val.returns_keys
 
 
 def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
@@ -127,10 +144,108 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
     everyone = comm.gather(claims)
     with comm.phase("checking the shards of all ranks"):
         if comm.is_main:
-            faults = find_faults(everyone)
-            if faults:
-                shown = faults[:_SHOWN] + ([f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])
-                raise ShardingError("shards do not fit together:\n  " + "\n  ".join(shown))
+            _refuse(find_faults(everyone))
+
+
+def determine_global_metadata(
+    sharded_state_dict: ShardedStateDict, process_group: ProcessGroup | None = None
+) -> tuple[list[ShardedBase], list[list[ShardedBase]]]:
+    """This rank's shards without data, and those of all ranks, by rank.
+
+    Args:
+        sharded_state_dict: A nest of ShardedTensors and ShardedObjects; other leaves are left out.
+        process_group: The ranks; by default all.
+    """
+    comm = Comm(process_group)
+    with comm.phase("describing shards"):
+        mine = [leaf.without_data() for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)]
+    return mine, comm.all_gather(mine)
+
+
+def validate_sharding_integrity(
+    global_metadata: Sequence[Sequence[ShardedBase]], common_state_dict: CommonStateDict | None = None
+) -> None:
+    """Check, by :func:`determine_global_metadata`'s second result, what :func:`validate_shards` checks.
+
+    Args:
+        global_metadata: The shards of all ranks, by rank.
+        common_state_dict: Where given, all ranks of the default group compare theirs, and warn of differences.
+
+    Raises:
+        ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
+    """
+    comm = Comm()
+    with comm.phase("checking the shards of all ranks"):
+        _refuse(find_faults([[_claim(shard) for shard in shards] for shards in global_metadata]))
+    if common_state_dict is not None:
+        compare_common(common_state_dict, None, comm)
+
+
+def validate_integrity_and_strict_load(
+    sharded_state_dict: ShardedStateDict,
+    strict: StrictHandling,
+    validate_access_integrity: bool,
+    local_metadata: Sequence[ShardedBase] | None = None,
+    global_metadata: Sequence[Sequence[ShardedBase]] | None = None,
+    ckpt_sharded_metadata: Mapping[str, ShardedBase] | None = None,
+) -> tuple[ShardedStateDict, set[str], set[str]]:
+    """Apply a strictness mode to wanted shards; all ranks of the default group call it.
+
+    Args:
+        sharded_state_dict: A nest of the wanted shards.
+        strict: What to do about keys that do not match.
+        validate_access_integrity: Whether to check that all ranks' shards fit together too.
+        local_metadata: This rank's shards, where they are listed already.
+        global_metadata: All ranks' shards, by rank; needed for that check.
+        ckpt_sharded_metadata: What is stored; needed for every mode but ``assume_ok_unexpected``.
+
+    Returns:
+        The wanted shards that are stored, and the missing and unexpected keys in Megatron's words.
+
+    Raises:
+        KeyMismatchError: some rank's keys do not match and the mode forbids it.
+    """
+    mismatch = KeyMismatch(frozenset(), frozenset())
+    if strict is not StrictHandling.ASSUME_OK_UNEXPECTED:
+        if ckpt_sharded_metadata is None:
+            raise CheckpointingException(f"strict={strict.value!r} needs ckpt_sharded_metadata")
+        wanted = list(nested_values(sharded_state_dict) if local_metadata is None else local_metadata)
+        mismatch = compare_keys(wanted, map(stored_key, ckpt_sharded_metadata.values()), strict, Comm())
+    if validate_access_integrity:
+        if global_metadata is None:
+            raise CheckpointingException("validate_access_integrity=True needs global_metadata")
+        validate_sharding_integrity(global_metadata)
+    kept = adjust_non_strict_load(sharded_state_dict, mismatch.unexpected)
+    if strict is StrictHandling.IGNORE_ALL:
+        return kept, set(), set()
+    return kept, set(mismatch.missing), set(mismatch.unexpected)
+
+
+def adjust_non_strict_load(
+    sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: Collection[str]
+) -> ShardedStateDict:
+    """The nest without the shards of the given keys (an object's plain key, or its unique one); the argument stays."""
+    removed = frozenset(sharded_keys_to_remove)
+    _, kept = extract_matching_values(
+        sharded_state_dict, lambda leaf: isinstance(leaf, ShardedBase) and not removed.isdisjoint(_names(leaf))
+    )
+    return kept  # type: ignore[no-any-return]
+
+
+def _names(shard: ShardedBase) -> tuple[str, str]:
+    return shard.key, stored_key(shard)
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: Collection[str], unexpected_keys: Collection[str], raise_error: bool = True
+) -> None:
+    """Raise, or else log, if there are keys that do not match (in Megatron's words)."""
+    if not missing_keys and not unexpected_keys:
+        return
+    text = _mismatch_text(frozenset(missing_keys), frozenset(unexpected_keys))
+    if raise_error:
+        raise KeyMismatchError(text)
+    logger.warning("%s", text)
 
 
 def compare_common(
@@ -221,6 +336,13 @@ def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]
         yield f"{part} describes {_region(hole)} of the global shape {first.global_shape}{hint}"
 
 
+def _refuse(faults: Sequence[str]) -> None:
+    """Raise one error with the first faults, if there are any."""
+    if faults:
+        shown = [*faults[:_SHOWN], *([f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])]
+        raise ShardingError("shards do not fit together:\n  " + "\n  ".join(shown))
+
+
 def _region(box: Box) -> str:
     return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(box.offset, box.end, strict=True)) + "]"
 
@@ -243,10 +365,15 @@ def _mismatch_text(missing: frozenset[str], unexpected: frozenset[str]) -> str:
 __all__ = [
     "KeyMismatch",
     "StrictHandling",
+    "adjust_non_strict_load",
     "compare_common",
     "compare_keys",
+    "determine_global_metadata",
     "find_faults",
+    "maybe_report_missing_and_unexpected_keys",
     "parse_strict_flag",
     "stored_key",
+    "validate_integrity_and_strict_load",
+    "validate_sharding_integrity",
     "validate_shards",
 ]

@@ -8,7 +8,7 @@ import torch
 from shardckpt import __version__
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.mapping import ShardedTensor
+from shardckpt.mapping import ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
     out = capsys.readouterr().out
-    expected = {"--help": ("demo", "strategies", "verify", "migrate"), "--version": (__version__,)}
+    expected = {"--help": ("demo", "strategies", "inspect", "verify", "migrate", "remove"), "--version": (__version__,)}
     assert all(text in out for text in expected.get(arguments[0], ("usage",)))
 
 
@@ -38,6 +38,23 @@ def test_strategies_lists_the_built_ins(capsys: pytest.CaptureFixture[str]) -> N
     assert ["torch_dist", "1"] in [row[:2] for row in rows]
     assert {row[2] for row in rows if row[:1] == ["torch_dist"]} == {"load", "save"}
     assert all(f"shardckpt {__version__}" in " ".join(row) for row in rows if row[:1] == ["torch_dist"])
+
+
+def test_inspect_lists_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys with dtype, shape and bytes, objects and common state; a prefix lists a part."""
+    state = {
+        "w": ShardedTensor.from_rank_offsets("model.w", torch.ones(2, 3)),
+        "o": ShardedObject("rng", 1, (1,), (0,)),
+        "iteration": 3,
+    }
+    dc.save(state, tmp_path / "c")
+    assert main(["inspect", str(tmp_path / "c")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["model.w", "float32", "2x3", "24"] in rows
+    assert ["rng/shard_0_1", "object"] in rows
+    assert ["iteration", "common"] in rows
+    assert main(["inspect", str(tmp_path / "c"), "model."]) == 0
+    assert "rng" not in capsys.readouterr().out
 
 
 def test_verify_says_as_written_or_what_is_wrong(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

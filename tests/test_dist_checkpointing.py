@@ -324,7 +324,8 @@ def test_what_a_load_would_refuse_a_save_refuses(tmp_path: Path) -> None:
 
 
 def test_megatrons_keywords_are_taken(tmp_path: Path) -> None:
-    """What trainers pass to Megatron's save is accepted, and a background save is refused by name."""
-    dc.save({"a": 1}, tmp_path / "c", async_sharded_save=False, preprocess_common_before_consistancy_check=dict)
-    with pytest.raises(CheckpointingException, match="async_sharded_save=True"):
-        dc.save({"a": 1}, tmp_path / "d", async_sharded_save=True)
+    """What trainers pass to Megatron's save is accepted, by position and by name."""
+    dc.save({"a": 1}, tmp_path / "c", None, True, False, dict, {"kind": "x"}, "mcore", True)
+    assert dc.load_content_metadata(tmp_path / "c") == {"kind": "x"}
+    assert (tmp_path / "c" / "integrity.json").exists()
+    dc.save({"a": 1}, tmp_path / "d", async_sharded_save=False, preprocess_common_before_consistancy_check=dict)

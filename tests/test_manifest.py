@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
+from shardckpt import dist_checkpointing as dc
 from shardckpt.manifest import FileRecord, Record
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RECORD = Record(
     save_id="0123",
@@ -32,3 +38,23 @@ def test_any_changed_byte_is_noticed(mask: int) -> None:
         changed[place] ^= mask
         with pytest.raises(ValueError, match=r"\w"):
             Record.parse(bytes(changed))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"kind": "reshardable", "versions": [1, 2.5, None, True]}, ["plain"], "0" * 64, {"self_digest": "0" * 64}],
+    ids=str,
+)
+def test_content_metadata_is_read_without_unpickling(tmp_path: Path, content: Any) -> None:
+    """What JSON can say stands in shardckpt.json, and is found there though the pickle beside it is gone."""
+    dc.save({"a": 1}, tmp_path / "c", content_metadata=content)
+    assert dc.load_common_state_dict(tmp_path / "c")["content_metadata"] == content
+    (tmp_path / "c" / "common.pt").unlink()
+    assert dc.load_content_metadata(tmp_path / "c") == content
+
+
+@pytest.mark.parametrize("content", [{"sizes": (1, 2)}, {3: "three"}, {"nan": float("nan")}], ids=str)
+def test_content_metadata_that_json_would_change_is_pickled(tmp_path: Path, content: Any) -> None:
+    """A tuple comes back as a tuple, an integer key as an integer: such values are read from the common state."""
+    dc.save({"a": 1}, tmp_path / "c", content_metadata=content)
+    assert repr(dc.load_content_metadata(tmp_path / "c")) == repr(content)

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.comm import Comm
+from shardckpt.deal_cache import DealCache
+from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
-from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.parallel import FullyParallelSaveStrategyWrapper
+from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.parallel import FullyParallelSaveStrategyWrapper, share_out
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,3 +81,76 @@ def test_errors_are_everyones_here_too(ranks: RankPool, tmp_path: Path) -> None:
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "w0" in outcomes[0].message
     assert not list(tmp_path.iterdir())
+
+
+def _objects() -> int:
+    shards = [ShardedObject("o", n, (8,), (n,), replica_id=dist.get_rank()) for n in range(8)]
+    return sum(is_main_replica(shard.replica_id) for shard in share_out(shards, Comm()))
+
+
+def test_objects_are_dealt_too(ranks: RankPool) -> None:
+    """Objects of which all ranks have copies are not left to the main rank."""
+    assert ranks.run(4, _objects) == [2, 2, 2, 2]
+
+
+def _with_extra(number: int) -> dict[str, Any]:
+    """The state of save ``number``; from the third on, rank 3 alone has a tensor more, and one of another size."""
+    state = _state()
+    if number >= 2 and dist.get_rank() == 3:
+        state["extra"] = ShardedTensor.from_rank_offsets("extra", torch.full((5,), float(number)))
+    if number >= 3:
+        copies = dist.get_rank()
+        state["grown"] = ShardedTensor.from_rank_offsets("grown", torch.full((9,), float(number)), replica_id=copies)
+    return state
+
+
+def _save_again_and_again(path: str) -> None:
+    strategy = FullyParallelSaveStrategyWrapper(dc.get_default_save_sharded_strategy(), do_cache_distribution=True)
+    for number in range(5):
+        dc.save(_with_extra(number), f"{path}/{number}", strategy)
+
+
+def test_a_changed_structure_is_saved_in_full(ranks: RankPool, tmp_path: Path) -> None:
+    """With a kept deal, what one rank has anew is in the checkpoint, and what all have is still there once."""
+    ranks.run(4, _save_again_and_again, str(tmp_path))
+    for number in range(5):
+        ranks.run(4, _load, str(tmp_path / str(number)))
+        tensors = dc.load_plain_tensors(tmp_path / str(number))
+        assert ("extra" in tensors, "grown" in tensors) == (number >= 2, number >= 3)
+        assert all(torch.all(tensors[key] == number) for key in ("extra", "grown") if key in tensors)
+
+
+class _CountingComm(Comm):
+    gathers = 0
+
+    def all_gather(self, value: Any) -> Any:
+        self.gathers += 1
+        return super().all_gather(value)
+
+
+def _gathers() -> list[int]:
+    comm, cache = _CountingComm(), DealCache[Any](enabled=True)
+    counts = []
+    for number in range(5):
+        shards = [leaf for leaf in _with_extra(number).values() if isinstance(leaf, ShardedTensor)]
+        dealt = share_out(shards, comm, cache)
+        again = share_out(shards, Comm())
+        assert [shard.replica_id for shard in dealt] == [shard.replica_id for shard in again]
+        counts.append(comm.gathers)
+    return counts
+
+
+def test_an_unchanged_structure_is_not_gathered(ranks: RankPool) -> None:
+    """Saves of the same structure send no gather for a deal; any rank's change makes all deal anew."""
+    assert ranks.run(4, _gathers) == [[1, 1, 2, 3, 3]] * 4
+
+
+def test_megatrons_arguments_are_checked() -> None:
+    """Backend and version may be repeated, not changed; a deal from a file that nothing checks is not taken."""
+    strategy = dc.get_default_save_sharded_strategy()
+    same = FullyParallelSaveStrategyWrapper(strategy, None, False, strategy.backend, strategy.version)
+    assert (same.backend, same.version) == (strategy.backend, strategy.version)
+    with pytest.raises(CheckpointingException, match="not those of the wrapped strategy"):
+        FullyParallelSaveStrategyWrapper(strategy, backend="zarr")
+    with pytest.raises(TypeError, match="pg_cache_path"):
+        FullyParallelSaveStrategyWrapper(strategy, pg_cache_path="x")  # type: ignore[call-arg]

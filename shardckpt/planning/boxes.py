@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.wrappers import dequantized, is_quantized
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -107,10 +109,17 @@ def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
 
 
 def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
-    """The shard's elements of one of its :func:`shard_parts`, as a view of the part's shape."""
+    """The shard's elements of one of its :func:`shard_parts`, in the part's shape.
+
+    A view of ``data``, except where that is quantized and of another shape: then a view of its dequantized values.
+    """
     if shard.data is None:
         raise ValueError(f"ShardedTensor {shard.key!r} has no data")
     data = shard.data.detach()
+    if shard.flattened_range is None and not shard.prepend_axis_num:
+        return data
+    if is_quantized(data):
+        data = dequantized(data)
     if shard.flattened_range is not None:
         data = data[part.start : part.start + part.box.volume].view(part.box.shape)
     return data.view(part.box.shape) if data.is_contiguous() else data[(None,) * shard.prepend_axis_num]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_REMOTE = -1  # stands for a descriptor where a store has the file
 _VECTORS = 1024  # IOV_MAX on Linux
 _LINK = (
     "cannot open {path}: it is a symbolic link, which is refused so that no file outside the checkpoint is read; where "
@@ -54,9 +56,21 @@ def open_new(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
+def is_there(path: Path) -> bool:
+    """Whether anything has the name, a link to nowhere too."""
+    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file, or of a link itself; an OSError if it is not there."""
+    return path.size if isinstance(path, RemotePath) else path.lstat().st_size
+
+
 def open_existing(path: Path) -> tuple[int, int]:
-    """Descriptor and size of a regular file; links, devices and pipes are refused."""
+    """Descriptor and size of a regular file; links, devices and pipes are refused. :func:`close_file` closes it."""
     with naming("open", path):
+        if isinstance(path, RemotePath):
+            return _REMOTE, path.size
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as exc:
@@ -68,6 +82,12 @@ def open_existing(path: Path) -> tuple[int, int]:
         os.close(fd)
         raise CorruptCheckpointError(f"{path} is not a regular file")
     return fd, info.st_size
+
+
+def close_file(fd: int) -> None:
+    """Close what :func:`open_existing` has opened."""
+    if fd != _REMOTE:
+        os.close(fd)
 
 
 def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int) -> None:
@@ -87,7 +107,7 @@ def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
     left = buffer
     while left.nbytes:
         with naming(f"read at offset {offset} of", path):
-            done = os.preadv(fd, [left], offset)
+            done = _read_remote(path, left, offset) if isinstance(path, RemotePath) else os.preadv(fd, [left], offset)
         if not done:
             raise CorruptCheckpointError(f"{path} ends at offset {offset}: {left.nbytes} bytes are missing")
         left, offset = left[done:], offset + done
@@ -102,7 +122,7 @@ def read_file(path: Path, limit: int) -> bytes:
         buffer = bytearray(size)
         read_into(fd, path, memoryview(buffer), 0)
     finally:
-        os.close(fd)
+        close_file(fd)
     return bytes(buffer)
 
 
@@ -132,6 +152,15 @@ def exchange(a: Path, b: Path) -> bool:
         raise OSError(code, os.strerror(code))
 
 
+def _read_remote(path: RemotePath, buffer: memoryview, offset: int) -> int:
+    """Fill the beginning of the buffer from a store; how many bytes came."""
+    found = path.read_range(offset, buffer.nbytes)
+    if len(found) > buffer.nbytes:
+        raise StorageError(f"{path}: asked for {buffer.nbytes} bytes at offset {offset}, its store gave {len(found)}")
+    buffer[: len(found)] = found
+    return len(found)
+
+
 def _sync(path: Path, flags: int) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
@@ -152,7 +181,10 @@ def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
 __all__ = [
     "FILE_NAME",
     "check_file_name",
+    "close_file",
     "exchange",
+    "file_size",
+    "is_there",
     "naming",
     "open_existing",
     "open_new",

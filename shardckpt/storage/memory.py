@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.errors import ShardingError
+from shardckpt.wrappers import dequantized, is_quantized, kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,7 +47,7 @@ def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ShardingError: the tensor has no memory of its own that holds its values.
     """
-    values = _dequantized(tensor) if _dequantizes(tensor) else tensor.detach()
+    values = dequantized(tensor) if is_quantized(tensor) else tensor.detach()
     if not _has_memory(values) or values.shape != tensor.shape:
         raise ShardingError(_refusal(tensor))
     return values.resolve_conj().resolve_neg().cpu().contiguous()
@@ -54,7 +55,7 @@ def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes of the tensor's memory are its values, as its dtype and strides say."""
-    return not (tensor.is_conj() or tensor.is_neg() or _dequantizes(tensor)) and _has_memory(tensor)
+    return not (tensor.is_conj() or tensor.is_neg() or is_quantized(tensor)) and _has_memory(tensor)
 
 
 def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
@@ -71,21 +72,6 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _dequantizes(tensor: torch.Tensor) -> bool:
-    return type(tensor).dequantize is not torch.Tensor.dequantize
-
-
-def _dequantized(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        values = tensor.dequantize()
-    if values.dtype != tensor.dtype and not (tensor.is_floating_point() and tensor.element_size() > 1):
-        raise ShardingError(
-            f"a {_kind(tensor)} shows the dtype {tensor.dtype} and dequantizes to {values.dtype}, which that cannot "
-            "hold: give its dequantized values as a plain tensor, and describe that"
-        )
-    return values.to(tensor.dtype)
-
-
 def _has_memory(tensor: torch.Tensor) -> bool:
     """False for wrappers around other tensors, tensors without data, and layouts that are not strided."""
     if tensor.layout != torch.strided:
@@ -99,14 +85,10 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _refusal(tensor: torch.Tensor) -> str:
     return (
-        f"a {_kind(tensor)} of shape {tuple(tensor.shape)} on {tensor.device} ({tensor.layout}) has no memory of its "
+        f"a {kind(tensor)} of shape {tuple(tensor.shape)} on {tensor.device} ({tensor.layout}) has no memory of its "
         "own that holds its values: describe a DTensor with shardckpt.adapters, and give any other as a plain tensor "
         "(its local, dequantized or dense values)"
     )
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
 __all__ = ["is_plain", "plain_cpu", "synchronize_devices", "tensor_bytes"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardckpt import settings
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.storage.digest import ALGORITHM, Segments, checksum
-from shardckpt.storage.filesystem import check_file_name, open_existing, read_into
+from shardckpt.storage.digest import ALGORITHM, SEGMENT_BYTES, Segments, checksum
+from shardckpt.storage.filesystem import check_file_name, close_file, is_there, open_existing, read_into
+from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.writer import WORTH_A_THREAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+#: Largest piece in which a file is read as a whole.
+BLOCK_BYTES = 4 * SEGMENT_BYTES
 
 
 class _OpenFile:
@@ -42,7 +45,7 @@ class _OpenFile:
             if verify:
                 self.segments = Segments.unpack(record.segments, record.digest, record.size)
         except CorruptCheckpointError as exc:
-            os.close(self.fd)
+            close_file(self.fd)
             raise CorruptCheckpointError(f"{path}: {exc}") from exc
 
 
@@ -74,8 +77,8 @@ class CheckpointReader:
         """Whether the file belongs to the checkpoint."""
         path = self.directory / check_file_name(name)
         if self._records is None:
-            return os.path.lexists(path)
-        if name not in self._records and os.path.lexists(path):
+            return is_there(path)
+        if name not in self._records and is_there(path):
             raise CorruptCheckpointError(f"{path} is there and {RECORD_NAME} does not name it: one of them is damaged")
         return name in self._records
 
@@ -101,6 +104,23 @@ class CheckpointReader:
         _check_range(file, offset, buffer.nbytes, what)
         self._fill(file, offset, buffer.cast("B"), what)
 
+    def blocks(self, name: str) -> Iterator[memoryview]:
+        """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
+
+        The file is open only meanwhile, so that there may be more files than descriptors.
+        """
+        file = self._opened(name)
+        try:
+            buffer = memoryview(bytearray(min(file.size, BLOCK_BYTES)))
+            start = 0
+            for stop in _block_ends(file):
+                block = buffer[: stop - start]
+                self._fill(file, start, block, name)
+                yield block
+                start = stop
+        finally:
+            close_file(file.fd)
+
     def parsed(self, name: str, parse: Callable[[], _T]) -> _T:
         """``parse()``, done once in the life of this reader and kept under ``name``."""
         if name not in self._parsed:
@@ -110,6 +130,8 @@ class CheckpointReader:
     def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
         """``function`` of every item: large ones by the file threads, small ones by this thread meanwhile.
 
+        What is on a store is read by threads alone, for each request waits.
+
         After the first failure, or an interrupt, nothing more is begun; of several failures the first item's is raised.
 
         Args:
@@ -117,7 +139,8 @@ class CheckpointReader:
             items: What to read, in the order of the results.
             size: Bytes of an item.
         """
-        threads = settings.io_threads()
+        remote = isinstance(self.directory, RemotePath)
+        threads, worth_a_thread = (settings.remote_threads(), 0) if remote else (settings.io_threads(), WORTH_A_THREAD)
         if threads == 1:
             return [function(item) for item in items]
         failed = threading.Event()
@@ -126,7 +149,7 @@ class CheckpointReader:
         small: dict[int, _R] = {}
         try:
             for n, item in enumerate(items):
-                if size(item) >= WORTH_A_THREAD:
+                if size(item) >= worth_a_thread:
                     large[n] = pool.submit(_noting, failed, function, item)
             for n, item in enumerate(items):
                 if n not in large and not failed.is_set():
@@ -142,7 +165,7 @@ class CheckpointReader:
         """Close all files."""
         with self._lock:
             for file in self._files.values():
-                os.close(file.fd)
+                close_file(file.fd)
             self._files.clear()
 
     def __enter__(self) -> Self:
@@ -157,12 +180,15 @@ class CheckpointReader:
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                path = self.directory / check_file_name(name)
-                record = None if self._records is None else self._records.get(name)
-                if self._records is not None and record is None:
-                    raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
-                file = self._files[name] = _OpenFile(path, record, verify=self._verify)
+                file = self._files[name] = self._opened(name)
             return file
+
+    def _opened(self, name: str) -> _OpenFile:
+        path = self.directory / check_file_name(name)
+        record = None if self._records is None else self._records.get(name)
+        if self._records is not None and record is None:
+            raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
+        return _OpenFile(path, record, verify=self._verify)
 
     def _fill(self, file: _OpenFile, offset: int, buffer: memoryview, what: str) -> None:
         if file.segments is None:
@@ -180,6 +206,21 @@ class CheckpointReader:
                 )
             if whole is not target:
                 target[:] = whole[low - start : high - start]
+
+
+def _block_ends(file: _OpenFile) -> Iterator[int]:
+    """Where the blocks of a file end: with digests, where a segment ends, so that none is read twice."""
+    if file.segments is None:
+        yield from range(BLOCK_BYTES, file.size, BLOCK_BYTES)
+    else:
+        start = stop = 0
+        for length in file.segments.lengths:
+            if stop + length - start > BLOCK_BYTES:
+                yield stop
+                start = stop
+            stop += length
+    if file.size:
+        yield file.size
 
 
 def _noting(failed: threading.Event, function: Callable[[_T], _R], item: _T) -> _R:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,20 +24,30 @@ if TYPE_CHECKING:
 WORTH_A_THREAD = 256 << 10
 
 Produce = Callable[[], Sequence[memoryview]]
+_Task = Future[list[tuple[int, int]]]
 
 
 class FileWriter:
     """One new file, written as a sequence of records; a context manager that closes and fsyncs it.
 
     Records are placed when they are appended and written by a pool of threads; their bytes are asked for only then,
-    so that copies from a device exist for as many records as there are threads.
+    so that copies from a device exist for as many records as there are threads. Where the file's SHA-256 is wanted,
+    its records go through a thread of its own, one by one: it hashes a record while the pool writes it.
+
+    Args:
+        path: The file, which must not exist.
+        pool: The file threads, if there are any.
+        sha256: Whether to hash the file.
     """
 
-    def __init__(self, path: Path, pool: ThreadPoolExecutor | None) -> None:
+    def __init__(self, path: Path, pool: ThreadPoolExecutor | None, *, sha256: bool = False) -> None:
         self._path = path
         self._pool = pool
         self._fd = open_new(path)
-        self._tasks: list[Future[list[tuple[int, int]]]] = []
+        #: SHA-256 of the records that are written, where it is wanted.
+        self.sha256 = hashlib.sha256() if sha256 else None
+        self._lane = ThreadPoolExecutor(1, "shardckpt-sha256") if sha256 and pool is not None else None
+        self._tasks: list[_Task] = []
         self._keys = 0
         self._error: BaseException | None = None
         #: Offset of the next record, in bytes.
@@ -56,8 +67,7 @@ class FileWriter:
         self._raise_error()
         offset, self.position = self.position, self.position + nbytes
         self._keys += keys
-        pool = self._pool if nbytes >= WORTH_A_THREAD else None
-        self._tasks.append(_submitted(pool, lambda: self._write(offset, nbytes, produce)))
+        self._tasks.append(_submitted(self._thread_for(nbytes), lambda: self._write(offset, nbytes, produce)))
         return offset
 
     def close(self) -> FileRecord:
@@ -81,6 +91,14 @@ class FileWriter:
             segments=table.pack(),
         )
 
+    def _thread_for(self, nbytes: int) -> ThreadPoolExecutor | None:
+        """Who writes the next record: with a SHA-256 nobody before all records that come before it are hashed."""
+        large = nbytes >= WORTH_A_THREAD
+        if self._lane is None:
+            return self._pool if large else None
+        waiting = bool(self._tasks) and not self._tasks[-1].done()
+        return self._lane if large or waiting else None
+
     def _stop(self) -> None:
         """Let no thread use the descriptor any more, and close it."""
         for task in self._tasks:
@@ -89,6 +107,8 @@ class FileWriter:
             if not task.cancelled():
                 task.exception()
         self._tasks = []
+        if self._lane is not None:
+            self._lane.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -111,6 +131,14 @@ class FileWriter:
             raise StorageError(
                 f"{self._path}: a record at offset {offset} was announced with {nbytes} bytes, has {total}"
             )
+        if self.sha256 is None:
+            return self._stored(parts, offset)
+        stored = _submitted(self._pool if nbytes >= WORTH_A_THREAD else None, lambda: self._stored(parts, offset))
+        for part in parts:
+            self.sha256.update(part)
+        return stored.result()
+
+    def _stored(self, parts: list[memoryview], offset: int) -> list[tuple[int, int]]:
         write_all(self._fd, self._path, parts, offset)
         return segment_record(parts)
 
@@ -121,20 +149,24 @@ class CheckpointWriter:
     Args:
         directory: The staging directory.
         rank: Noted in every file's record.
+        sha256: Whether to hash the files while they are written, for ``integrity.json``.
     """
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, *, sha256: bool = False) -> None:
         self._directory = directory
         self._rank = rank
+        self._sha256 = sha256
         threads = settings.io_threads()
         self._pool = ThreadPoolExecutor(threads, "shardckpt-write") if threads > 1 else None
         self._open: dict[str, FileWriter] = {}
         #: Records of the files that are complete.
         self.files: list[FileRecord] = []
+        #: Their SHA-256 in hex, by name, where it is wanted.
+        self.sha256: dict[str, str] = {}
 
     def create(self, name: str) -> FileWriter:
         """Begin a new file; names are of letters, digits, ``.``, ``_`` and ``-``."""
-        writer = FileWriter(self._directory / check_file_name(name), self._pool)
+        writer = FileWriter(self._directory / check_file_name(name), self._pool, sha256=self._sha256)
         self._open[name] = writer
         return writer
 
@@ -143,6 +175,8 @@ class CheckpointWriter:
         record = writer.close().model_copy(update={"rank": self._rank})
         del self._open[record.name]
         self.files.append(record)
+        if writer.sha256 is not None:
+            self.sha256[record.name] = writer.sha256.hexdigest()
         return record
 
     def write(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileRecord:
@@ -168,13 +202,11 @@ class CheckpointWriter:
         self.close()
 
 
-def _submitted(
-    pool: ThreadPoolExecutor | None, task: Callable[[], list[tuple[int, int]]]
-) -> Future[list[tuple[int, int]]]:
+def _submitted(pool: ThreadPoolExecutor | None, task: Callable[[], list[tuple[int, int]]]) -> _Task:
     """The task's future: run by the pool, or here and now."""
     if pool is not None:
         return pool.submit(task)
-    future: Future[list[tuple[int, int]]] = Future()
+    future: _Task = Future()
     try:
         future.set_result(task())
     except Exception as exc:  # noqa: BLE001 - it is raised by result()

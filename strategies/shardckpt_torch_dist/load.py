@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.manifest import MARKER_NAME
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage.memory import synchronize_devices
 from shardckpt.strategy import LoadStrategy
@@ -16,6 +16,7 @@ from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
 from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
 from shardckpt_torch_dist.regions import read_chunk, read_object
+from shardckpt_torch_dist.remove import leave_out
 from shardckpt_torch_dist.stored import COMMON_FILE, Item, StoredIndex
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage.reader import CheckpointReader
-    from shardckpt.strategy import LoadContext
-
-_INTEGRITY_FILE = "integrity.json"
+    from shardckpt.strategy import LoadContext, Removal
 
 
 class TorchDistLoadShardedStrategy(LoadStrategy):
@@ -49,9 +48,9 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             synchronize_devices(s.data for s in wanted if isinstance(s, ShardedTensor) and s.data is not None)
             ordered = sorted(plan.items, key=lambda item: _place(item, index))
             context.reader.map(
-                lambda item: _read(item, planner, index, context.reader),
-                ordered,
-                size=lambda item: _place(item, index).length,
+                lambda unit: _read_unit(unit, planner, index, context.reader),
+                planner.units(ordered),
+                size=lambda unit: sum(_place(item, index).length for item in unit),
             )
         return [_value(shard) for shard in wanted]
 
@@ -75,9 +74,13 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         """Plain DCP directories: ``.metadata`` without Megatron's marker."""
         return self.version if (directory / METADATA_FILE).is_file() else None
 
+    def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
+        """What changes without some keys, in any dialect."""
+        return leave_out(prefix, reader)
+
     def owned_files(self, directory: Path) -> set[str]:
         """The files that any dialect writes."""
-        named = {METADATA_FILE, COMMON_FILE, MARKER_NAME, _INTEGRITY_FILE}
+        named = {METADATA_FILE, COMMON_FILE, MARKER_NAME, INTEGRITY_NAME}
         return {path.name for path in directory.iterdir() if path.name in named or path.suffix == ".distcp"}
 
 
@@ -94,6 +97,13 @@ def _check_sizes(wanted: Sequence[ShardedBase], index: StoredIndex, reader: Chec
                 )
 
 
+def _read_unit(
+    unit: Sequence[ReadItem], planner: ShardedLoadPlanner, index: StoredIndex, reader: CheckpointReader
+) -> None:
+    for item in unit:
+        _read(item, planner, index, reader)
+
+
 def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reader: CheckpointReader) -> None:
     key = item.storage_index.fqn
     if item.type == LoadItemType.BYTE_IO:
@@ -104,6 +114,7 @@ def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reade
     target = planner.resolve_tensor(item)
     read_chunk(reader, chunk, tuple(item.storage_offsets), target, tensor.dtype, key)
     synchronize_devices([target])  # this thread's stream is not the caller's
+    planner.commit_tensor(item, target)
 
 
 def _place(item: ReadItem, index: StoredIndex) -> Item:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,14 +11,16 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError
 from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
 from shardckpt.planning.coverage import find_hole, find_overlap
 from shardckpt.planning.lookup import BoxFinder
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.state_dict import map_reduce
+from shardckpt.wrappers import is_quantized
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.split import put_rest, split_shards
+from shardckpt_torch_dist.staged import StagedDestination, StagedPart, check_apart
 
 if TYPE_CHECKING:
     import io
@@ -34,6 +37,10 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     Global shapes are checked before anything is filled, and all that do not fit are in one error. Memory is allocated
     on the CPU where a ShardedTensor has no data. Objects go through the allow-list, never through plain pickle.
 
+    Quantized destinations (tensor classes with a ``dequantize`` of their own) are read into a plain CPU tensor each,
+    and quantized when their last item is committed. :meth:`units` orders a plan so that few such tensors live at a
+    time; ``dcp.load`` reads file by file, and keeps those of all destinations that are spread over files until the end.
+
     Args:
         *args: Of DCP's DefaultLoadPlanner.
         allow_globals: Classes and functions that objects may name besides the plain ones.
@@ -47,8 +54,9 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         #: ShardedObjects by unique key: several may wait for the same.
         self._objects: dict[str, list[ShardedObject]] = {}
         #: Destination of every planned tensor item, by the number in its ``dest_index``.
-        self._targets: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor | StagedPart] = []
         self._to_zero: list[torch.Tensor] = []
+        self._staged: list[StagedDestination] = []
         self._stored: dict[str, Any] = {}
         self._caller: dict[str, Any] = {}
 
@@ -70,16 +78,34 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._check()
         self._targets.clear()
         self._to_zero.clear()
+        self._staged.clear()
         plan = super().create_local_plan()
         finders: dict[str, BoxFinder] = {}
         items = [item for shard in self._tensors for item in self._tensor_items(shard, finders)]
         items.extend(map(_object_item, sorted(self._objects)))
+        check_apart(shard for shard in self._tensors if is_quantized(shard.data))
         return dataclasses.replace(plan, items=[*items, *plan.items])
+
+    def units(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
+        """The items in the order given, each by itself, but all of one quantized destination together.
+
+        A thread that reads unit after unit keeps one plain tensor at a time.
+        """
+        units: dict[Any, list[ReadItem]] = {}
+        for number, item in enumerate(items):
+            units.setdefault(self._staged_of(item) or number, []).append(item)
+        return list(units.values())
+
+    def plain_tensors(self) -> int:
+        """How many plain tensors stand for quantized destinations at present."""
+        return sum(staged.is_open() for staged in self._staged)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """All ranks have planned: zero what the checkpoint may not cover."""
         for target in self._to_zero:
             target.zero_()
+        for staged in self._staged:
+            staged.zero_if_empty()
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -94,16 +120,26 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The view of the destination that an item fills."""
+        """The view that an item fills: of the destination, or of the plain tensor that stands for a quantized one."""
         if not self._is_ours(read_item):
             return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
-        target = self._targets[read_item.dest_index.index or 0]
+        planned = self._targets[read_item.dest_index.index or 0]
+        target = planned.view() if isinstance(planned, StagedPart) else planned
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(axis, start, length)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: items are read into the destination itself."""
+        """An item is there; the last one of a quantized destination has it quantized."""
+        staged = self._staged_of(read_item)
+        if staged is not None:
+            staged.commit()
+        else:
+            super().commit_tensor(read_item, tensor)
+
+    def _staged_of(self, item: ReadItem) -> StagedDestination | None:
+        target = self._targets[item.dest_index.index or 0] if self._is_ours(item) else None
+        return target.staged if isinstance(target, StagedPart) else None
 
     def _is_ours(self, read_item: ReadItem) -> bool:
         return isinstance(read_item.dest_index, _Target)
@@ -118,6 +154,8 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
         shapes = {shard.key: tuple(self._stored[shard.key].size) for shard in self._tensors}
         check_shapes(self._tensors, shapes)
+        for shard in self._tensors:
+            _check_cast(shard.key, self._stored[shard.key].properties.dtype, shard.dtype)
 
     def _tensor_items(self, shard: ShardedTensor, finders: dict[str, BoxFinder]) -> Iterable[ReadItem]:
         if shard.key not in finders:
@@ -132,17 +170,21 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             for part, touched in found.items():
                 _check_whole(shard.key, part.box, [common for _, common in touched])
         shard.init_data("cpu")  # not before it is known that the checkpoint fills it
+        if is_quantized(shard.data):
+            self._staged.append(StagedDestination(shard, shard.data, sum(map(len, found.values()))))
         for part, touched in found.items():
             yield from self._part_items(shard, part, finder, touched)
 
     def _part_items(
         self, shard: ShardedTensor, part: FlatPart, finder: BoxFinder, found: list[tuple[int, Box]]
     ) -> Iterable[ReadItem]:
-        target = part_view(shard, part)
-        if shard.allow_shape_mismatch:
-            self._to_zero.append(target)
         number = len(self._targets)
-        self._targets.append(target)
+        if is_quantized(shard.data):
+            self._targets.append(StagedPart(self._staged[-1], part))
+        else:
+            self._targets.append(view := part_view(shard, part))
+            if shard.allow_shape_mismatch:
+                self._to_zero.append(view)
         for chunk, common in found:
             stored = finder.box(chunk)
             yield _tensor_item(_Target(shard.key, torch.Size(part.box.offset), number), part.box, stored, common)
@@ -171,6 +213,23 @@ def _object_item(key: str) -> ReadItem:
 
 def _relative(inner: Box, outer: Box) -> torch.Size:
     return torch.Size(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
+
+
+def _check_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+    if stored != wanted and not _casts(stored, wanted):
+        raise ShardingError(f"{key!r} is stored as {stored}, which torch cannot turn into {wanted}: load it as that")
+
+
+@functools.cache
+def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """False for packed dtypes: two values a byte are no elements that torch could cast."""
+    if stored.is_complex != wanted.is_complex:
+        return True  # torch says by a warning what is lost
+    try:
+        torch.zeros(1, dtype=stored, device="cpu").to(wanted)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _check_whole(key: str, wanted: Box, found: list[Box]) -> None:

@@ -76,12 +76,11 @@ class Killer:
         self._pristine = folder / "pristine"
         self._run = folder / "run"
         self._trace = folder / "trace"
-        self._pristine.mkdir()
-        if case != "fresh":
-            dist_checkpointing.save(samples.state_dict(OLD), self._pristine / "ckpt")
-            for name, content in FOREIGN.items():
-                (self._pristine / "ckpt" / name).parent.mkdir(exist_ok=True)
-                (self._pristine / "ckpt" / name).write_bytes(content)
+        self._pristine.mkdir(exist_ok=True)
+        self._prepare()
+        for name, content in FOREIGN.items() if case != "fresh" else ():
+            (self._pristine / "ckpt" / name).parent.mkdir(exist_ok=True)
+            (self._pristine / "ckpt" / name).write_bytes(content)
         self._warm_up()
 
     def points(self) -> list[Point]:
@@ -119,9 +118,7 @@ class Killer:
         shutil.rmtree(self._run, ignore_errors=True)
         shutil.copytree(self._pristine, self._run)
         self._trace.unlink(missing_ok=True)
-        overwrite = self._case != "fresh"
-        state = samples.state_dict(NEW)
-        pid = fork(lambda: dist_checkpointing.save(state, self._target(), overwrite=overwrite), stopped=True)
+        pid = fork(self._change, stopped=True)
         command = ["strace", "-f", "-y", "-s", "16", "-o", self._trace, "-p", str(pid), "-e", *options]
         if not any(option.startswith("inject=renameat2:signal") for option in options):
             command += CASES[self._case]
@@ -136,19 +133,35 @@ class Killer:
         stderr.close()
         return status
 
+    def _prepare(self) -> None:
+        """Make what stands at the target before."""
+        if self._case != "fresh":
+            dist_checkpointing.save(samples.state_dict(OLD), self._pristine / "ckpt")
+
+    def _change(self) -> None:
+        """What is killed."""
+        dist_checkpointing.save(samples.state_dict(NEW), self._target(), overwrite=self._case != "fresh")
+
     def _state(self) -> str:
         """What the target holds, as a load sees it."""
         try:
-            loaded = samples.load(self._target())
+            found = self._found()
         except NotACheckpointError:
             return "absent"
         except IncompleteCheckpointError as exc:
             return self._incomplete(str(exc))
         except CheckpointingException as exc:
             return f"{type(exc).__name__}: {exc}"
+        if found not in ("old", "new"):
+            return found
+        return found if self._foreign_kept() else f"{found}, but other files are lost"
+
+    def _found(self) -> str:
+        """What a load gives: old, new, or how it is neither."""
+        loaded = samples.load(self._target())
         for name, version in (("old", OLD), ("new", NEW)):
             if not samples.differences(loaded, version):
-                return name if self._foreign_kept() else f"{name}, but other files are lost"
+                return name
         return f"mixed: not new in {samples.differences(loaded, NEW)}"
 
     def _incomplete(self, message: str) -> str:
@@ -211,11 +224,11 @@ def _spread(points: list[Point], count: int) -> list[Point]:
     return [points[index * len(points) // count] for index in range(count)]
 
 
-def main() -> None:
+def main(kind: type[Killer] = Killer) -> None:
     """Print the report."""
     folder, case, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
-    killer = Killer(folder, case)
+    killer = kind(folder, case)
     points = killer.points()
     outcomes = [killer.outcome(point) for point in sample(points, count)]
     report = {"points": [point._asdict() for point in points], "outcomes": [asdict(outcome) for outcome in outcomes]}

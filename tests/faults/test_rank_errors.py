@@ -131,7 +131,7 @@ def _common_without_pickle(state: dict[str, Any], rank: int, world: int) -> None
             "RankFailedError",
             ["rank 1, in 'preparing the state dict'", "ValueError: no layout for this"],
         ),
-        (_object_without_pickle, "ShardingError", ["rank 1, in 'writing shards'", "'mine/shard_0_1'", "pickle"]),
+        (_object_without_pickle, "ShardingError", ["rank 1, in 'pickling objects'", "'mine/shard_0_1'", "pickle"]),
         (_common_without_pickle, "ShardingError", ["rank 0, in 'pickling the common state'", "['callback']"]),
     ],
 )

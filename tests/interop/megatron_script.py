@@ -1,26 +1,30 @@
 """Saves and loads with a release of megatron-core, in processes of its own: the tests' never import it.
 
 Run as ``python -m tests.interop.megatron_script`` with a release of megatron-core on PYTHONPATH. Every line of standard
-input is a job, ``[world_size, action, argument]`` in JSON; the answer is a line with a traceback or null a rank.
+input is a job, ``[world_size, action, arguments]`` in JSON; the answer is a line with a traceback or null a rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import faulthandler
-import inspect
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.interop.writers import WRITERS, Writer
+
 RANKS = 4
 GROUP_TIMEOUT = 30.0  # seconds that a rank waits in a collective
+END_TIMEOUT = 10.0  # seconds that a rank has to end
 JOB_TIMEOUT = 90.0  # seconds after which a job is ended with a traceback of where it hangs
 
 
@@ -57,34 +61,55 @@ def save(path: str) -> None:
 
     from tests.interop import sample
 
-    state = sample.state(mapping, *_whereabouts(), filled=True, boxes=_has_boxes())
-    if hasattr(mapping.ShardedTensor, "from_rank_offsets_flat"):  # until 0.15
+    me = _release()
+    state = sample.state(mapping, *_whereabouts(), filled=True, uneven=me.uneven)
+    if me.flattened:
         state["flattened"] = sample.flattened(mapping, _whereabouts()[0])
     state["megatron"] = {"kind": ModelType.encoder_or_decoder, "config": OptimizerConfig(lr=0.25)}
-    if _whereabouts()[0] == 0:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    _barrier()
-    has_content = "content_metadata" in inspect.signature(dc.save).parameters
-    dc.save(state, path, **({"content_metadata": sample.CONTENT_METADATA} if has_content else {}))
+    _make_directory(path)
+    dc.save(state, path, **({"content_metadata": sample.CONTENT_METADATA} if me.content_metadata else {}))
 
 
-def load(path: str) -> None:
-    """Load the sample under this world's sharding, compare every value, and ask what Megatron can ask."""
+def save_uneven(path: str, key: str) -> None:
+    """Save one tensor with shards of unequal size, if this release can."""
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing import mapping
+
+    from tests.interop import sample
+
+    _make_directory(path)
+    dc.save({key: sample.uneven_shards(mapping, *_whereabouts(), key)}, path)
+
+
+def load(path: str, writer: str = "shardckpt") -> None:
+    """Load the sample under this world's sharding, compare every value, and query the rest."""
     from megatron.core import dist_checkpointing as dc
     from megatron.core.dist_checkpointing import mapping
 
     from tests.interop import sample
 
     rank, world = _whereabouts()
-    loaded = dc.load(sample.state(mapping, rank, world, filled=False, boxes=_has_boxes()), path)
-    sample.check(loaded, sample.state(mapping, rank, world, filled=True, boxes=_has_boxes()), mapping)
+    uneven = _release().uneven
+    loaded = dc.load(sample.state(mapping, rank, world, filled=False, uneven=uneven), path)
+    sample.check(loaded, sample.state(mapping, rank, world, filled=True, uneven=uneven), mapping)
+    query(path, writer)
+
+
+def query(path: str, writer: str = "shardckpt") -> None:
+    """Ask for all that Megatron can have without describing it, and compare it with what the writer saved."""
+    from megatron.core import dist_checkpointing as dc
+
+    from tests.interop import sample
+
+    has_content = WRITERS[writer].content_metadata
     assert dc.check_is_distributed_checkpoint(path)
     common = dc.load_common_state_dict(path)
     common.pop("megatron", None)  # what save() puts there besides the sample
-    sample.check_equal(common, {**sample.common(), "content_metadata": sample.CONTENT_METADATA}, "common")
+    sample.check_equal(common, sample.stored_common(content_metadata=has_content), "common")
     if hasattr(dc, "load_content_metadata"):
-        assert dc.load_content_metadata(path) == sample.CONTENT_METADATA
+        assert dc.load_content_metadata(path) == (sample.CONTENT_METADATA if has_content else None)
     described = {key: (tuple(t.global_shape), t.dtype) for key, t in dc.load_tensors_metadata(path).items()}
+    described.pop("flattened", None)  # save() puts it there too; 0.16 has lost its true shape
     assert described == {key: (tuple(t.shape), t.dtype) for key, t in sample.whole_tensors().items()}
     plain = dc.load_plain_tensors(path)  # common values too, says 0.16.1
     sample.check_tensors({key: plain[key] for key in sample.whole_tensors()})
@@ -98,7 +123,49 @@ def release(expected: str) -> None:
     assert found == expected, f"{megatron.core.__file__} is {found}, not {expected}"
 
 
-ACTIONS = {action.__name__: action for action in (save, load, release)}
+def plain_dcp_load(path: str) -> None:
+    """Load the sample with plain DCP, which finds Megatron's classes here."""
+    from tests.interop import plain_dcp
+
+    plain_dcp.load(path)
+
+
+def call(script: str, function: str, *arguments: str) -> None:
+    """Call a function of a script that imports Megatron."""
+    runpy.run_path(script)[function](*arguments)
+
+
+ACTIONS = {action.__name__: action for action in (save, save_uneven, load, query, release, plain_dcp_load, call)}
+
+
+class Ranks:
+    """Four forked processes that wait for jobs."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipes, self._workers = [], []
+        for _ in range(RANKS):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_serve, args=(theirs,))
+            worker.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._workers.append(worker)
+
+    def run(self, world: int, *job: Any) -> list[str | None]:
+        """A traceback or None a rank."""
+        for rank, pipe in enumerate(self._pipes[:world]):
+            pipe.send((rank, world, *job))
+        return [_answer(pipe) for pipe in self._pipes[:world]]
+
+    def close(self) -> None:
+        """Let the ranks end."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it died
+                pipe.send(None)
+        for worker in self._workers:
+            worker.join(END_TIMEOUT)
+            worker.kill()
 
 
 def main() -> None:
@@ -108,27 +175,17 @@ def main() -> None:
     patch_libraries()
     import megatron.core  # noqa: F401 - once, before the ranks are forked
 
-    context = multiprocessing.get_context("fork")
-    pipes, workers = [], []
-    for _ in range(RANKS):
-        ours, theirs = context.Pipe()
-        worker = context.Process(target=_serve, args=(theirs,))
-        worker.start()
-        theirs.close()
-        pipes.append(ours)
-        workers.append(worker)
+    ranks = Ranks()
     with tempfile.TemporaryDirectory() as stores:
         for line in sys.stdin:
-            world, action, argument = json.loads(line)
-            store = f"file://{stores}/{os.urandom(8).hex()}"
-            for rank in range(world):
-                pipes[rank].send((rank, world, store, action, argument))
-            answers.write(json.dumps([_answer(pipes[rank]) for rank in range(world)]) + "\n")
+            world, action, arguments = json.loads(line)
+            found = ranks.run(world, f"file://{stores}/{os.urandom(8).hex()}", action, arguments)
+            if any(found):  # a save after one that failed takes that one's results for its own
+                ranks.close()
+                ranks = Ranks()
+            answers.write(json.dumps(found) + "\n")
             answers.flush()
-    for pipe in pipes:
-        pipe.send(None)
-    for worker in workers:
-        worker.join()
+    ranks.close()
 
 
 def _answer(pipe: Any) -> str | None:
@@ -148,13 +205,13 @@ def _serve(pipe: Any) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _outcome(rank: int, world: int, store: str, action: str, path: str) -> str | None:
+def _outcome(rank: int, world: int, store: str, action: str, arguments: list[str]) -> str | None:
     import torch.distributed as dist
 
     timeout = dt.timedelta(seconds=GROUP_TIMEOUT)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
     try:
-        ACTIONS[action](path)
+        ACTIONS[action](*arguments)
     except BaseException:  # noqa: BLE001 - torch's CheckpointException is one
         return traceback.format_exc()
     finally:
@@ -168,16 +225,18 @@ def _whereabouts() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _has_boxes() -> bool:
-    """Whether this release can describe shards of unequal size: 0.13 refuses some, 0.16 takes all."""
+def _release() -> Writer:
+    """What is known of the release that runs here."""
     import megatron.core
 
-    return tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 16)
+    return WRITERS[megatron.core.__version__]
 
 
-def _barrier() -> None:
+def _make_directory(path: str) -> None:
     import torch.distributed as dist
 
+    if dist.get_rank() == 0:
+        Path(path).mkdir(parents=True)
     dist.barrier()
 
 

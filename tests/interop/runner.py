@@ -54,12 +54,12 @@ class Megatron:
             )
         self.run(1, "release", release)
 
-    def run(self, world: int, action: str, argument: str) -> None:
+    def run(self, world: int, action: str, *arguments: str) -> None:
         """Do an action of ``megatron_script`` on ranks 0 to ``world`` - 1; MegatronError if any raised."""
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise MegatronError("the pipes are gone")
-        stdin.write(json.dumps([world, action, argument]) + "\n")
+        stdin.write(json.dumps([world, action, arguments]) + "\n")
         stdin.flush()
         answer = stdout.readline()
         if not answer:

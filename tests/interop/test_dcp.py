@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import mapping
@@ -42,55 +42,6 @@ def _whereabouts() -> tuple[int, int]:
 def _in_one_process(_: int, function: Callable[..., Any], *args: Any) -> None:
     """Stands for ``ranks.run`` where there is no process group at all."""
     function(*args)
-
-
-# What is saved here, read by plain DCP.
-
-
-def _save_sample(path: str) -> None:
-    dc.save(sample.state(mapping, *_whereabouts(), filled=True), path)
-
-
-def _dcp_load_sample(path: str, *, with_dtensors: bool) -> None:
-    """Plain ``dcp.load`` into whole tensors, and into DTensors of every placement; then the objects."""
-    full = sample.whole_tensors()
-    wanted: dict[str, Any] = {key: torch.full_like(tensor, -1) for key, tensor in full.items()}
-    if with_dtensors:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for number, key in enumerate(sorted(full)):
-            placement = (Shard(0), Shard(full[key].dim() - 1), Replicate(), None)[number % 4]
-            if placement is not None:
-                wanted[key] = distribute_tensor(wanted[key], mesh, [placement])
-    objects = dict.fromkeys(sample.objects(), "")
-    state = {**wanted, **objects}
-    dcp.load(state, checkpoint_id=path)
-    assert sum(isinstance(value, DTensor) for value in state.values()) == (7 if with_dtensors else 0)
-    loaded = {
-        key: state[key].full_tensor() if with_dtensors and isinstance(state[key], DTensor) else state[key]
-        for key in full
-    }
-    sample.check_tensors(loaded)
-    for key, value in sample.objects().items():
-        sample.check_equal(state[key], [value], key)
-
-
-def test_plain_dcp_loads_what_is_saved_here_in_one_process(ranks: RankPool, tmp_path: Path) -> None:
-    """Every tensor and object saved here at 4 ranks is loaded by dcp.load without a process group."""
-    path = str(tmp_path / "ours")
-    ranks.run(4, _save_sample, path)
-    _dcp_load_sample(path, with_dtensors=False)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_plain_dcp_loads_what_is_saved_here_into_dtensors(ranks: RankPool, tmp_path: Path, world: int) -> None:
-    """What is saved here at 4 ranks is loaded by dcp.load into sharded and replicated DTensors and plain tensors."""
-    path = str(tmp_path / "ours")
-    ranks.run(4, _save_sample, path)
-    ranks.run(world, _dcp_load_with_dtensors, path)
-
-
-def _dcp_load_with_dtensors(path: str) -> None:
-    _dcp_load_sample(path, with_dtensors=True)
 
 
 # What plain DCP saved, read here.

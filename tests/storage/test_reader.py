@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
 from shardckpt.storage.digest import SEGMENT_BYTES
-from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.reader import BLOCK_BYTES, CheckpointReader
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:
@@ -39,6 +40,33 @@ def test_any_range(tmp_path_factory: pytest.TempPathFactory, records: list[bytes
             assert bytes(buffer) == reader.read_range("data", start, stop - start, "key") == content[start:stop]
             assert reader.read("data") == content
             assert reader.size("data") == len(content)
+
+
+def test_blocks_are_the_whole_file_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks follow each other from the first byte to the last, no byte is read twice, and damage ends them."""
+    whole = [bytes([n]) * size for n, size in enumerate((100, 3 * SEGMENT_BYTES + 5, BLOCK_BYTES + 77, 9))]
+    found = write(tmp_path, "data", [[part] for part in whole])
+    content = b"".join(whole)
+    read, call = [0], os.preadv
+
+    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        done = call(fd, buffers, offset)
+        read[0] += done
+        return done
+
+    monkeypatch.setattr(os, "preadv", counting)
+    for kind in (FOREIGN, manifest(found)):
+        read[0] = 0
+        pieces = [bytes(block) for block in CheckpointReader(tmp_path, kind, verify=True).blocks("data")]
+        assert b"".join(pieces) == content
+        assert max(map(len, pieces)) <= BLOCK_BYTES
+        assert read[0] == len(content)
+    (tmp_path / "data").write_bytes(content[:-1] + b"!")
+    blocks = CheckpointReader(tmp_path, manifest(found), verify=True).blocks("data")
+    sound = [len(next(blocks)) for _ in pieces[:-1]]
+    assert 0 < sum(sound) < len(content)
+    with pytest.raises(CorruptCheckpointError, match="digest differs"):
+        next(blocks)
 
 
 @settings(deadline=None)

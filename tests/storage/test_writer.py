@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import threading
 import zlib
@@ -181,6 +182,72 @@ def test_names_and_twice(tmp_path: Path) -> None:
             writer.write("data", b"second")
         assert [file.name for file in writer.files] == ["data"]
     assert (tmp_path / "data").read_bytes() == b"first"
+
+
+def test_sha256_while_written(tmp_path: Path) -> None:
+    """Hashes of several files at once are those of their bytes, however large and small records follow each other."""
+    sizes = [10, LARGE, 0, LARGE + 1, 5, 5, 3 * LARGE, 100, LARGE, 1]
+    contents = {name: [bytes([7 * n + len(name)]) * size for n, size in enumerate(sizes)] for name in ("a", "bb")}
+    with CheckpointWriter(tmp_path, 0, sha256=True) as writer:
+        files = {name: writer.create(name) for name in contents}
+        for n in range(len(sizes)):
+            for name, records in contents.items():
+                half = len(records[n]) // 2
+                parts = [memoryview(records[n])[:half], memoryview(records[n])[half:]]
+                files[name].append(len(records[n]), lambda parts=parts: parts)
+        found = {name: writer.finish(file) for name, file in files.items()}
+        writer.write("small", b"abc")
+        hashes = writer.sha256
+    plain = {name: write(tmp_path, f"plain-{name}", [[record] for record in contents[name]]) for name in contents}
+    for name, records in contents.items():
+        assert (tmp_path / name).read_bytes() == b"".join(records)
+        assert hashes[name] == hashlib.sha256(b"".join(records)).hexdigest()
+        assert found[name].size == plain[name].size
+    assert hashes.keys() == {"a", "bb", "small"}
+    assert hashes["small"] == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_sha256_takes_one_record_after_the_other(tmp_path: Path) -> None:
+    """A record is asked for when all before it are written: a file's copies from a device never pile up."""
+    sizes = [LARGE, 20, LARGE, 30, 40, LARGE]
+    found: list[tuple[int, int]] = []
+
+    def produce(number: int) -> list[memoryview]:
+        found.append((number, (tmp_path / "data").stat().st_size))
+        return [memoryview(bytes([number]) * sizes[number])]
+
+    with CheckpointWriter(tmp_path, 0, sha256=True) as writer:
+        file = writer.create("data")
+        for number, size in enumerate(sizes):
+            file.append(size, lambda number=number: produce(number))
+        writer.finish(file)
+    assert found == [(number, sum(sizes[:number])) for number in range(len(sizes))]
+
+
+@pytest.mark.parametrize("nbytes", [10, LARGE])
+def test_no_sha256_of_a_file_that_failed(tmp_path: Path, nbytes: int) -> None:
+    """A record that fails fails the file as without hashes, and its threads end."""
+    before = threading.active_count()
+
+    def fail() -> list[memoryview]:
+        raise RuntimeError("the device is lost")
+
+    with CheckpointWriter(tmp_path, 0, sha256=True) as writer:
+        file = writer.create("data")
+        file.append(LARGE, lambda: [memoryview(bytes(LARGE))])
+        file.append(nbytes, fail)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            writer.finish(file)
+        writer.create("left").append(LARGE, lambda: [memoryview(bytes(LARGE))])
+        assert writer.sha256 == {}
+    assert threading.active_count() == before
+
+
+def test_no_sha256_unless_asked(tmp_path: Path) -> None:
+    """Hashing costs what it costs only those who ask for it."""
+    with CheckpointWriter(tmp_path, 0) as writer:
+        writer.write("data", b"x")
+        assert writer.sha256 == {}
 
 
 def test_bad_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,17 @@
+"""Saves behind the training: ``dist_checkpointing.save(..., async_sharded_save=True)`` plans, a queue writes."""
+
+from __future__ import annotations
+
+from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from shardckpt.background.queue import AsyncCallsQueue
+from shardckpt.background.request import AsyncRequest
+from shardckpt.background.staging import release_memory
+
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "PersistentAsyncCaller",
+    "TemporalAsyncCaller",
+    "release_memory",
+]

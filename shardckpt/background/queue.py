@@ -1,0 +1,201 @@
+"""The requests that are written behind the training, in order: Megatron's AsyncCallsQueue."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections import deque
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from shardckpt.comm import Comm
+from shardckpt.errors import CheckpointingException, CommunicationError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Self
+
+    from shardckpt.background.request import AsyncRequest
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which ranks that wait tell each other that they still do: less than any process group's timeout.
+_ROUND = 1.0
+
+
+class _Call(NamedTuple):
+    """A request on its way."""
+
+    request: AsyncRequest
+    future: Future[Any]
+
+
+class AsyncCallsQueue:
+    """Schedules requests, and finalizes them in order when they are written on all ranks; a context manager.
+
+    All ranks schedule the same requests in the same order, and call :meth:`maybe_finalize_async_calls` alike.
+
+    Args:
+        persistent: Whether a process of its own writes, instead of a thread.
+        process_group: The ranks; by default all, or this process alone without torch.distributed.
+    """
+
+    def __init__(self, persistent: bool = False, process_group: ProcessGroup | None = None) -> None:
+        self._caller: AsyncCaller = PersistentAsyncCaller() if persistent else TemporalAsyncCaller()
+        self._group = process_group
+        self._comm: Comm | None = None
+        self._calls: deque[_Call] = deque()
+        self._scheduled = 0
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Stage a request and begin to write it; returns its number.
+
+        When this returns, the tensors that the request is to save may change. What goes wrong with it is raised by
+        :meth:`maybe_finalize_async_calls`, on all ranks.
+        """
+        self._comm = self._comm or Comm(self._group)
+        self._scheduled += 1
+        request = async_request.freeze()._replace(call_idx=self._scheduled)
+        try:
+            request = request.staged()
+            future = self._caller.schedule_async_call(request)
+        except Exception as exc:  # noqa: BLE001 - the other ranks go on: they hear of it when they finalize
+            future = Future()
+            future.set_exception(exc)
+        if request.written_fn is not None:
+            future.add_done_callback(request.written_fn)
+        self._calls.append(_Call(request, future))
+        _busy[self] = os.getpid()
+        return self._scheduled
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False, timeout: float | None = None
+    ) -> list[int]:
+        """Finalize the requests that are written on all ranks, in the order in which they were scheduled.
+
+        Args:
+            blocking: Wait for all of them.
+            no_dist: Look at this rank alone: for requests whose finalize functions need no other.
+            timeout: Seconds to wait, by default without end: what is not written by then stays scheduled.
+
+        Returns:
+            The numbers of the requests that were finalized.
+
+        Raises:
+            CheckpointingException: the same on every rank: a request failed on some rank, and is given up.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        finalized: list[int] = []
+        while self._calls:
+            comm = Comm(alone=True) if no_dist or self._comm is None else self._comm
+            if not _is_written(self._calls[0], comm, blocking, deadline):
+                return finalized
+            call = self._calls.popleft()
+            call.request.finalize(call.future, comm)
+            finalized.append(call.request.call_idx)
+        _busy.pop(self, None)
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Number of requests that are scheduled and not finalized."""
+        return len(self._calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize all requests and end the background; ``abort`` gives up those that are not finalized yet.
+
+        Raises:
+            CheckpointingException: a request failed; the others are finalized, and the background has ended.
+        """
+        try:
+            if not abort:
+                self._finalize_all()
+        finally:
+            self._caller.close(abort)
+            self._give_up()
+
+    @classmethod
+    def warmup_persistent_caller(cls, *_: Any, **__: Any) -> None:
+        """Start the process of the next queue that is persistent, so that its first save finds it ready.
+
+        Megatron's arguments are accepted, and mean nothing here.
+        """
+        PersistentAsyncCaller.warmup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(abort=error is not None)
+
+    def _finalize_all(self) -> None:
+        """Finalize every request; the first error is raised when all have been tried."""
+        if not self._calls:
+            return
+        try:
+            self.maybe_finalize_async_calls(blocking=True)
+        except CommunicationError:
+            raise
+        except CheckpointingException:
+            with suppress(CheckpointingException):
+                self._finalize_all()
+            raise
+
+    def _give_up(self) -> None:
+        """Leave nothing of what is not finalized."""
+        while self._calls:
+            call = self._calls.popleft()
+            if call.request.failed_fn is not None:
+                call.request.failed_fn(CheckpointingException("its queue was closed before it was finalized"))
+        _busy.pop(self, None)
+
+    def end_with_the_program(self) -> None:
+        """Finish what this process can finish alone; all else is as if it had never begun."""
+        if self._comm is None or self._comm.world_size == 1:
+            self.close()
+            return
+        logger.error(
+            "the program ends with %d background saves that are not finalized: they are absent. Call "
+            "maybe_finalize_async_calls(blocking=True), or close(), on all ranks before the end",
+            len(self._calls),
+        )
+        self.close(abort=True)
+
+
+#: Queues with requests that are not finalized, and the processes that they belong to: not a fork's.
+_busy: dict[AsyncCallsQueue, int] = {}
+
+
+@atexit.register
+def _end_queues() -> None:
+    for queue, pid in list(_busy.items()):
+        if pid == os.getpid():
+            queue.end_with_the_program()
+
+
+def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None) -> bool:
+    """Whether all ranks have written the request that they have in front."""
+    number = call.request.call_idx
+    while True:
+        over = not blocking or (deadline is not None and time.monotonic() >= deadline)
+        newest, oldest, writing, end = comm.largest(number, -number, not call.future.done(), over)
+        if newest != -oldest:
+            raise CheckpointingException(
+                f"ranks are at different background saves, number {-oldest} and number {newest}: all ranks must "
+                "schedule the same requests in the same order"
+            )
+        if not writing:
+            return True
+        if end:
+            return False
+        wait([call.future], _ROUND if deadline is None else max(0.0, min(_ROUND, deadline - time.monotonic())))
+
+
+__all__ = ["AsyncCallsQueue"]

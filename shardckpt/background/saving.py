@@ -1,0 +1,161 @@
+"""A save whose files are written behind the training: prepared by all ranks, written by each, committed by all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardckpt import plugins
+from shardckpt.background.request import AsyncRequest
+from shardckpt.background.staging import StagedWork, stage
+from shardckpt.errors import CheckpointingException
+from shardckpt.locations import open_folder
+from shardckpt.operation import Operation
+from shardckpt.saving import check_state
+from shardckpt.storage.upload import upload_files
+from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
+from shardckpt.transaction import Transaction, Written
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from shardckpt.comm import Comm
+    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.plugins import PluginHost
+    from shardckpt.saving import SaveOptions
+    from shardckpt.strategy import PreparedSave
+
+
+class _Job(NamedTuple):
+    """Where a rank writes, for which save; and the URL to which it uploads, if any."""
+
+    staging: Path
+    rank: int
+    save_id: str
+    sha256: bool
+    url: str
+
+
+class _Result(NamedTuple):
+    """What a rank has written, for which save."""
+
+    save_id: str
+    written: Written
+    result: Any
+
+
+@dataclass
+class _BackgroundSave:
+    """A save in flight, on this rank."""
+
+    transaction: Transaction
+    prepared: PreparedSave
+    context: PlanContext
+    content: Any
+    staged: StagedWork | None = None
+    result: _Result | None = None
+    committed: bool = False
+
+    def request(self) -> AsyncRequest:
+        """The save as a request that a queue takes."""
+        transaction = self.transaction
+        rank = transaction.operation.comm.rank
+        job = _Job(
+            transaction.staging,  # type: ignore[arg-type]
+            rank,
+            transaction.save_id,
+            transaction.sha256,
+            transaction.url,
+        )
+        return AsyncRequest(
+            _write,
+            (job, None),
+            [self.finish],
+            preload_fn=self.stage,
+            written_fn=self.written,
+            failed_fn=self.failed,
+        )
+
+    def stage(self) -> StagedWork:
+        """Copy what is to be written."""
+        self.staged = stage(self.prepared.work)
+        return self.staged
+
+    def written(self, future: Future[_Result]) -> None:
+        """This rank's writing has ended: its copies can go."""
+        if self.staged is not None:
+            self.staged.release()
+        if future.exception() is None:
+            self.result = future.result()
+
+    def finish(self) -> None:
+        """Write what names the files of all ranks, and commit."""
+        transaction, operation = self.transaction, self.transaction.operation
+        comm = operation.comm
+        with operation.step("finishing a background save"):
+            if self.result is None or self.result.save_id != transaction.save_id:
+                raise CheckpointingException(f"rank {comm.rank} has not written its part of {transaction.target}")
+        results = comm.gather(self.result.result)
+        with transaction.writer() as writer:
+            context = SaveContext(
+                writer=writer, comm=comm, save_id=transaction.save_id, allow_globals=self.context.allow_globals
+            )
+            self.prepared.finish(results, context)
+            transaction.commit(writer, self.result.written, self.content)
+        operation.ended()
+        self.committed = True
+
+    def failed(self, error: BaseException) -> None:
+        """Nothing of the save remains, unless it is committed and something else has failed after it."""
+        if self.committed:
+            return
+        self.transaction.abort()
+        self.transaction.operation.ended(error)
+
+
+def request_save(
+    sharded_state_dict: ShardedStateDict,
+    target: Path,
+    strategy: Any,
+    comm: Comm,
+    host: PluginHost,
+    options: SaveOptions,
+) -> AsyncRequest:
+    """Plan a save together; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
+    operation = Operation("save", target, comm, host)
+    with operation.begun():
+        state = check_state(sharded_state_dict, strategy, operation, options)
+        with operation.step("looking for background saves"):
+            saver = _in_background(state.saver)
+        transaction = Transaction(operation, target, state.identity, overwrite=options.overwrite, sha256=options.sha256)
+        try:
+            context = PlanContext(comm=comm, save_id=transaction.save_id, allow_globals=options.allow_globals)
+            with operation.step("planning"):
+                prepared = saver.prepare(state.shards, state.common, context)
+        except BaseException:
+            transaction.abort()
+            raise
+    return _BackgroundSave(transaction, prepared, context, options.content_metadata).request()
+
+
+def _in_background(saver: Any) -> AsyncSaveStrategy:
+    if not isinstance(saver, AsyncSaveStrategy):
+        raise CheckpointingException(
+            f"async_sharded_save=True: {type(saver).__qualname__} saves in the foreground only; pass False, or a "
+            "strategy that is a shardckpt.strategy.AsyncSaveStrategy"
+        )
+    return saver
+
+
+def _write(job: _Job, staged: StagedWork) -> _Result:
+    """Write a rank's files, in whatever thread or process."""
+    with CheckpointWriter(job.staging, job.rank, sha256=job.sha256) as writer, staged.opened() as work:
+        result = work.write(writer)
+        if job.url:
+            upload_files(open_folder(job.url, plugins.host()), job.staging, [file.name for file in writer.files])
+        return _Result(job.save_id, Written(writer.files, writer.sha256), result)
+
+
+__all__ = ["request_save"]

@@ -1,0 +1,125 @@
+"""Memory that staged tensors are copied into: taken from the system once, touched once, and used again."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_ROUND = 2 << 20
+
+
+class Slab:
+    """A run of memory that another process can map by its path.
+
+    Args:
+        nbytes: Its size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._fd, self.path = _memory_file()
+        os.ftruncate(self._fd, nbytes)
+        self.memory = _mapped(self._fd, nbytes)
+        self._pinned = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.memory.numel()
+
+    def pin(self) -> None:
+        """Let CUDA devices copy into it behind the host's back; without effect where there is none."""
+        if self._pinned or not torch.cuda.is_available():
+            return
+        error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.nbytes, 0)  # type: ignore[no-untyped-call]
+        self._pinned = not int(error)
+        if not self._pinned:
+            logger.warning(
+                "cannot pin %d bytes of staging memory (CUDA error %s): copies are slower", self.nbytes, error
+            )
+
+    def close(self) -> None:
+        """Give the memory back to the system, once no tensor views it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
+        os.close(self._fd)
+
+
+def attach(path: str, nbytes: int) -> torch.Tensor:
+    """The memory of another process's slab."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        return _mapped(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+class SlabPool:
+    """At most so many slabs as saves may be staged at a time; who wants one more waits for the first that is free."""
+
+    def __init__(self) -> None:
+        self._free: list[Slab] = []
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int) -> Slab:
+        """A slab of at least this size; :meth:`give_back` ends its use."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken < settings.staged_saves())
+            self._taken += 1
+            fitting = sorted((slab for slab in self._free if slab.nbytes >= nbytes), key=lambda slab: slab.nbytes)
+            if fitting:
+                self._free.remove(fitting[0])
+                return fitting[0]
+            return self._made(lambda: Slab(max(_ROUND, -(-nbytes // _ROUND) * _ROUND)))
+
+    def give_back(self, slab: Slab) -> None:
+        """The slab's contents are no longer needed."""
+        with self._changed:
+            self._taken -= 1
+            self._free.append(slab)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Give the memory of the slabs that nothing uses back to the system."""
+        with self._changed:
+            while self._free:
+                self._free.pop().close()
+
+    def _made(self, make: Callable[[], Slab]) -> Slab:
+        while self._free:  # all too small: what replaces them must not come on top of them
+            self._free.pop().close()
+        try:
+            return make()
+        except BaseException:
+            self._taken -= 1
+            raise
+
+
+def _memory_file() -> tuple[int, str]:
+    """A file that exists in memory, and the path by which other processes of this user open it."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("shardckpt-staging")
+        return fd, f"/proc/{os.getpid()}/fd/{fd}"
+    fd, path = tempfile.mkstemp(prefix="shardckpt-staging-")  # pragma: no cover - not Linux
+    return fd, path  # pragma: no cover - not Linux
+
+
+def _mapped(fd: int, nbytes: int) -> torch.Tensor:
+    memory: Any = mmap.mmap(fd, nbytes)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+__all__ = ["Slab", "SlabPool", "attach"]

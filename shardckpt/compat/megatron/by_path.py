@@ -1,0 +1,113 @@
+"""Strategies that Megatron's callers call themselves, with a state dict and a path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt import dist_checkpointing
+from shardckpt.comm import Comm
+from shardckpt.errors import StrategyMismatchError
+from shardckpt.loading import LoadOptions, OpenCheckpoint, load_checkpoint, open_checkpoint
+from shardckpt.locations import locate
+from shardckpt.manifest import Manifest
+from shardckpt.plugins import host
+from shardckpt.strategy import LoadContext
+from shardckpt.validation import StrictHandling
+
+if TYPE_CHECKING:
+    import os
+    from contextlib import AbstractContextManager
+
+    from shardckpt.background.request import AsyncRequest
+    from shardckpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
+
+    PathLike = str | os.PathLike[str]
+
+
+class SavesByPath:
+    """Lets a save strategy also be called as ``strategy.save(sharded_state_dict, checkpoint_dir)``."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any, context: Any = None) -> None:
+        """Save a whole checkpoint to a path, in the place of one that is there; or, with a context, do the core's work.
+
+        All ranks call it.
+        """
+        if context is not None:
+            super().save(sharded_state_dict, checkpoint_dir, context)  # type: ignore[misc]
+        else:
+            dist_checkpointing.save(sharded_state_dict, checkpoint_dir, self, overwrite=True)  # type: ignore[arg-type]
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathLike, async_strategy: str = "mcore"
+    ) -> AsyncRequest:
+        """Plan such a save, and give back the request for a queue; ``async_strategy`` means nothing here."""
+        request = dist_checkpointing.save(
+            sharded_state_dict,
+            checkpoint_dir,
+            self,  # type: ignore[arg-type]
+            async_sharded_save=True,
+            async_strategy=async_strategy,
+            overwrite=True,
+        )
+        return request  # type: ignore[return-value]
+
+
+class LoadsByPath:
+    """Lets a load strategy also be called with a path in the place of the core's context."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        """The state dict with its shards loaded, common state left out; all ranks call it."""
+        if isinstance(checkpoint_dir, LoadContext):
+            return super().load(sharded_state_dict, checkpoint_dir)  # type: ignore[misc]
+        with self._opened(checkpoint_dir, Comm()) as checkpoint:
+            part = _WithoutCommon(checkpoint.strategy, checkpoint.context, checkpoint.operation)
+            mode = StrictHandling.ASSUME_OK_UNEXPECTED
+            return load_checkpoint(sharded_state_dict, part, validate=False, strict=mode)[0]
+
+    def load_common(self, checkpoint_dir: Any) -> Any:
+        """The state that is not sharded; needs no other rank."""
+        if isinstance(checkpoint_dir, LoadContext):
+            return super().load_common(checkpoint_dir)  # type: ignore[misc]
+        with self._opened(checkpoint_dir, Comm(alone=True)) as checkpoint:
+            return checkpoint.common()
+
+    def load_tensors_metadata(self, checkpoint_dir: PathLike) -> dict[str, ShardedTensor]:
+        """What is stored; see :func:`shardckpt.dist_checkpointing.load_tensors_metadata`."""
+        return dist_checkpointing.load_tensors_metadata(checkpoint_dir, self)  # type: ignore[arg-type]
+
+    def load_sharded_metadata(self, checkpoint_dir: PathLike) -> dict[str, ShardedBase]:
+        """What is stored; see :func:`shardckpt.dist_checkpointing.load_sharded_metadata`."""
+        return dist_checkpointing.load_sharded_metadata(checkpoint_dir, self)  # type: ignore[arg-type]
+
+    def remove_sharded_tensors(self, checkpoint_dir: PathLike, key_prefix: str) -> None:
+        """See :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`; all ranks call it."""
+        dist_checkpointing.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    def check_backend_compatibility(self: Any, loaded_backend: str) -> None:
+        """Raise :class:`StrategyMismatchError` if it does not read that backend."""
+        self._check(Manifest(backend=loaded_backend, version=self.version))
+
+    def check_version_compatibility(self: Any, loaded_version: int) -> None:
+        """Raise :class:`StrategyMismatchError` if it does not read that version of its backend."""
+        self._check(Manifest(backend=self.backend, version=loaded_version))
+
+    def _check(self: Any, manifest: Manifest) -> None:
+        reason = self.cannot_load(manifest)
+        if reason is not None:
+            raise StrategyMismatchError(
+                f"a {manifest.backend!r} checkpoint of version {manifest.version}: {type(self).__qualname__} {reason}"
+            )
+
+    def _opened(self, checkpoint_dir: PathLike, comm: Comm) -> AbstractContextManager[OpenCheckpoint]:
+        return open_checkpoint(locate(checkpoint_dir, host()), comm, host(), LoadOptions(self))
+
+
+class _WithoutCommon(OpenCheckpoint):
+    """A checkpoint of which the shards alone are wanted."""
+
+    def common(self) -> StateDict:
+        """Nothing."""
+        return {}
+
+
+__all__ = ["LoadsByPath", "SavesByPath"]

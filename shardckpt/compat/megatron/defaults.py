@@ -1,0 +1,79 @@
+"""The registry by Megatron's names."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from shardckpt import dist_checkpointing, entries
+from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
+from shardckpt.compat.megatron.torch_dist import BY_PATH
+from shardckpt.errors import CheckpointingException, UnknownBackendError
+from shardckpt.plugins import host
+from shardckpt.strategy import LoadStrategy
+
+
+class StrategyAction(Enum):
+    """What a strategy does; here the common state is the sharded strategies' business."""
+
+    LOAD_COMMON = "load_common"
+    LOAD_SHARDED = "load_sharded"
+    SAVE_COMMON = "save_common"
+    SAVE_SHARDED = "save_sharded"
+
+
+def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
+    """The registered strategy; it can be called with a path. What the user registered is never undone.
+
+    Raises:
+        UnknownBackendError: there is none.
+    """
+    ours = _action(action)
+    entry = host().registry.find(ours, backend, version)
+    if entry is None:
+        known = ", ".join(f"{e.backend} {e.version}" for e in host().registry.entries(ours)) or "none"
+        raise UnknownBackendError(
+            f"no strategy {ours.verb}s ({backend!r}, {version}); installed: {known}{host().faults_text()}"
+        )
+    return callable_with_path(entry.create())
+
+
+def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
+    """As :func:`shardckpt.dist_checkpointing.register_default_strategy`."""
+    dist_checkpointing.register_default_strategy(_action(action), backend, version, strategy)
+
+
+def register_built_in_strategies() -> None:
+    """Look the installed strategies up now; it is done at their first use otherwise."""
+    host()
+
+
+def callable_with_path(strategy: Any) -> Any:
+    """The strategy itself if it can be called with a path, else a twin that can, of Megatron's class if that exists."""
+    if isinstance(strategy, LoadsByPath | SavesByPath):
+        return strategy
+    kind = type(strategy)
+    mixin = LoadsByPath if isinstance(strategy, LoadStrategy) else SavesByPath
+    by_path: Any = BY_PATH.get(kind) or type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    twin = object.__new__(by_path)
+    vars(twin).update(vars(strategy))
+    return twin
+
+
+def _action(action: Any) -> entries.StrategyAction:
+    try:
+        return entries.StrategyAction(action.value)
+    except ValueError:
+        raise CheckpointingException(
+            f"{action}: there are no strategies for the common state alone; the sharded strategy stores it, and "
+            "dist_checkpointing.load_common_state_dict(checkpoint_dir) loads it"
+        ) from None
+
+
+__all__ = [
+    "StrategyAction",
+    "callable_with_path",
+    "get_default_strategy",
+    "register_built_in_strategies",
+    "register_default_strategy",
+]

@@ -1,0 +1,58 @@
+"""megatron.core.dist_checkpointing.core."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+from shardckpt.dist_checkpointing import check_is_distributed_checkpoint
+from shardckpt.errors import CheckpointingException
+from shardckpt.gate import parse_file
+from shardckpt.locations import locate, locate_local
+from shardckpt.manifest import MARKER_LIMIT, Marker
+from shardckpt.manifest import MARKER_NAME as CONFIG_FNAME
+from shardckpt.plugins import host
+from shardckpt.storage.filesystem import naming, sync_directory
+from shardckpt.storage.writer import CheckpointWriter
+
+_UNFINISHED = f"{CONFIG_FNAME}.unfinished"
+
+
+@dataclass
+class CheckpointingConfig:
+    """What ``metadata.json`` says."""
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
+    """What ``metadata.json`` says, unknown fields left out; None if there is none."""
+    path = locate(checkpoint_dir, host()) / CONFIG_FNAME
+    if not path.exists():
+        return None
+    return CheckpointingConfig(**parse_file(Marker.model_validate_json, path, MARKER_LIMIT).model_dump())
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write ``metadata.json``, whole or not at all; a save writes its own."""
+    directory = locate_local(checkpoint_dir, "write metadata.json into")
+    with naming("write to", directory):
+        (directory / _UNFINISHED).unlink(missing_ok=True)
+    with CheckpointWriter(directory, 0) as writer:
+        writer.write(_UNFINISHED, Marker(**asdict(config)).model_dump_json().encode())
+    with naming(f"rename {_UNFINISHED} to", directory / CONFIG_FNAME):
+        os.rename(directory / _UNFINISHED, directory / CONFIG_FNAME)
+    sync_directory(directory)
+
+
+__all__ = [
+    "CONFIG_FNAME",
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "check_is_distributed_checkpoint",
+    "maybe_load_config",
+    "save_config",
+]

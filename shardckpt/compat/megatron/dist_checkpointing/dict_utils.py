@@ -1,0 +1,76 @@
+"""megatron.core.dist_checkpointing.dict_utils."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.state_dict import (
+    dict_list_map_inplace,
+    dict_list_map_outplace,
+    diff,
+    extract_matching_values,
+    map_reduce,
+    merge,
+    nested_values,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_SHOWN = 30
+
+
+def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None:
+    """Print the form of a nest: what is where, by type and shape."""
+    inner = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else None
+    if inner is None:
+        print(_shown(x))  # noqa: T201 - it is what the function is for
+        return
+    print()  # noqa: T201
+    for key, value in inner:
+        print(f"{' ' * indent * len(prefix)}{'>' if isinstance(x, dict) else '-'} {key}: ", end="")  # noqa: T201
+        inspect_types(value, (*prefix, key), indent)
+
+
+def nested_items_iter(x: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """(container, key or index, leaf) of every leaf in a nest, depth first."""
+    for key, value in list(x.items() if isinstance(x, dict) else enumerate(x)):
+        if isinstance(value, (dict, list)):
+            yield from nested_items_iter(value)
+        else:
+            yield x, key, value
+
+
+def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
+    """Replace every leaf, in place, by ``f(leaf)``."""
+    dict_list_map_inplace(f, d)
+
+
+def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
+    """Replace every leaf, in place, by ``f(key, leaf)``."""
+    for container, key, value in nested_items_iter(d):
+        container[key] = f(key, value)
+
+
+def _shown(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"Tensor of shape {tuple(leaf.shape)}"
+    text = str(leaf)
+    return f"[{type(leaf)}]: {text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}"
+
+
+__all__ = [
+    "dict_list_map_inplace",
+    "dict_list_map_outplace",
+    "dict_map",
+    "dict_map_with_key",
+    "diff",
+    "extract_matching_values",
+    "inspect_types",
+    "map_reduce",
+    "merge",
+    "nested_items_iter",
+    "nested_values",
+]

@@ -1,0 +1,43 @@
+"""megatron.core.dist_checkpointing.state_dict_utils."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.comm import Comm
+from shardckpt.state_dict import (
+    filter_out_empty_flatten_tensor,
+    load_preprocess,
+    nested_values,
+    split_for_save,
+)
+from shardckpt.validation import compare_common, validate_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.mapping import CommonStateDict, ShardedStateDict
+
+
+def save_preprocess(
+    sharded_state_dict: ShardedStateDict,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], CommonStateDict] | None = None,
+) -> tuple[ShardedStateDict, CommonStateDict]:
+    """The shards that a save would write, factories built, and the common state; the argument stays.
+
+    Args:
+        sharded_state_dict: As for ``save``.
+        validate_access_integrity: Check shards and common state across all ranks, which then all call it.
+        preprocess_common_before_consistancy_check: As for ``save``.
+    """
+    sharded, common = split_for_save(sharded_state_dict)
+    sharded = filter_out_empty_flatten_tensor(sharded)
+    if validate_access_integrity:
+        comm = Comm()
+        validate_shards(list(nested_values(sharded)), comm)
+        compare_common(common, preprocess_common_before_consistancy_check, comm)
+    return sharded, common
+
+
+__all__ = ["filter_out_empty_flatten_tensor", "load_preprocess", "save_preprocess"]

@@ -1,0 +1,21 @@
+"""megatron.core.dist_checkpointing.strategies.async_utils."""
+
+from __future__ import annotations
+
+from shardckpt.async_save import (
+    AsyncCaller,
+    AsyncCallsQueue,
+    AsyncRequest,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+)
+from shardckpt.compat.megatron.refusals import refusing
+
+#: What to do instead of Megatron's names that are not here.
+REFUSED = {
+    "DistributedAsyncCaller": "Megatron 0.9's name of TemporalAsyncCaller",
+}
+
+__getattr__ = refusing(__name__, REFUSED)
+
+__all__ = ["AsyncCaller", "AsyncCallsQueue", "AsyncRequest", "PersistentAsyncCaller", "TemporalAsyncCaller"]

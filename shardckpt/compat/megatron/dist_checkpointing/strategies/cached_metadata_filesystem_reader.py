@@ -1,0 +1,14 @@
+"""megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader."""
+
+from __future__ import annotations
+
+from shardckpt.compat.megatron.refusals import refusing
+
+#: What to do instead of Megatron's names that are not here.
+REFUSED = {
+    "CachedMetadataFileSystemReader": "a load reads the metadata once, and never a stale one",
+}
+
+__getattr__ = refusing(__name__, REFUSED)
+
+__all__ = []

@@ -1,0 +1,16 @@
+"""megatron.core.dist_checkpointing.strategies.filesystem_async."""
+
+from __future__ import annotations
+
+from shardckpt.compat.megatron.refusals import QUEUE, refusing
+
+#: What to do instead of Megatron's names that are not here.
+REFUSED = {
+    "FileSystemWriterAsync": QUEUE,
+    "WriteBucket": QUEUE,
+    "get_write_results_queue": QUEUE,
+}
+
+__getattr__ = refusing(__name__, REFUSED)
+
+__all__ = []

@@ -1,0 +1,16 @@
+"""megatron.core.dist_checkpointing.strategies.state_dict_saver."""
+
+from __future__ import annotations
+
+from shardckpt.compat.megatron.refusals import QUEUE, refusing
+
+#: What to do instead of Megatron's names that are not here.
+REFUSED = {
+    "save_state_dict_async_finalize": QUEUE,
+    "save_state_dict_async_plan": QUEUE,
+    "verify_global_md_reuse": "TorchDistSaveShardedStrategy(cached_metadata=True) checks that on every save",
+}
+
+__getattr__ = refusing(__name__, REFUSED)
+
+__all__ = []

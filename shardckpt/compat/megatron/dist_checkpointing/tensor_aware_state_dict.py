@@ -1,0 +1,7 @@
+"""megatron.core.dist_checkpointing.tensor_aware_state_dict."""
+
+from __future__ import annotations
+
+from shardckpt.tensor_aware import TensorAwareStateDict as MCoreTensorAwareStateDict
+
+__all__ = ["MCoreTensorAwareStateDict"]

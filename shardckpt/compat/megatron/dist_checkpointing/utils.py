@@ -1,0 +1,106 @@
+"""megatron.core.dist_checkpointing.utils."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.distribution import ShardId as _ShardId
+from shardckpt.distribution import sharded_tensor_shard_id as _sharded_tensor_shard_id
+from shardckpt.quantized import force_all_tensors_to_non_fp8
+from shardckpt.state_dict import (
+    add_prefix_for_sharding,
+    apply_prefix_mapping,
+    extract_nonpersistent,
+    extract_sharded_base,
+    extract_sharded_tensors,
+    extract_sharded_tensors_and_factories,
+    extract_sharded_tensors_or_nonpersistent,
+    replace_prefix_for_sharding,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from shardckpt.mapping import ShardedObject
+
+fallback_logger = logging.getLogger(__name__)
+
+#: Names and loggers of the blocks that the running code stands in.
+_stack: ContextVar[tuple[tuple[str, ...], logging.Logger]] = ContextVar("logger_stack", default=((), fallback_logger))
+
+
+def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """``zip`` that raises if lengths differ."""
+    return zip(*args, strict=True)
+
+
+def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """What tells objects apart: key, offset and shape of the grid."""
+    return sharded_object.key, tuple(sharded_object.global_offset), tuple(sharded_object.global_shape)
+
+
+def _clean_metadata_for_serialization(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Content metadata without the process group that Megatron carries in it."""
+    return None if metadata is None else {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+
+
+@contextmanager
+def logger_stack(
+    name: str | None = None, current_logger: logging.Logger | None = None
+) -> Iterator[tuple[str, logging.Logger]]:
+    """Name a block, and say who logs in it; gives the names of all blocks around, joined, and the logger."""
+    names, logger = _stack.get()
+    names, logger = (*names, *([name] if name else [])), current_logger or logger
+    token = _stack.set((names, logger))
+    try:
+        yield ".".join(names), logger
+    finally:
+        _stack.reset(token)
+
+
+@contextmanager
+def debug_time(
+    name: str, logger: logging.Logger | None = None, threshold: float = float("-inf"), level: int | None = None
+) -> Iterator[None]:
+    """Log how long a block took, if that is at least ``threshold`` seconds; without one, for debugging."""
+    with logger_stack(name, logger) as (names, current):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            usual = logging.DEBUG if threshold == float("-inf") else logging.WARNING
+            if seconds >= threshold:
+                current.log(usual if level is None else level, "%s took %.4f s", names, seconds)
+
+
+def debug_msg(msg: str) -> None:
+    """Log a message for debugging, with the names of the blocks around."""
+    names, logger = _stack.get()
+    logger.debug("%s %s", ".".join(names), msg)
+
+
+__all__ = [
+    "_ShardId",
+    "_clean_metadata_for_serialization",
+    "_sharded_object_id",
+    "_sharded_tensor_shard_id",
+    "add_prefix_for_sharding",
+    "apply_prefix_mapping",
+    "debug_msg",
+    "debug_time",
+    "extract_nonpersistent",
+    "extract_sharded_base",
+    "extract_sharded_tensors",
+    "extract_sharded_tensors_and_factories",
+    "extract_sharded_tensors_or_nonpersistent",
+    "fallback_logger",
+    "force_all_tensors_to_non_fp8",
+    "logger_stack",
+    "replace_prefix_for_sharding",
+    "zip_strict",
+]

@@ -1,0 +1,208 @@
+"""Whether a checkpoint's files are as they were written: by our own digests and by Megatron's ``integrity.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardckpt.comm import Comm
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.gate import parse_file, read_manifest
+from shardckpt.locations import locate, locate_local
+from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
+from shardckpt.planning.balance import deal
+from shardckpt.plugins import host
+from shardckpt.storage.filesystem import check_file_name, file_size, is_there, naming, sync_directory
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.writer import CheckpointWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_UNFINISHED = f"{INTEGRITY_NAME}.unfinished"
+
+
+@dataclass(frozen=True)
+class ExpectedFile:
+    """A file of a checkpoint, and what is known of it.
+
+    Attributes:
+        name: Its name in the directory.
+        nbytes: Its size: as it was written where that is known, else as it is.
+        sha256: What ``integrity.json`` has for it, in hex; ``""`` for nothing.
+    """
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
+    """Read every file once, and compare it with all digests that there are; ranks and threads share the work.
+
+    Args:
+        directory: The checkpoint.
+        manifest: What it says of itself.
+        comm: The ranks, all of which call.
+
+    Raises:
+        CorruptCheckpointError: names every file that is missing or not as it was written.
+        CheckpointingException: there are no digests.
+    """
+    files = comm.main_runs("reading the digests", lambda: expected_files(directory, manifest))
+    owners = deal([tuple(range(comm.world_size))] * len(files), [file.nbytes for file in files])
+    with comm.phase("checking files"):
+        mine = [file for file, owner in zip(files, owners, strict=True) if owner == comm.rank]
+        faults = [(file.name, fault) for file, fault in zip(mine, find_faults(directory, manifest, mine), strict=True)]
+    everyone = comm.all_gather([found for found in faults if found[1]])
+    with comm.phase("comparing digests"):
+        bad = sorted(found for part in everyone for found in part)
+        if bad:
+            listed = "".join(f"\n  {name}: {fault}" for name, fault in bad)
+            raise CorruptCheckpointError(f"{directory}: of {len(files)} files {len(bad)} are not as written:{listed}")
+
+
+def expected_files(directory: Path, manifest: Manifest) -> list[ExpectedFile]:
+    """Every file that ``shardckpt.json`` or ``integrity.json`` has a digest of, by name.
+
+    Raises:
+        CheckpointingException: the checkpoint has neither, or one that is damaged.
+    """
+    integrity = read_integrity(directory)
+    if integrity is None and manifest.record is None:
+        raise CheckpointingException(
+            f"{directory} was saved without digests: it has neither {RECORD_NAME} nor {INTEGRITY_NAME}, and there is "
+            "nothing to check it against; load it without verify_integrity, or load it and save it again"
+        )
+    sizes = {} if manifest.record is None else {file.name: file.size for file in manifest.record.files}
+    hashes = {} if integrity is None else integrity.files
+    return [
+        ExpectedFile(name, sizes[name] if name in sizes else _size(directory / name), hashes.get(name, ""))
+        for name in sorted({*sizes, *hashes})
+    ]
+
+
+def find_faults(directory: Path, manifest: Manifest, files: Sequence[ExpectedFile]) -> list[str]:
+    """What is wrong with each of the files; ``""`` for nothing."""
+    contents = _Contents(directory, manifest)
+    return contents.reader.map(contents.fault, files, size=lambda file: file.nbytes)
+
+
+def read_integrity(directory: Path) -> Integrity | None:
+    """What ``integrity.json`` says; None if there is none.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, names files that cannot be the checkpoint's, or has other digests.
+    """
+    path = directory / INTEGRITY_NAME
+    if not is_there(path):
+        return None
+    found = parse_file(Integrity.parse, path, INTEGRITY_LIMIT)
+    if found.algorithm != INTEGRITY_ALGORITHM:
+        raise CorruptCheckpointError(
+            f"{path}: its digests are {found.algorithm!r}, and this release checks {INTEGRITY_ALGORITHM!r}; upgrade "
+            "shardckpt, or load without verify_integrity"
+        )
+    for name in found.files:
+        check_file_name(name)
+    return found
+
+
+def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write ``integrity.json`` for a checkpoint that has none, over all files beside it; one process calls.
+
+    ``save(..., verify_integrity=True)`` does it while it writes; this reads every file again.
+
+    Raises:
+        CorruptCheckpointError: a file is not as it was written already, by the digests of ``shardckpt.json``.
+    """
+    directory = locate_local(checkpoint_dir, "write integrity.json into")
+    contents = _Contents(directory, read_manifest(directory, host()))
+    with naming("list", directory):
+        (directory / _UNFINISHED).unlink(missing_ok=True)
+        found = sorted(path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink())
+    names = [name for name in found if name != INTEGRITY_NAME]
+    hashes = contents.reader.map(contents.sha256, names, size=lambda name: _size(directory / name))
+    with CheckpointWriter(directory, 0) as writer:
+        writer.write(_UNFINISHED, Integrity(files=dict(zip(names, hashes, strict=True))).dump())
+    with naming(f"rename {_UNFINISHED} to", directory / INTEGRITY_NAME):
+        os.rename(directory / _UNFINISHED, directory / INTEGRITY_NAME)
+    sync_directory(directory)
+
+
+def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Check a checkpoint's files as :func:`verify_integrity` does, in this process alone.
+
+    Raises:
+        CorruptCheckpointError: names every file that is missing or not as it was written.
+        CheckpointingException: there is no ``integrity.json``.
+    """
+    directory = locate(checkpoint_dir, host())
+    manifest = read_manifest(directory, host())
+    if not is_there(directory / INTEGRITY_NAME):
+        raise CheckpointingException(
+            f"{directory} has no {INTEGRITY_NAME}: save with verify_integrity=True, or write one for a checkpoint that "
+            "is known to be sound by save_integrity_manifest"
+        )
+    verify_integrity(directory, manifest, Comm(alone=True))
+
+
+class _Contents:
+    """The bytes of a checkpoint's files, each read once for all its digests, and open only meanwhile."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._recorded = frozenset(file.name for file in manifest.record.files) if manifest.record else frozenset()
+        self.reader = CheckpointReader(directory, manifest, verify=True)
+        self._other = CheckpointReader(directory, Manifest(backend=manifest.backend, version=manifest.version))
+
+    def sha256(self, name: str) -> str:
+        """The file's SHA-256, in hex; CorruptCheckpointError if our own digests are of other bytes."""
+        found = hashlib.sha256()
+        for block in self._reader_of(name).blocks(name):
+            found.update(block)
+        return found.hexdigest()
+
+    def fault(self, file: ExpectedFile) -> str:
+        """What is wrong with a file."""
+        try:
+            if not file.sha256:
+                self._read(file.name)
+                return ""
+            found = self.sha256(file.name)
+        except CheckpointingException as exc:
+            return str(exc)
+        if found == file.sha256:
+            return ""
+        return f"the SHA-256 of {self._directory / file.name} is {found}, {INTEGRITY_NAME} has {file.sha256}"
+
+    def _read(self, name: str) -> None:
+        for _ in self._reader_of(name).blocks(name):
+            pass
+
+    def _reader_of(self, name: str) -> CheckpointReader:
+        return self.reader if name in self._recorded else self._other
+
+
+def _size(path: Path) -> int:
+    try:
+        return file_size(path)
+    except OSError:  # it is missing: reading it will say so
+        return 0
+
+
+__all__ = [
+    "INTEGRITY_LIMIT",
+    "INTEGRITY_NAME",
+    "ExpectedFile",
+    "Integrity",
+    "expected_files",
+    "find_faults",
+    "read_integrity",
+    "save_integrity_manifest",
+    "verify_integrity",
+    "verify_integrity_manifest",
+]

@@ -1,0 +1,233 @@
+"""From a staging directory to a commit: what stands at the target changes in one step, or not at all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.gate import choose_reader, read_manifest
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
+from shardckpt.storage import commit
+from shardckpt.storage.digest import ALGORITHM
+from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.upload import Upload
+from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.strategy import OwnsFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.manifest import FileRecord
+    from shardckpt.operation import Operation
+
+logger = logging.getLogger(__name__)
+
+
+class Identity(NamedTuple):
+    """What a checkpoint says of itself: backend, version, and the oldest release that reads it."""
+
+    backend: str
+    version: int
+    reader: str
+
+
+class Written(NamedTuple):
+    """Files that a rank has completed: their records, and their SHA-256 where the save asks for it."""
+
+    files: list[FileRecord]
+    sha256: dict[str, str]
+
+
+class Transaction:
+    """A save between its staging directory and its commit; all ranks begin one together.
+
+    A target of this machine has one staging directory for all ranks; for a store each rank has its own, from which it
+    uploads.
+
+    Args:
+        operation: The save or migration.
+        target: The checkpoint's directory or URL.
+        identity: What it will say of itself.
+        overwrite: Whether an existing checkpoint, or other files, may stand at ``target``; at a URL only the leavings
+            of a save that never ended.
+        sha256: Whether to write ``integrity.json``.
+    """
+
+    def __init__(
+        self, operation: Operation, target: Path, identity: Identity, *, overwrite: bool, sha256: bool = False
+    ) -> None:
+        self.operation = operation
+        self.target = target
+        self._identity = identity
+        self._overwrite = overwrite
+        self.sha256 = sha256
+        self.staging: Path | None = None
+        self.save_id = ""
+        self._upload: Upload | None = None
+        try:
+            with operation.step("staging"):
+                if isinstance(target, RemotePath):
+                    self._upload = Upload(target.folder, MARKER_NAME)
+                if operation.comm.is_main:
+                    self.save_id = commit.new_save_id()
+                    self._take_target()
+            self.save_id, self.staging = operation.comm.broadcast((self.save_id, self.staging))
+            if self._upload is not None:
+                self.staging = self._upload.spool
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Where files of the staging directory are to be uploaded when they are written; ``""`` for nowhere."""
+        return self.target.url if isinstance(self.target, RemotePath) else ""
+
+    def writer(self) -> CheckpointWriter:
+        """A writer of this rank's files."""
+        with self.operation.comm.phase("starting the file threads"):
+            writer = CheckpointWriter(self.staging or Path(), self.operation.comm.rank, sha256=self.sha256)
+        return writer
+
+    def commit(self, writer: CheckpointWriter, before: Written | None = None, content: Any = None) -> None:
+        """Make the files of all ranks the checkpoint.
+
+        Args:
+            writer: Has written this rank's files; writes those that make them valid.
+            before: What was written for this rank by another writer.
+            content: The caller's ``content_metadata``.
+        """
+        comm = self.operation.comm
+        files, sha256 = before or ([], {})
+        if self._upload is not None:
+            with self.operation.step("uploading"):
+                self._upload.put([file.name for file in writer.files])
+            self._upload.hand_over()
+        everyone = comm.gather(Written(files + writer.files, {**sha256, **writer.sha256}))
+        self.operation.wrote(sum(file.size for file in files + writer.files))
+        with self.operation.step("committing"):
+            if comm.is_main:
+                self._write_markers(writer, everyone, content)
+                self._publish(writer, everyone)
+        if self._upload is not None:
+            self._upload.close()
+
+    def abort(self) -> None:
+        """Give up: nothing of the save remains."""
+        if self._upload is not None:
+            self._upload.abort(main=self.operation.comm.is_main)
+        elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
+            commit.discard(self.staging)
+
+    def _take_target(self) -> None:
+        """On the main rank: see that the target may be saved to, and begin."""
+        if self._upload is not None:
+            self._upload.begin(self.save_id, overwrite=self._overwrite)
+            return
+        self._check_target()
+        self.staging = commit.create_staging(self.target, self.save_id)
+
+    def _check_target(self) -> None:
+        if not self._overwrite and not commit.is_free(self.target):
+            raise StorageError(
+                f"{self.target} is not empty: give another directory, or pass overwrite=True to replace it"
+            )
+
+    def _write_markers(self, writer: CheckpointWriter, everyone: list[Written], content: Any) -> None:
+        backend, version, reader = self._identity
+        files = [file for part in everyone for file in part.files]
+        record = Record(
+            save_id=self.save_id,
+            backend=backend,
+            version=version,
+            reader=reader,
+            writer={"shardckpt": importlib.metadata.version("shardckpt"), "torch": torch.__version__},
+            world_size=self.operation.comm.world_size,
+            digest_algorithm=ALGORITHM,
+            files=tuple(sorted(files, key=lambda file: file.name)),
+            content_metadata=_as_json(content),
+        )
+        writer.write(RECORD_NAME, record.dump(), keys=0)
+        marker = Marker(sharded_backend=backend, sharded_backend_version=version)
+        writer.write(MARKER_NAME, marker.model_dump_json().encode(), keys=0)
+        if self.sha256:
+            hashes = {name: digest for part in everyone for name, digest in part.sha256.items()}
+            writer.write(INTEGRITY_NAME, Integrity(files={**hashes, **writer.sha256}).dump(), keys=0)
+
+    def _publish(self, writer: CheckpointWriter, everyone: list[Written]) -> None:
+        if self._upload is not None:
+            files = [file for part in everyone for file in part.files]
+            known = {MARKER_NAME, *(file.name for file in files)}
+            added = [file for file in writer.files if file.name not in known]
+            self._upload.put([file.name for file in added])
+            self._upload.commit(files + added)
+            return
+        staging = self.staging or Path()
+        if commit.is_free(self.target):
+            commit.publish(staging, self.target)
+            return
+        self._check_target()  # another save may have come first
+        commit.replace(staging, self.target, _owned_files(self.target, self.operation))
+
+
+def commit_files(
+    operation: Operation,
+    target: Path,
+    identity: Identity,
+    write: Callable[[CheckpointWriter, str], None],
+    *,
+    overwrite: bool,
+    sha256: bool = False,
+    content: Any = None,
+) -> None:
+    """Let all ranks write into a staging directory, and make it the target if every one of them succeeded.
+
+    Args:
+        operation: The save or migration.
+        target: The checkpoint's directory or URL.
+        identity: What it will say of itself.
+        write: Writes this rank's files; gets the writer and the save's id.
+        overwrite: Whether an existing checkpoint, or other files, may stand at ``target``.
+        sha256: Whether to write ``integrity.json``.
+        content: The caller's ``content_metadata``.
+    """
+    transaction = Transaction(operation, target, identity, overwrite=overwrite, sha256=sha256)
+    try:
+        with transaction.writer() as writer:
+            with operation.step("writing"):
+                write(writer, transaction.save_id)
+            transaction.commit(writer, content=content)
+    except BaseException:
+        transaction.abort()
+        raise
+
+
+def _as_json(content: Any) -> Any:
+    """The value if JSON gives back what it is given, else None."""
+    try:
+        return content if json.loads(json.dumps(content)) == content else None
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _owned_files(target: Path, operation: Operation) -> set[str]:
+    """The files of the checkpoint at ``target``; what is not among them is kept by an overwrite."""
+    owned = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME}
+    try:
+        manifest = read_manifest(target, operation.host)
+        if manifest.record is not None:
+            return owned | {file.name for file in manifest.record.files}
+        reader = choose_reader(target, manifest, operation.host)
+    except CheckpointingException as exc:
+        logger.warning("overwriting %s, which is no readable checkpoint: all its files are kept (%s)", target, exc)
+        return owned
+    return owned | (reader.owned_files(target) if isinstance(reader, OwnsFiles) else set())
+
+
+__all__ = ["Identity", "Transaction", "Written", "commit_files"]

@@ -1,0 +1,76 @@
+"""A URL's folder through fsspec; credentials and endpoints are what fsspec's own configuration says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import fsspec  # type: ignore[import-untyped]
+
+from shardckpt.errors import StorageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class FsspecFolder:
+    """The objects directly below a URL.
+
+    Args:
+        url: The URL, without a slash at its end.
+        filesystem: fsspec's, for this protocol.
+        root: What the filesystem calls the folder.
+    """
+
+    def __init__(self, url: str, filesystem: Any, root: str) -> None:
+        self.url = url
+        self._filesystem = filesystem
+        self._root = root
+
+    def files(self) -> dict[str, int]:
+        """Bytes by name, as the store has them now."""
+        self._filesystem.invalidate_cache()
+        try:
+            entries = self._filesystem.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        found = {}
+        for entry in entries:
+            folder, _, name = entry["name"].rpartition("/")
+            if entry["type"] == "file" and name and folder.strip("/") == self._root.strip("/"):
+                found[name] = int(self._filesystem.size(entry["name"]) if entry["size"] is None else entry["size"])
+        return found
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """A range of an object."""
+        return bytes(self._filesystem.cat_file(self._path(name), start=offset, end=offset + nbytes))
+
+    def upload(self, name: str, path: Path) -> None:
+        """Make a local file an object."""
+        self._filesystem.put_file(str(path), self._path(name))
+
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+        self._filesystem.rm_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+
+def open_folder(url: str) -> FsspecFolder | None:
+    """The folder; None if fsspec does not know the protocol (``outer::inner://`` has two).
+
+    Raises:
+        StorageError: fsspec knows the protocol, and what it needs for it is not installed.
+    """
+    for protocol in url.partition("://")[0].split("::"):
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            return None
+        except ImportError as exc:
+            raise StorageError(f"cannot open {url}: fsspec has no package for {protocol}:// ({exc})") from exc
+    filesystem, root = fsspec.core.url_to_fs(url)
+    return FsspecFolder(url, filesystem, root)
+
+
+__all__ = ["FsspecFolder", "open_folder"]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shardckpt.verifying import verify_checkpoint
+from tests.background import jobs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+
+
+@pytest.mark.parametrize(("world_size", "persistent"), [(0, True), (0, False), (1, False), (2, True), (4, False)])
+def test_the_state_at_the_moment_of_scheduling_is_saved(
+    ranks: RankPool, tmp_path: Path, world_size: int, persistent: bool
+) -> None:
+    """What changes after scheduling is not saved; the checkpoint is absent before it is finalized, then whole."""
+    path = tmp_path / "c"
+    if world_size:
+        ranks.run(world_size, jobs.one_save, str(path), persistent)
+    else:
+        jobs.one_save(str(path), persistent)
+    assert list(tmp_path.iterdir()) == [path]
+    assert not [result for result in verify_checkpoint(path) if result.fault or result.foreign]
+
+
+@PERSISTENT
+def test_saves_in_flight_do_not_mix(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
+    """Five saves scheduled at once, two of them staged at a time, end in order, each with its own content."""
+    ranks.run(2, jobs.several_saves, str(tmp_path), persistent)
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_polling_finalizes_on_all_ranks_at_the_same_time(ranks: RankPool, tmp_path: Path) -> None:
+    """A training loop that polls without blocking finds the save written at the same poll on all ranks."""
+    counts = ranks.run(4, jobs.polled_save, str(tmp_path / "c"), False)
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_dead_worker_is_everyones_error(ranks: RankPool, tmp_path: Path, victim: int) -> None:
+    """A killed worker is an error that names its rank on all ranks; nothing is left, and the next save works."""
+    messages = ranks.run(2, jobs.worker_dies, str(tmp_path / "c"), victim)
+    assert len(set(messages)) == 1
+    assert f"rank {victim}" in messages[0]
+    assert "signal 9" in messages[0]
+
+
+@PERSISTENT
+def test_an_error_in_the_background_names_rank_and_file(ranks: RankPool, tmp_path: Path, persistent: bool) -> None:
+    """A file that one rank cannot write is the same error on all, with the rank and the file; nothing is left."""
+    messages = ranks.run(2, jobs.fails_on_one_rank, str(tmp_path / "c"), persistent, 1)
+    assert len(set(messages)) == 1
+    assert "rank 1" in messages[0]
+    assert "__1_0.distcp" in messages[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_are_out_of_step_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that finalize different requests all get an error that names the two."""
+    messages = ranks.run(3, jobs.out_of_step, str(tmp_path / "c"))
+    assert len(set(messages)) == 1
+    assert "number 1 and number 2" in messages[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_wait_together_and_at_most_as_long_as_told(ranks: RankPool) -> None:
+    """Polling and a bounded wait leave a request scheduled on all ranks as long as one rank writes."""
+    ranks.run(3, jobs.waits_at_most, False)
+
+
+@pytest.mark.slow
+def test_a_writer_may_take_longer_than_the_process_groups_timeout(ranks: RankPool) -> None:
+    """Waiting for a slow writer is no collective that lasts: the group's timeout, 8 s here, does not end it."""
+    assert ranks.run(2, jobs.slower_than_the_group, True) == [[1], [1]]

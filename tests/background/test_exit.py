@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shardckpt import dist_checkpointing as dc
+from tests.background import jobs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+
+ALONE = """
+    import sys, torch
+    from shardckpt import dist_checkpointing as dc
+    from shardckpt.async_save import AsyncCallsQueue
+    from shardckpt.mapping import ShardedTensor
+
+    def save():
+        queue = AsyncCallsQueue(persistent={persistent})
+        state = {{"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20)), "iteration": 3}}
+        queue.schedule_async_request(dc.save(state, sys.argv[1], async_sharded_save=True))
+        state["w"].data.zero_()
+
+    save()
+"""
+
+TOGETHER = """
+    import datetime, sys, torch, torch.distributed as dist
+    from shardckpt import dist_checkpointing as dc
+    from shardckpt.async_save import AsyncCallsQueue
+    from shardckpt.mapping import ShardedTensor
+
+    rank = int(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{{sys.argv[3]}}", rank=rank, world_size=2,
+                            timeout=datetime.timedelta(seconds=20))
+    queue = AsyncCallsQueue(persistent={persistent})
+    state = {{"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20), (0, rank, 2))}}
+    queue.schedule_async_request(dc.save(state, sys.argv[1], async_sharded_save=True))
+    dist.destroy_process_group()
+"""
+
+
+def _start(program: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(program))
+    command = [sys.executable, "-W", "error", str(script), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@PERSISTENT
+def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:
+    """A program that ends right after scheduling leaves a whole checkpoint; it needs no __main__ guard."""
+    process = _start(ALONE.format(persistent=persistent), tmp_path, str(tmp_path / "c"))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert not output
+    loaded = dc.load_plain_tensors(tmp_path / "c")
+    assert loaded["w"].min() == 1
+    assert dc.load_common_state_dict(tmp_path / "c")["iteration"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "train.py"]
+
+
+@PERSISTENT
+def test_a_save_in_flight_at_the_end_of_a_job_is_absent(tmp_path: Path, persistent: bool) -> None:
+    """Ranks that end without finalizing say so, in time, and leave no checkpoint and no staging directory."""
+    program = TOGETHER.format(persistent=persistent)
+    processes = [_start(program, tmp_path, str(tmp_path / "c"), str(rank), str(tmp_path / "store")) for rank in (0, 1)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for output in outputs:
+        assert "not finalized: they are absent" in output
+    assert not (tmp_path / "c").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
+    """A plain save needs no __main__ guard, no manager process, no psutil and no multiprocessing child."""
+    program = """
+        import subprocess, sys, os, torch
+        def refuse(*args, **kwargs): raise RuntimeError("a process was started")
+        subprocess.Popen.__init__ = refuse
+        os.fork = refuse
+        sys.modules["psutil"] = None
+        from shardckpt import dist_checkpointing as dc
+        from shardckpt.mapping import ShardedTensor
+        dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(5))}, sys.argv[1])
+    """
+    process = _start(program, tmp_path, str(tmp_path / "c"))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+
+
+def test_a_killed_training_leaves_no_worker_and_no_checkpoint(tmp_path: Path) -> None:
+    """When the training process is killed, its worker ends by itself, and what was in flight is absent."""
+    program = """
+        import os, signal, sys, time, torch
+        from shardckpt import dist_checkpointing as dc
+        from shardckpt.async_save import AsyncCallsQueue
+        from shardckpt.mapping import ShardedTensor
+        queue = AsyncCallsQueue(persistent=True)
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20))}
+        queue.schedule_async_request(dc.save(state, sys.argv[1], async_sharded_save=True))
+        print(queue._caller._worker.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = _start(program, tmp_path, str(tmp_path / "c"))
+    output, _ = process.communicate(timeout=60)  # ends when the worker, which has the same stdout, has ended too
+    assert process.returncode == -9, output
+    assert output.split()[0].isdecimal()
+    assert not (tmp_path / "c").exists()
+    jobs_state = jobs.state(1.0)
+    dc.save(jobs_state, tmp_path / "c")
+    jobs.check(str(tmp_path / "c"), 1.0)

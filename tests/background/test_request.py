@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+from shardckpt.background.slab import SlabPool
+from shardckpt.background.staging import release_memory, stage
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.mapping import ShardedTensor
+from shardckpt.strategy import SaveStrategy
+from tests.background import jobs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class _Work:
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = list(tensors)
+        self.keys = [f"key{number}" for number in range(len(tensors))]
+
+    def write(self, _: Any) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self.tensors]
+
+
+class _Foreground(SaveStrategy):
+    backend, version = "foreground", 1
+
+    def save(self, *_: Any) -> None:
+        raise AssertionError("never called")
+
+
+def test_megatrons_convention_of_a_request() -> None:
+    """The preloaded value takes the place of the second argument; finalize functions follow in order."""
+    seen: list[Any] = []
+    request = AsyncRequest(
+        lambda first, second, third: seen.append((first, second, third)),
+        ("a", None, "c"),
+        [lambda: seen.append("one")],
+        preload_fn=lambda: "b",
+    )
+    request.add_finalize_fn(lambda: seen.append("two"))
+    request.execute_sync()
+    assert seen == [("a", "b", "c"), "one", "two"]
+
+
+def test_a_frozen_request_takes_no_finalize_function() -> None:
+    """What is added after scheduling would never run: it is refused."""
+    with pytest.raises(CheckpointingException, match="scheduled already"):
+        AsyncRequest(None, (), []).freeze().add_finalize_fn(print)
+
+
+def test_a_request_can_be_executed_in_the_foreground(tmp_path: Path) -> None:
+    """execute_sync of a save gives the same checkpoint as the queue does."""
+    request = dc.save(jobs.state(5.0), tmp_path / "c", async_sharded_save=True)
+    assert request is not None
+    assert not (tmp_path / "c").exists()
+    request.execute_sync()
+    jobs.check(str(tmp_path / "c"), 5.0)
+
+
+def test_a_request_that_is_never_scheduled_is_no_checkpoint(tmp_path: Path) -> None:
+    """Planning alone leaves nothing that loads, and does not keep the next save from its place."""
+    dc.save(jobs.state(5.0), tmp_path / "c", async_sharded_save=True)
+    with pytest.raises(CheckpointingException):
+        dc.load(jobs.state(0.0), tmp_path / "c")
+    dc.save(jobs.state(6.0), tmp_path / "c")
+    jobs.check(str(tmp_path / "c"), 6.0)
+
+
+def test_a_strategy_that_cannot_save_behind_the_training_is_named(tmp_path: Path) -> None:
+    """async_sharded_save with a plain SaveStrategy is refused with its name, before anything is made."""
+    with pytest.raises(CheckpointingException, match="_Foreground saves in the foreground only"):
+        dc.save(jobs.state(1.0), tmp_path / "c", _Foreground(), async_sharded_save=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_closing_with_abort_leaves_nothing(tmp_path: Path) -> None:
+    """Requests that are given up are absent, and so are their staging directories."""
+    for persistent in (False, True):
+        queue = AsyncCallsQueue(persistent)
+        request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        queue.close(abort=True)
+        assert queue.get_num_unfinalized_calls() == 0
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_queue_is_left_by_an_error_without_waiting(tmp_path: Path) -> None:
+    """A queue used as a context manager gives its requests up when the training fails."""
+    with pytest.raises(KeyError, match="training"), AsyncCallsQueue() as queue:  # noqa: PT012 - a training loop
+        request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        raise KeyError("training")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_failed_request_does_not_take_the_others_along(tmp_path: Path) -> None:
+    """close() finalizes what is sound and raises what failed."""
+    queue = AsyncCallsQueue()
+    for name in ("a", "b", "c"):
+        request = dc.save(jobs.state(1.0), tmp_path / name, async_sharded_save=True)
+        assert request is not None
+        if name == "b":
+            request = request._replace(async_fn=_broken)
+        queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException, match="the disk is on fire"):
+        queue.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+
+
+def _broken(*_: Any) -> None:
+    raise OSError("the disk is on fire")
+
+
+def test_what_cannot_go_to_a_process_is_said_to() -> None:
+    """A request with a local function says that a process cannot take it, and what can."""
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
+    with pytest.raises(CheckpointingException, match="persistent=False"):
+        queue.close()
+
+
+def test_staging_copies_and_uses_its_memory_again() -> None:
+    """Staged tensors keep their values when the originals change; the next save gets the same memory."""
+    release_memory()
+    values = torch.arange(12.0).reshape(3, 4)
+    staged = stage(_Work(values.t(), values[1], torch.tensor(True), torch.zeros(0, dtype=torch.float8_e4m3fn)))
+    expected = [values.t().clone(), values[1].clone(), torch.tensor(True), torch.zeros(0, dtype=torch.float8_e4m3fn)]
+    values.zero_()
+    with staged.opened() as work:
+        found = work.write(None)
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+    path = staged.path
+    staged.release()
+    again = stage(_Work(values))
+    assert again.path == path
+    again.release()
+
+
+def test_a_tensor_without_memory_is_named() -> None:
+    """What cannot be copied is an error with its key, and the staging memory is free again."""
+    with pytest.raises(ShardingError, match=r"'key1'.*no memory"):
+        stage(_Work(torch.ones(2), torch.empty(3, device="meta")))
+    for _ in range(3):
+        stage(_Work(torch.ones(2))).release()
+
+
+def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more slabs exist than saves may be staged; one that is too small goes before a larger one comes."""
+    monkeypatch.setenv("SHARDCKPT_STAGED_SAVES", "1")
+    pool = SlabPool()
+    small = pool.take(10)
+    pool.give_back(small)
+    large = pool.take(small.nbytes + 1)
+    assert large is not small
+    pool.give_back(large)
+    assert pool.take(5) is large
+    pool.give_back(large)
+    pool.clear()
+
+
+def test_replicas_that_are_not_written_are_not_staged(tmp_path: Path) -> None:
+    """Only what this rank writes is copied."""
+    tensor = torch.ones(1000)
+    shards = {
+        "mine": ShardedTensor.from_rank_offsets("mine", tensor),
+        "copy": ShardedTensor.from_rank_offsets("mine", tensor, replica_id=1),
+    }
+    request = dc.save(shards, tmp_path / "c", async_sharded_save=True)
+    assert request is not None
+    assert len(request.preload_fn.__self__.prepared.work.tensors) == 1  # type: ignore[union-attr]
+    request.execute_sync()

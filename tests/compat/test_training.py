@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.compat.rewritten import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_job_for_megatron_runs_here(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    """Ported by the one import rule, a training script saves, overwrites, saves in the background, and resumes."""
+    ranks.run(world, run, "train", str(tmp_path))
+    for other in {1, 2, 4} - {world}:
+        ranks.run(other, run, "resume", str(tmp_path), "first", "4")
+        ranks.run(other, run, "resume", str(tmp_path), "second", "3")

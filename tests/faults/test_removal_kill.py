@@ -1,0 +1,93 @@
+"""A process that dies while it removes keys leaves the checkpoint with them or without, at any file system call."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from shardckpt import dist_checkpointing
+from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
+from shardckpt.integrity import save_integrity_manifest
+from tests.faults.programs import run_program
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+SAMPLED = 40
+ALL = 10_000
+CASES = ("ours", "foreign")
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed: kills at chosen system calls need it"
+)
+
+
+def _save_ours(path: str) -> None:
+    """Rank 0 has what is kept and some of what goes, rank 1 nothing but what goes."""
+    rank = dist.get_rank()
+    goes = torch.arange(6.0).chunk(2)[rank]
+    state: dict[str, Any] = {
+        "gone.m": ShardedTensor.from_rank_offsets("gone.m", goes, (0, rank, 2)),
+        "gone.state": ShardedObject("gone.state", rank, (2,), (rank,)),
+        "kept": ShardedTensor.from_rank_offsets("kept", torch.arange(5), replica_id=rank),
+        "iteration": 3,
+    }
+    dist_checkpointing.save(state, path)
+
+
+def _save_foreign(path: str) -> None:
+    """The same by plain DCP, with what it knows."""
+    rank = dist.get_rank()
+    state = {0: {"kept": torch.arange(5), "gone.a": torch.ones(2), "steps": 3}, 1: {"gone.b": torch.ones(3)}}[rank]
+    dcp.save(state, checkpoint_id=path)
+
+
+def _report(ranks: RankPool, folder: Path, case: str, count: int, *options: str) -> dict[str, Any]:
+    """What the killer program found."""
+    path = folder / "pristine" / "ckpt"
+    path.parent.mkdir()
+    ranks.run(2, _save_ours if case == "ours" else _save_foreign, str(path))
+    save_integrity_manifest(path)
+    assert (path / "__1_0.distcp").exists()
+    done = run_program("removal_killer", str(folder), *(options or ("existing",)), str(count))
+    if done.returncode and "strace did not attach" in done.stderr:
+        pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def _check(report: dict[str, Any], allowed: set[str]) -> None:
+    """Every removal was killed where it should be, left one of the allowed states, and can be done again."""
+    bad = [o for o in report["outcomes"] if not o["killed"] or o["state"] not in allowed or o["later"]]
+    assert bad == []
+    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_removal_leaves_old_or_new(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    """After a kill at any of the calls that change the disk, all keys or all but the removed are there, digests too."""
+    report = _report(ranks, tmp_path, case, SAMPLED)
+    assert len(report["outcomes"]) >= SAMPLED
+    _check(report, {"old", "new"})
+    links = [point["line"] for point in report["points"] if point["call"].startswith("link")]
+    linked = {line.split('"')[1].rpartition("/")[2] for line in links}
+    assert "__0_0.distcp" in linked
+    assert "__1_0.distcp" not in linked  # it holds only removed keys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("exchange", [True, False])
+def test_killed_at_every_call(ranks: RankPool, tmp_path: Path, case: str, exchange: bool) -> None:
+    """The same at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
+    report = _report(ranks, tmp_path, case, ALL, "existing" if exchange else "existing, no exchange")
+    assert len(report["outcomes"]) == len(report["points"])
+    _check(report, {"old", "new"} if exchange else {"old", "new", "set aside"})

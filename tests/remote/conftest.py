@@ -1,0 +1,32 @@
+"""What the tests of URLs share."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.remote.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty store."""
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture(autouse=True)
+def no_spool_is_left() -> Iterator[None]:
+    """Every save removes its spool directories, whatever became of it."""
+    before = _spools()
+    yield
+    assert _spools() <= before
+
+
+def _spools() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("shardckpt-spool-*"))

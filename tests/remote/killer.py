@@ -1,0 +1,87 @@
+"""Program: kill a save to a store at every upload, before and after it is done, and say what remains.
+
+``python -m tests.remote.killer FOLDER WORLD_SIZE`` prints a line of JSON for each kill. torch is imported once; every
+save and load is a fork.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tests.faults.forks import fork, wait
+from tests.remote import jobs
+from tests.remote.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GROUP_TIMEOUT = 3.0
+OLD, NEW = 1.0, 2.0
+
+
+def main(folder: Path, world: int) -> None:
+    """Kill the k-th upload for every k, until there are no more."""
+    torch.set_num_threads(1)
+    for how in ("kill-before", "kill-after"):
+        number, killed = 0, True
+        while killed:
+            number += 1
+            report = _one(folder / f"{how}-{number}", world, number, how)
+            killed = report["killed"]
+            sys.stdout.write(json.dumps(report) + "\n")
+
+
+def _one(place: Path, world: int, number: int, how: str) -> dict[str, Any]:
+    place.mkdir()
+    store = Store(place / "store")
+    store.fails("put", number, number, how)
+    saves = [fork(lambda rank=rank: _save(place, store, rank, world)) for rank in range(world)]  # type: ignore[misc]
+    ended = wait(saves, 30)
+    store.works()
+    left = sorted(store.names())
+    load = _outcome(place, lambda: jobs.check(store.url, OLD))
+    refused = _outcome(place, lambda: jobs.save(store.url, NEW))
+    again = _outcome(place, lambda: jobs.save(store.url, NEW, overwrite=True))
+    after = _outcome(place, lambda: jobs.check(store.url, NEW))
+    return {
+        "number": number,
+        "how": how,
+        "hung": None in ended.values(),
+        "killed": any(status and os.WIFSIGNALED(status) for status in ended.values()),
+        "left": left,
+        "load": load,
+        "refused": refused,
+        "again": again,
+        "after": after,
+    }
+
+
+def _save(place: Path, store: Store, rank: int, world: int) -> None:
+    if world > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{place / 'group'}",
+            rank=rank,
+            world_size=world,
+            timeout=dt.timedelta(seconds=GROUP_TIMEOUT),
+        )
+    jobs.error_of(jobs.save, store.url, OLD)
+
+
+def _outcome(place: Path, action: Callable[[], None]) -> list[str]:
+    """Class and text of what a fork that acts raises."""
+    said = place / "said"
+    wait([fork(lambda: said.write_text(json.dumps(jobs.error_of(action))) and None)], 30)
+    return json.loads(said.read_text())  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

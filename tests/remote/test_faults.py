@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt import settings
+from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, StorageError
+from shardckpt.verifying import verify_checkpoint
+from tests.remote import jobs
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+    from tests.remote.store import Store
+
+#: Uploads of a save of two ranks: what says that it is under way, two data files, and four that name them.
+UPLOADS = 7
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_save_whose_kth_upload_fails_is_absent(ranks: RankPool, store: Store, how: str) -> None:
+    """Whichever upload fails for good, all ranks say which rank and object, and no object of the save remains."""
+    for number in range(1, UPLOADS + 1):
+        store.fails("put", number, how=how)
+        errors = ranks.run(2, jobs.error_of, jobs.save, store.url, 1.0)
+        uploads = store.requests("put")
+        failed = {request.name for request in uploads[number - 1 :]}
+        store.works()
+        assert len(set(errors)) == 1
+        kind, message = errors[0]
+        assert kind == "StorageError"
+        assert any(f"cannot upload {store.url}/{name} in 2 attempts: ConnectionError: " in message for name in failed)
+        assert "rank " in message
+        assert not store.names(), number
+        with pytest.raises(NotACheckpointError):
+            jobs.check(store.url, 1.0)
+    store.fails("put", UPLOADS + 1, how=how)
+    ranks.run(2, jobs.save, store.url, 1.0)
+    jobs.check(store.url, 1.0)
+
+
+def test_faults_that_pass_are_tried_again(ranks: RankPool, store: Store) -> None:
+    """One failure each of an upload, a listing, a read and a deletion does not end a save or a load."""
+    for kind in ("put", "list", "delete"):
+        store.fails(kind, 1, 1, "after")
+        store.fails(kind, 2, 2, "before")
+    ranks.run(2, jobs.save, store.url, 1.0)
+    assert not [name for name in store.names() if name.startswith(".shardckpt")]
+    store.works()
+    for kind in ("read", "list"):
+        store.fails(kind, 1, 1)
+        store.fails(kind, 3, 3)
+    ranks.run(2, jobs.check, store.url, 1.0)
+
+
+def test_what_stays_down_is_an_error_after_bounded_attempts(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request is tried as often as SHARDCKPT_REMOTE_ATTEMPTS says, each failure logged; then the error names it."""
+    jobs.save(store.url, 1.0)
+    monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "3")
+    store.works()
+    store.fails("read", 1)
+    with pytest.raises(StorageError, match=r"cannot read at offset 0 of .*/c/metadata\.json in 3 attempts: Connection"):
+        jobs.check(store.url, 1.0)
+    assert len(store.requests("read")) == 3
+    assert len(caplog.messages) == 2
+    store.fails("list", 1)
+    with pytest.raises(StorageError, match=rf"cannot list {store.url} in 3 attempts"):
+        dc.check_is_distributed_checkpoint(store.url)
+
+
+def test_a_listing_that_lacks_an_object_ends_the_save(ranks: RankPool, store: Store) -> None:
+    """A save is not committed unless the store lists every object; the error names object, rank and URL."""
+    store.hides("__1_0.distcp")
+    errors = ranks.run(2, jobs.error_of, jobs.save, store.url, 1.0)
+    assert len(set(errors)) == 1
+    assert f"{store.url}/__1_0.distcp: rank 1 uploaded" in errors[0][1]
+    assert "metadata.json" not in {request.name for request in store.requests("put")}
+    store.works()
+    assert store.names() <= {"__1_0.distcp"}
+
+
+def test_a_save_that_cannot_clean_up_is_still_absent(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Where deletions fail too, what is left says that it is no checkpoint; overwrite=True deletes it later."""
+    store.fails("put", 5)
+    store.fails("delete", 1)
+    kind, _ = jobs.error_of(jobs.save, store.url, 1.0)
+    assert kind == "StorageError"
+    assert "objects of a failed save may remain" in caplog.text
+    store.works()
+    left = store.names()
+    assert ".metadata" in left
+    with pytest.raises(IncompleteCheckpointError, match="has not ended, or never will"):
+        jobs.check(store.url, 1.0)
+    with pytest.raises(StorageError, match=f"has {len(left)} objects of a save that has not ended"):
+        jobs.save(store.url, 2.0)
+    assert store.names() == left
+    jobs.save(store.url, 2.0, overwrite=True)
+    jobs.check(store.url, 2.0)
+
+
+def test_an_object_that_cannot_be_deleted_after_the_commit_is_no_failure(store: Store) -> None:
+    """The save is whole when metadata.json is; what only said that it was under way is listed as foreign."""
+    store.fails("delete", 1)
+    os.environ[settings.REMOTE_ATTEMPTS] = "1"
+    try:
+        jobs.save(store.url, 1.0)
+    finally:
+        del os.environ[settings.REMOTE_ATTEMPTS]
+    store.works()
+    jobs.check(store.url, 1.0)
+    assert [result.foreign for result in verify_checkpoint(store.url)].count(True) == 1
+
+
+def test_two_saves_to_one_url_do_not_mix(store: Store) -> None:
+    """A save finds out that another has begun at its URL: only the later of the two can be committed."""
+    first = dc.save(jobs.state(1.0), store.url, async_sharded_save=True)
+    second = dc.save(jobs.state(2.0), store.url, async_sharded_save=True, overwrite=True)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(StorageError, match="another save writes there"):
+        first.execute_sync()
+    assert not {"metadata.json"} & store.names()
+    second_error = jobs.error_of(second.execute_sync)
+    assert second_error == ("", "")
+    jobs.check(store.url, 2.0)
+
+
+def test_ranks_that_name_different_urls_are_told(ranks: RankPool, store: Store) -> None:
+    """All ranks must save to the same URL."""
+    errors = ranks.run(2, jobs.error_of, jobs.save_to_own_url, store.url)
+    assert len(set(errors)) == 1
+    assert "ranks disagree on checkpoint_dir" in errors[0][1]
+    assert not store.names()
+
+
+def test_a_spool_directory_that_is_not_there_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHARDCKPT_SPOOL_DIR says where files wait for their upload; an error names it, and nothing is left."""
+    monkeypatch.setenv(settings.SPOOL_DIR, "/no/such/place")
+    with pytest.raises(StorageError, match=r"cannot make a spool directory in /no/such/place: .*\(ENOENT\)"):
+        jobs.save(store.url, 1.0)
+    assert not store.names()
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def kills(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What came of a save killed at every upload."""
+    place = tmp_path_factory.mktemp("kills")
+    spool = place / "spool"
+    spool.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.remote.killer", str(place), str(request.param)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, settings.SPOOL_DIR: str(spool), settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_killed_save_is_whole_or_absent(kills: list[dict[str, Any]]) -> None:
+    """A save killed at any upload is whole if metadata.json was there, else never loads; overwrite=True saves again."""
+    assert {report["killed"] for report in kills} == {True, False}
+    for report in kills:
+        assert not report["hung"]
+        if "metadata.json" in report["left"]:
+            assert report["load"] == ["", ""], report
+            assert "is not empty" in report["refused"][1]
+            assert report["again"] == report["refused"]
+            continue
+        assert report["killed"]
+        if report["left"]:
+            assert report["load"][0] == "IncompleteCheckpointError", report
+            assert "of a save that has not ended" in report["refused"][1]
+        else:
+            assert report["load"][0] == "NotACheckpointError", report
+        assert report["again"][0] == ("" if report["left"] else "StorageError"), report
+        assert report["after"] == ["", ""], report

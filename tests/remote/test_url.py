@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import fsspec
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, StorageError
+from shardckpt.hookspecs import hookimpl
+from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins import host
+from shardckpt.verifying import verify_checkpoint
+from tests.remote import jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.ranks import RankPool
+    from tests.remote.store import Store
+
+FILES = {".metadata", "common.pt", "metadata.json", "shardckpt.json"}
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A URL in this process's memory."""
+    yield "memory://bucket/folder/c"
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.mark.parametrize("world_size", [0, 2, 4])
+def test_a_save_to_a_url_loads_with_any_number_of_ranks(ranks: RankPool, store: Store, world_size: int) -> None:
+    """What 0, 2 or 4 ranks save to a URL, 3 ranks and this process alone load, bit for bit, queries included."""
+    if world_size:
+        ranks.run(world_size, jobs.save, store.url, 2.0)
+    else:
+        jobs.save(store.url, 2.0)
+    assert store.names() == FILES | {f"__{rank}_0.distcp" for rank in range(max(1, world_size))}
+    assert store.requests("put")[-1].name == "metadata.json"
+    ranks.run(3, jobs.check, store.url, 2.0)
+    jobs.check(store.url, 2.0)
+    assert torch.equal(dc.load_plain_tensors(store.url)["weight"], jobs.whole(2.0))
+    assert dc.load_common_state_dict(store.url)["iteration"] == 2
+    assert dc.load_content_metadata(store.url) == {"value": 2.0}
+    assert set(dc.load_tensors_metadata(store.url)) == {"weight", "bias"}
+    assert dc.check_is_distributed_checkpoint(store.url)
+    assert not dc.check_is_distributed_checkpoint(f"{store.url}/d")
+
+
+def test_a_process_without_a_group_saves_to_memory(memory: str) -> None:
+    """``memory://`` works as any other protocol; a slash at the end changes nothing."""
+    jobs.save(f"{memory}/", 5.0)
+    jobs.check(memory, 5.0)
+    names = fsspec.filesystem("memory").ls("/bucket/folder/c", detail=False)
+    assert {name.rpartition("/")[2] for name in names} == FILES | {"__0_0.distcp"}
+
+
+def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path) -> None:
+    """Fsspec's asynchronous filesystems, which have an event loop in a thread of theirs, serve too."""
+    jobs.save(f"looped://{tmp_path}/c", 5.0)
+    jobs.check(f"looped://{tmp_path}/c", 5.0)
+    assert "fsspecIO" in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_slice_is_read_by_ranges(store: Store) -> None:
+    """A load of an eighth of a tensor takes about an eighth of its bytes out of the store, and no file as a whole."""
+    rows, columns = 64, 128 << 10
+    values = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", values)}, store.url)
+    nbytes = values.numel() * 4
+    assert store.requests("put")[1].nbytes > nbytes
+    store.forget()
+    wanted = ShardedTensor("w", None, values.dtype, (8, columns), (rows, columns), (16, 0), None)
+    assert torch.equal(dc.load({"w": wanted}, store.url, validate_access_integrity=False)["w"], values[16:24])
+    data = [request for request in store.requests("read") if request.name.endswith(".distcp")]
+    assert nbytes // 8 <= sum(request.nbytes for request in data) < nbytes // 8 + nbytes // 16
+    assert len(store.requests("list")) == 1
+
+
+def test_verify_reads_a_url(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """``shardckpt verify URL`` says as written, or names the object that is damaged, cut or missing."""
+    jobs.save(store.url, 2.0, verify_integrity=True)
+    assert main(["verify", store.url]) == 0
+    assert "as written" in capsys.readouterr().out
+    data = store.objects / "__0_0.distcp"
+    original = data.read_bytes()
+    for spoilt in (original[:5000] + bytes([original[5000] ^ 1]) + original[5001:], original[:-1], None):
+        data.write_bytes(spoilt) if spoilt is not None else data.unlink()
+        assert main(["verify", store.url]) == 1
+        assert f"{store.url}/__0_0.distcp" in capsys.readouterr().out
+        faults = {result.name for result in verify_checkpoint(store.url) if result.fault}
+        assert faults == {"__0_0.distcp"}
+
+
+def test_a_load_with_verify_integrity_checks_a_url(ranks: RankPool, store: Store) -> None:
+    """``load(..., verify_integrity=True)`` reads and checks every object, and raises the same on all ranks."""
+    jobs.save(store.url, 2.0, verify_integrity=True)
+    ranks.run(2, _check_verified, store.url)
+    spoil(store, ".metadata")
+    errors = ranks.run(2, jobs.error_of, _check_verified, store.url)
+    assert len(set(errors)) == 1
+    assert errors[0][0] == "CorruptCheckpointError"
+    assert f"{store.url}/.metadata" in errors[0][1]
+
+
+def _check_verified(url: str) -> None:
+    jobs.check(url, 2.0, verify_integrity=True)
+
+
+def spoil(store: Store, name: str) -> None:
+    """Change one bit in the middle of an object."""
+    content = bytearray((store.objects / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (store.objects / name).write_bytes(content)
+
+
+def test_damage_at_a_url_is_found_by_every_load(store: Store) -> None:
+    """Changed bytes, a cut object and a missing one are errors that name the object, as they are for files."""
+    jobs.save(store.url, 2.0)
+    original = (store.objects / "__0_0.distcp").read_bytes()
+    spoil(store, "__0_0.distcp")
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp are not those that were written"):
+        jobs.check(store.url, 2.0)
+    (store.objects / "__0_0.distcp").write_bytes(original[:-9])
+    with pytest.raises(CorruptCheckpointError, match=rf"__0_0\.distcp: it has {len(original) - 9} bytes"):
+        jobs.check(store.url, 2.0)
+    (store.objects / "__0_0.distcp").unlink()
+    with pytest.raises(StorageError, match=r"cannot open faulty:.*__0_0\.distcp: No such file or directory \(ENOENT\)"):
+        jobs.check(store.url, 2.0)
+    (store.objects / "shardckpt.json").write_bytes(b"{")
+    with pytest.raises(CorruptCheckpointError, match=r"faulty:.*shardckpt\.json is damaged"):
+        jobs.check(store.url, 2.0)
+
+
+def test_an_object_that_ends_early_is_a_short_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no digests to tell, an object that is shorter than its listing says is an error."""
+    jobs.save(store.url, 2.0)
+    (store.objects / "shardckpt.json").unlink()
+    whole = jobs.store.FaultyFileSystem.cat_file
+    monkeypatch.setattr(
+        jobs.store.FaultyFileSystem, "cat_file", lambda *a, **k: b"" if k["start"] > 9000 else whole(*a, **k)
+    )
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp ends at offset \d+: \d+ bytes are missing"):
+        jobs.check(store.url, 2.0)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_url_that_has_objects_is_refused(ranks: RankPool, store: Store, overwrite: bool) -> None:
+    """Neither a checkpoint nor foreign objects at a URL are ever replaced, with or without overwrite=True."""
+    jobs.save(store.url, 1.0)
+    before = {path.name: path.read_bytes() for path in store.objects.iterdir()}
+    errors = ranks.run(2, jobs.error_of, _save_over, store.url, overwrite)
+    assert len(set(errors)) == 1
+    assert errors[0][0] == "StorageError"
+    assert f"{store.url} is not empty" in errors[0][1]
+    assert "give another URL" in errors[0][1]
+    assert {path.name: path.read_bytes() for path in store.objects.iterdir()} == before
+    (store.objects / "metadata.json").unlink()
+    assert ranks.run(2, jobs.error_of, _save_over, store.url, overwrite) == errors
+    assert store.names() == set(before) - {"metadata.json"}
+
+
+def _save_over(url: str, overwrite: bool) -> None:
+    jobs.save(url, 2.0, overwrite=overwrite)
+
+
+def test_what_a_store_cannot_do_is_refused(store: Store) -> None:
+    """Removing keys at a URL, and local checkpoints there, are refused with the reason; nothing changes."""
+    jobs.save(store.url, 1.0)
+    with pytest.raises(CheckpointingException, match=r"cannot take keys out of faulty:.*several objects at once"):
+        dc.remove_sharded_tensors(store.url, "weight")
+    jobs.check(store.url, 1.0)
+
+
+def test_migrate_goes_from_url_to_url_or_says_why_not(store: Store) -> None:
+    """``shardckpt migrate`` looks at the checkpoint at a URL: there is no migration of what is the newest."""
+    jobs.save(store.url, 1.0)
+    assert main(["migrate", store.url, f"{store.url}-new"]) == 1
+
+
+def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:
+    """A URL that nobody serves names the scheme, the plugins that are there and what to install."""
+    with pytest.raises(StorageError, match=r"serves nowhere:// \(plugins that serve URLs: fsspec") as caught:
+        dc.load({}, "nowhere://bucket/c")
+    assert "pip install 'shardckpt[fsspec]'" in str(caught.value)
+    assert "'shardckpt[msc]'" in str(caught.value)
+    with pytest.raises(StorageError, match="serves nowhere://"):
+        dc.check_is_distributed_checkpoint("nowhere://bucket/c")
+    with pytest.raises(StorageError, match=r"gdrive://bucket/c: fsspec has no package for gdrive:// \(.*gdrive"):
+        jobs.save("gdrive://bucket/c", 1.0)
+    with pytest.raises(NotACheckpointError, match="memory://nobody/c does not exist"):
+        dc.load({}, "memory://nobody/c")
+
+
+@pytest.mark.parametrize(
+    ("prelude", "environment", "text"),
+    [
+        ("", {"SHARDCKPT_DISABLED_PLUGINS": "fsspec"}, "plugins that serve URLs: none"),
+        ("", {"SHARDCKPT_DISABLED_PLUGINS": "fsspec"}, "disabled by SHARDCKPT_DISABLED_PLUGINS"),
+        ("sys.modules['fsspec'] = None", {}, "pip install 'shardckpt[fsspec]'"),
+    ],
+)
+def test_without_fsspec_local_directories_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prelude: str, environment: dict[str, str], text: str
+) -> None:
+    """With the plugin switched off or fsspec missing, URLs are refused with the reason and nothing else changes."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    program = f"""
+import sys
+{prelude}
+import torch
+from shardckpt import dist_checkpointing as dc
+dc.save({{"iteration": 1}}, {str(tmp_path / "c")!r})
+assert dc.load({{}}, {(tmp_path / "c").as_uri()!r}) == {{"iteration": 1}}
+assert "fsspec" not in sys.modules or sys.modules["fsspec"] is None, "imported"
+try:
+    dc.save({{"iteration": 1}}, "memory://bucket/c")
+except dc.CheckpointingException as exc:
+    print(exc)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert text in done.stdout
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    """``file://`` URLs name local directories, escapes included, with all that those can do."""
+    path = tmp_path / "with space"
+    jobs.save(path.as_uri(), 1.0)
+    assert (path / "metadata.json").is_file()
+    jobs.save(f"file://localhost{path.as_uri().removeprefix('file://')}", 2.0, overwrite=True)
+    jobs.check(str(path), 2.0)
+    with pytest.raises(StorageError, match="another machine, elsewhere"):
+        dc.load({}, "file://elsewhere/c")
+
+
+def test_a_url_that_pathlib_has_cut_is_no_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Path("s3://bucket/c")`` is an error, not a local directory ``s3:``; one that is there is used."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError, match="s3:/bucket/c looks like a URL of which pathlib has made one slash"):
+        jobs.save(Path("s3://bucket/c"), 1.0)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "s3:").mkdir()
+    jobs.save("s3:/bucket/c", 1.0)
+    jobs.check("./s3:/bucket/c", 1.0)
+
+
+class _Dictionary:
+    """A RemoteFolder that is no fsspec."""
+
+    def __init__(self, url: str, objects: dict[str, bytes]) -> None:
+        self.url = url
+        self._objects = objects
+
+    def files(self) -> dict[str, int]:
+        return {name: len(data) for name, data in self._objects.items()}
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        return self._objects[name][offset : offset + nbytes]
+
+    def upload(self, name: str, path: Path) -> None:
+        self._objects[name] = path.read_bytes()
+
+    def delete(self, name: str) -> None:
+        del self._objects[name]
+
+
+class _Plugin:
+    """Serves dict://."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    @hookimpl
+    def shardckpt_filesystem(self, url: str) -> _Dictionary | None:
+        return _Dictionary(url, self.objects) if url.startswith(("dict://", "memory://")) else None
+
+
+def test_another_plugin_serves_urls_by_the_same_door() -> None:
+    """A plugin with four methods serves a scheme, also one that the built-in plugin serves too."""
+    plugin = _Plugin()
+    host().register(plugin)
+    try:
+        jobs.save("dict://user:secret@here/c", 3.0)
+        jobs.check("memory://bucket/elsewhere", 3.0)
+        del plugin.objects["common.pt"]
+        with pytest.raises(CheckpointingException, match=r"dict://user:\*\*\*@here/c/common.pt"):
+            jobs.check("dict://user:secret@here/c", 3.0)
+    finally:
+        host().unregister(plugin)
+    assert set(plugin.objects) == (FILES | {"__0_0.distcp"}) - {"common.pt"}

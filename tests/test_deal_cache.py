@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardckpt.comm import Comm
+from shardckpt.deal_cache import DealCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ranks import RankPool
+
+
+class _Deals:
+    """Counts deals; a deal is the list of all ranks' shares."""
+
+    def __init__(self, group: Comm) -> None:
+        self.count = 0
+        self._group = group
+
+    def of(self, share: Any) -> Callable[[], list[Any]]:
+        def deal() -> list[Any]:
+            self.count += 1
+            return self._group.all_gather(share)
+
+        return deal
+
+
+def _deal(shares: list[list[Any]], enabled: bool) -> tuple[list[Any], list[int]]:
+    comm = Comm()
+    cache: DealCache[list[Any]] = DealCache(enabled=enabled)
+    deals, got, counts = _Deals(comm), [], []
+    for everyones in shares:
+        got.append(cache.get(everyones[comm.rank], comm, deals.of(everyones[comm.rank])))
+        counts.append(deals.count)
+    return got, counts
+
+
+def test_a_change_on_one_rank_is_a_new_deal_on_all(ranks: RankPool) -> None:
+    """The last deal is used if every rank's share is what it was for that deal, and never else."""
+    shares = [[1, 2], [1, 2], [1, 3], [1, 3], [1, 2], [2, 1], [2, 1]]
+    for enabled, expected in ((True, [1, 1, 2, 2, 3, 4, 4]), (False, [1, 2, 3, 4, 5, 6, 7])):
+        for got, counts in ranks.run(2, _deal, shares, enabled):
+            assert got == shares
+            assert counts == expected
+
+
+def _deal_that_fails_once() -> list[Any]:
+    comm = Comm()
+    cache: DealCache[list[Any]] = DealCache(enabled=True)
+    cache.get("old", comm, _Deals(comm).of("old"))
+
+    def failing() -> list[Any]:
+        everyone = comm.all_gather(f"new {comm.rank}")
+        if comm.rank == 0:
+            raise MemoryError
+        return everyone
+
+    share = "old" if comm.rank == 0 else "new 1"
+    with suppress(MemoryError):
+        cache.get(share, comm, failing)
+    return cache.get(share, comm, _Deals(comm).of(share))
+
+
+def test_a_deal_that_fails_is_forgotten_everywhere(ranks: RankPool) -> None:
+    """After an error on one rank no two ranks go on with different deals."""
+    assert ranks.run(2, _deal_that_fails_once) == [["old", "new 1"]] * 2
+
+
+def _deal_in_other_groups() -> list[list[int]]:
+    cache: DealCache[list[int]] = DealCache(enabled=True)
+    rank, found = dist.get_rank(), []
+    for pairs in ([[0, 1], [2, 3]], [[0, 3], [1, 2]]):
+        groups = [dist.new_group(pair) for pair in pairs]
+        comm = Comm(groups[0] if rank in pairs[0] else groups[1])
+        found.append(cache.get("same", comm, lambda comm=comm: comm.all_gather(rank)))
+    return found
+
+
+def test_another_group_is_another_deal(ranks: RankPool) -> None:
+    """A deal holds for the ranks that made it, also where another group has as many, with the same shares."""
+    second = {0: [0, 3], 1: [1, 2], 2: [1, 2], 3: [0, 3]}
+    assert [deals[1] for deals in ranks.run(4, _deal_in_other_groups)] == [second[rank] for rank in range(4)]

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = [*sorted((ROOT / "shardckpt").rglob("*.py")), *sorted((ROOT / "strategies").rglob("*.py"))]
+#: Arguments of torch's own functions that texts advise to use.
+OF_TORCH = {"stride", "group_dst"}
+
+
+def _texts(tree: ast.AST) -> list[str]:
+    """The literal text of everything that is raised or logged in a file."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        logged = isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logger.")
+        if isinstance(node, ast.Raise) or logged:
+            found += [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and _is_text(part)]
+    return found
+
+
+def _is_text(node: ast.Constant) -> bool:
+    return isinstance(node.value, str)
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """Names of parameters and fields that a file declares."""
+    found = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    fields = (node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
+    return found | {field.id for field in fields if isinstance(field, ast.Name)}
+
+
+def test_errors_name_arguments_that_exist() -> None:
+    """Whatever an error tells the user to pass (``name=...``) is an argument of ours or torch's."""
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    known = set().union(*map(_names, trees.values())) | OF_TORCH
+    unknown = {
+        (path.name, name)
+        for path, tree in trees.items()
+        for text in _texts(tree)
+        for name in re.findall(r"(?<![\w.])([a-z_][a-z0-9_]*)=", text)
+        if name not in known
+    }
+    assert not unknown
+    mentioned = [text for tree in trees.values() for text in _texts(tree) if re.search(r"\b[a-z_]+=", text)]
+    assert len(mentioned) > 10  # the search finds what it looks for

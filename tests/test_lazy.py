@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.storage.reader import CheckpointReader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WHOLE = torch.arange(4 * 6 * 5.0).reshape(4, 6, 5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tensor in four pieces, a scalar, an object and common state."""
+    path = tmp_path_factory.mktemp("lazy") / "c"
+    pieces = [
+        ShardedTensor.from_rank_offsets("w", WHOLE[2 * r : 2 * r + 2, 3 * c : 3 * c + 3].clone(), (0, r, 2), (1, c, 2))
+        for r in range(2)
+        for c in range(2)
+    ]
+    scalar = ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5))
+    dc.save({"w": pieces, "s": scalar, "o": ShardedObject("rng", {"seed": 7}, (1,), (0,)), "step": 3}, path)
+    return path
+
+
+def test_a_checkpoint_is_a_mapping_of_descriptions(checkpoint: Path) -> None:
+    """Keys, dtypes and shapes are there without reading a tensor; objects and common state beside them."""
+    with dc.open_checkpoint(checkpoint) as stored:
+        assert set(stored) == {"w", "scalar"}
+        assert len(stored) == 2
+        assert (stored["w"].shape, stored["w"].dtype, stored["w"].key) == ((4, 6, 5), torch.float32, "w")
+        assert repr(stored["w"]) == "StoredTensor('w', torch.float32, (4, 6, 5))"
+        assert stored.objects == ["rng/shard_0_1"]
+        assert stored.read_object("rng/shard_0_1") == {"seed": 7}
+        assert stored.common == {"step": 3}
+        with pytest.raises(CheckpointingException, match="no object 'rng'"):
+            stored.read_object("rng")
+        with pytest.raises(KeyError):
+            stored["v"]
+
+
+INDICES: list[Any] = [
+    ...,
+    0,
+    -1,
+    slice(1, 3),
+    (slice(None), 2),
+    (slice(1, 4), slice(2, 5), slice(-2, None)),
+    (..., 3),
+    (1, ..., slice(0, 2)),
+    (1, 2, 3),
+    slice(3, 1),
+    (slice(0, 4), slice(6, 9)),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_slices_are_those_of_the_whole_tensor(checkpoint: Path, index: Any) -> None:
+    """Any basic index gives what it gives on the whole tensor, across the pieces that are stored."""
+    with dc.open_checkpoint(checkpoint) as stored:
+        assert torch.equal(stored["w"][index], WHOLE[index])
+        assert torch.equal(stored["w"].read(), WHOLE)
+        assert stored["scalar"].read() == 2.5
+
+
+@pytest.mark.parametrize("index", [slice(0, 4, 2), "x", 4, (0, 0, 0, 0), [0, 1]], ids=str)
+def test_what_cannot_be_read_is_refused(checkpoint: Path, index: Any) -> None:
+    """Steps, lists, indices outside and too many axes are errors that name the key."""
+    with dc.open_checkpoint(checkpoint) as stored, pytest.raises(CheckpointingException, match="'w'"):
+        stored["w"][index]
+
+
+def test_a_slice_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a large tensor is read in as many bytes, not the whole item; a column in bounded pieces."""
+    large = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", large)}, tmp_path / "c")
+    read: list[int] = []
+    into = CheckpointReader.read_into
+
+    def counted(reader: CheckpointReader, name: str, offset: int, buffer: memoryview, what: str) -> None:
+        read.append(buffer.nbytes)
+        into(reader, name, offset, buffer, what)
+
+    monkeypatch.setattr(CheckpointReader, "read_into", counted)
+    with dc.open_checkpoint(tmp_path / "c") as stored:
+        assert torch.equal(stored["w"][7], large[7])
+    assert sum(read) == 4096

@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, StorageError
+from shardckpt.manifest import RECORD_NAME, Record
+from shardckpt.strategy import LoadContext, LoadStrategy, RemovesKeys
+from shardckpt.verifying import verify_checkpoint
+from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
+PREFIXES = ("grid", "rng_state", "decoder.layers.0", "optimizer.state", "d")
+FLATTENED = "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight"
+#: Golden checkpoints in which two files hold nothing but the grid.
+GRID_APART = ("0.9.0", "0.12.3", "0.13.1")
+
+
+@dataclass
+class Content:
+    """All that a checkpoint stores."""
+
+    tensors: dict[str, torch.Tensor]
+    objects: set[str]
+    common: dict[str, Any]
+
+    def without(self, prefix: str) -> Content:
+        """The same without the tensors and objects whose keys begin with the prefix."""
+        tensors = {key: tensor for key, tensor in self.tensors.items() if not key.startswith(prefix)}
+        return Content(tensors, {key for key in self.objects if not key.startswith(prefix)}, self.common)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Content)
+            and self.tensors.keys() == other.tensors.keys()
+            and all(same(tensor, other.tensors[key]) for key, tensor in self.tensors.items())
+            and (self.objects, self.common) == (other.objects, other.common)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, bit for bit."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def content(directory: Path) -> Content:
+    """What our reader finds, whole, without a process group."""
+    stored = dc.load_sharded_metadata(directory)
+    objects = {key for key, shard in stored.items() if isinstance(shard, ShardedObject)}
+    return Content(dc.load_plain_tensors(directory), objects, dc.load_common_state_dict(directory))
+
+
+def files_of(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Inode and bytes of every file below the directory, by its relative path."""
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): (path.stat().st_ino, path.read_bytes()) for path in paths}
+
+
+def names(directory: Path) -> set[str]:
+    """What lies in a directory."""
+    return {path.name for path in directory.iterdir()}
+
+
+def golden(version: str, to: Path) -> Path:
+    """A copy of a golden checkpoint, with other people's files in it."""
+    target = to / "ckpt"
+    shutil.copytree(GOLDEN / f"mcore-{version}", target)
+    (target / "tokenizer.json").write_text("{}")
+    (target / "logs").mkdir()
+    (target / "logs" / "run.log").write_text("kept")
+    return target
+
+
+def state(rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """This rank's part of a model, an optimizer whose tensors and objects are to go, and common values."""
+    rows = torch.arange(24.0).view(8, 3)
+    return {
+        "w": ShardedTensor.from_rank_offsets("model.w", rows.chunk(world)[rank].clone(), (0, rank, world)),
+        "m": ShardedTensor.from_rank_offsets("optim.m", rows.chunk(world)[rank] + 100, (0, rank, world)),
+        "v": ShardedTensor.from_rank_offsets("optim.v", rows.bfloat16(), replica_id=rank),
+        "group": ShardedObject("optim.group", {"rank": rank}, (world,), (rank,)),
+        "rng": ShardedObject("rng", [rank, 2.5], (world,), (rank,)),
+        "optim.lr": 0.25,
+        "iteration": 7,
+    }
+
+
+def save(path: str, *, hint: bool = False) -> None:
+    """Save on this rank of whatever group there is."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    strategy = TorchDistSaveShardedStrategy(separation_hint="optim") if hint else None
+    dc.save(state(rank, world), path, strategy)
+
+
+def dcp_load(directory: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Plain DCP, which knows nothing of us or of Megatron, finds these tensors."""
+    wanted = {key: torch.full_like(tensor, -1) for key, tensor in expected.items()}
+    dcp.load(wanted, checkpoint_id=directory, no_dist=True)
+    assert all(same(wanted[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_dialect(tmp_path: Path, version: str, prefix: str) -> None:
+    """What begins with the prefix is gone, all else is as it was, for us and for plain DCP; data files are links."""
+    path = golden(version, tmp_path)
+    before, files = content(path), files_of(path)
+    dc.remove_sharded_tensors(path, prefix)
+    expected = before.without(prefix)
+    assert content(path) == expected
+    dcp_load(path, {key: tensor for key, tensor in expected.tensors.items() if key != FLATTENED})
+    after = files_of(path)
+    if expected != before:
+        assert files.pop(".metadata") != after.pop(".metadata")
+        needed = {info.relative_path for info in dcp.FileSystemReader(path).read_metadata().storage_data.values()}
+        gone = {name for name in files if name.endswith(".distcp") and name not in needed}
+        assert (prefix != "grid" or version not in GRID_APART) or gone == {"__2_1.distcp", "__3_1.distcp"}
+        files = {name: file for name, file in files.items() if name not in gone}
+    assert after == files
+    assert names(tmp_path) == {"ckpt"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_removing_everything_leaves_the_common_state(tmp_path: Path, version: str) -> None:
+    """The common state stays, also where it is stored as an object among the tensors; so does the file that has it."""
+    path = golden(version, tmp_path)
+    common = dc.load_common_state_dict(path)
+    for prefix in ("decoder", "grid", "optimizer", "rng", "common"):
+        dc.remove_sharded_tensors(path, prefix)
+    assert content(path) == Content({}, set(), common)
+    kept = {"__0_0.distcp"} if version == "0.20.0" else set()
+    assert {file.name for file in path.glob("*.distcp")} == kept
+
+
+def test_flattened_shards_keep_their_true_shape(tmp_path: Path) -> None:
+    """The shape that Megatron keeps beside the tensors goes on with them, and leaves with them."""
+    path = golden("0.12.3", tmp_path)
+    dc.remove_sharded_tensors(path, "grid")
+    assert dc.load_tensors_metadata(path)[FLATTENED].global_shape == (8, 6)
+    stored = dcp.FileSystemReader(path).read_metadata()
+    assert stored.mcore_data[FLATTENED] == {"nd_reformulated_orig_global_shape": (8, 6)}
+    assert "grid" not in stored.mcore_data
+    assert stored.storage_meta.save_id == "54ab295a-c7ad-47fe-8064-3fe43d7ee2c2"
+    assert not hasattr(stored, "all_local_plans")
+
+
+def _remove(path: str) -> dict[str, Any]:
+    """Save, remove on all ranks, load what is left under this rank's sharding."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dc.remove_sharded_tensors(path, "optim")
+    wanted = {key: value for key, value in state(rank, world).items() if key in ("w", "rng")}
+    wanted["w"].data.fill_(-1)
+    loaded = dc.load({**wanted, "rng": wanted["rng"].without_data()}, path, strict="raise_all")
+    return {**loaded, "w": loaded["w"].tolist()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_our_own_at_any_world_size(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    """All ranks call; every digest in the renewed record holds, and nothing is missing or unexpected in a load."""
+    ranks.run(world, save, str(tmp_path / "c"))
+    rows = torch.arange(24.0).view(8, 3)
+    expected = [
+        {"w": rows.chunk(world)[rank].tolist(), "rng": [rank, 2.5], "optim.lr": 0.25, "iteration": 7}
+        for rank in range(world)
+    ]
+    assert ranks.run(world, _remove, str(tmp_path / "c")) == expected
+    results = verify_checkpoint(tmp_path / "c")
+    assert all(not result.fault and not result.foreign for result in results)
+    dcp_load(tmp_path / "c", {"model.w": rows})
+
+
+def test_without_a_process_group(tmp_path: Path) -> None:
+    """One process alone removes too, again and again; the record keeps who saved it and when."""
+    save(str(tmp_path / "c"))
+    before = Record.parse((tmp_path / "c" / RECORD_NAME).read_bytes())
+    for prefix, left in (("optim.m", {"model.w", "optim.v"}), ("optim", {"model.w"})):
+        dc.remove_sharded_tensors(tmp_path / "c", prefix)
+        assert dc.load_tensors_metadata(tmp_path / "c").keys() == left
+    after = Record.parse((tmp_path / "c" / RECORD_NAME).read_bytes())
+    assert after.model_copy(update={"files": before.files, "self_digest": before.self_digest}) == before
+    assert [file for file in after.files if file.name != ".metadata"] == [
+        file for file in before.files if file.name != ".metadata"
+    ]
+
+
+def test_hinted_files_go_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
+    """What was saved with a separation hint frees its bytes: the files of its own are gone, record and all."""
+    path = tmp_path / "c"
+    ranks.run(2, save_hinted, str(path))
+    hinted = {file.name for file in path.glob("optim__*.distcp")}
+    kept = {name: file for name, file in files_of(path).items() if name not in {*hinted, ".metadata", RECORD_NAME}}
+    assert len(hinted) == 2
+    dc.remove_sharded_tensors(path, "optim")
+    after = files_of(path)
+    assert after.keys() == {*kept, ".metadata", RECORD_NAME}
+    assert {name: after[name] for name in kept} == kept
+    assert all(not result.fault and not result.foreign for result in verify_checkpoint(path))
+    assert content(path).tensors.keys() == {"model.w"}
+
+
+def save_hinted(path: str) -> None:
+    """Save with a hint."""
+    save(path, hint=True)
+
+
+def test_plain_dcp_directory(tmp_path: Path) -> None:
+    """A directory without ``metadata.json`` stays one: its tensors go, the values that are its common state stay."""
+    path = tmp_path / "plain"
+    kept = torch.arange(5)
+    state_dict = {"model": {"w": kept}, "optim": {"m": torch.ones(3), "lr": 0.5, "steps": [1, 2]}}
+    dcp.save(state_dict, checkpoint_id=path, no_dist=True)
+    dc.remove_sharded_tensors(path, "optim.")
+    found = content(path)
+    assert found == Content({"model.w": kept}, set(), {"optim": {"lr": 0.5, "steps": [1, 2]}})
+    wanted = {"model": {"w": torch.zeros_like(kept)}, "optim": {"lr": 0.0, "steps": [0, 0]}}
+    dcp.load(wanted, checkpoint_id=path, no_dist=True)
+    assert same(wanted["model"]["w"], kept)
+    assert wanted["optim"] == {"lr": 0.5, "steps": [1, 2]}
+    assert not (path / "metadata.json").exists()
+
+
+@pytest.mark.parametrize("prefix", ["nothing", "common_state", "iteration", "ptim"])
+def test_no_match_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str) -> None:
+    """A prefix of no key, or of common state, is a warning that names it; not even a file is linked."""
+    path = golden("0.20.0", tmp_path)
+    before, listed = files_of(path), path.stat()
+    with caplog.at_level(logging.WARNING):
+        dc.remove_sharded_tensors(path, prefix)
+    assert f"begins with {prefix!r}: nothing is removed" in caplog.text
+    assert files_of(path) == before
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (listed.st_ino, listed.st_mtime_ns)
+    assert names(tmp_path) == {"ckpt"}
+
+
+def test_an_empty_prefix_is_refused(tmp_path: Path) -> None:
+    """The prefix of everything is a mistake, not a wish."""
+    path = golden("0.16.1", tmp_path)
+    before = files_of(path)
+    with pytest.raises(CheckpointingException, match="key_prefix=''"):
+        dc.remove_sharded_tensors(path, "")
+    assert files_of(path) == before
+
+
+def _error_of_removal(path: str, *prefixes: str) -> tuple[str, str]:
+    try:
+        dc.remove_sharded_tensors(path, prefixes[dist.get_rank() % len(prefixes)])
+    except CheckpointingException as exc:
+        return type(exc).__name__, str(exc)
+    return "", ""
+
+
+def test_errors_are_the_same_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """No checkpoint there, or prefixes that differ: every rank raises the same, and no rank is left behind."""
+    path = golden("0.16.1", tmp_path)
+    before = files_of(path)
+    (first, second) = ranks.run(2, _error_of_removal, str(tmp_path / "none"), "a")
+    assert first == second
+    assert first[0] == NotACheckpointError.__name__
+    (first, second) = ranks.run(2, _error_of_removal, str(path), "grid", "rng")
+    assert first == second
+    assert "ranks disagree on key_prefix: 'grid' on rank 0, 'rng' on rank 1" in first[1]
+    assert files_of(path) == before
+
+
+class CannotRemove(LoadStrategy):
+    """A reader of a format of its own."""
+
+    backend, version = "fixed", 1
+
+    def load(self, wanted: Any, context: LoadContext) -> list[Any]:
+        """Nothing."""
+        return []
+
+    def load_common(self, context: LoadContext) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_index(self, context: LoadContext) -> list[Any]:
+        """Nothing."""
+        return []
+
+
+def test_a_strategy_without_the_ability(tmp_path: Path) -> None:
+    """Removal is an optional ability; a checkpoint whose reader has it not is refused by the reader's name."""
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "metadata.json").write_text('{"sharded_backend": "fixed", "sharded_backend_version": 1}')
+    assert isinstance(TorchDistLoadShardedStrategy(), RemovesKeys)
+    assert not isinstance(CannotRemove(), RemovesKeys)
+    dc.register_default_strategy(dc.StrategyAction.LOAD_SHARDED, "fixed", 1, CannotRemove)
+    with pytest.raises(CheckpointingException, match="'fixed' checkpoint, and its CannotRemove cannot take keys out"):
+        dc.remove_sharded_tensors(tmp_path / "c", "w")
+
+
+def _add_integrity(path: Path) -> None:
+    """``integrity.json`` as Megatron makes it: every regular file that is there, in this order of fields."""
+    files = [file for file in sorted(path.iterdir()) if file.is_file()]
+    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    (path / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": hashes}))
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_integrity_json_is_renewed(tmp_path: Path, ours: bool) -> None:
+    """It has the hashes of what is there now, and no entry of a file that was dropped."""
+    path = tmp_path / "ckpt"
+    if ours:
+        save(str(path))
+    else:
+        golden("0.12.3", tmp_path)
+    _add_integrity(path)
+    before = json.loads((path / "integrity.json").read_text())["files"]
+    dc.remove_sharded_tensors(path, "optim" if ours else "grid")
+    after = json.loads((path / "integrity.json").read_text())
+    (path / "integrity.json").unlink()
+    _add_integrity(path)
+    assert after == json.loads((path / "integrity.json").read_text())
+    renewed = {".metadata", RECORD_NAME} if ours else {".metadata"}
+    assert {name for name in after["files"] if after["files"][name] != before[name]} == renewed
+
+
+def test_damage_is_not_given_a_sound_digest(tmp_path: Path) -> None:
+    """Where a digest of ``.metadata`` is known and is not its own, nothing is made from it."""
+    foreign = golden("0.12.3", tmp_path)
+    _add_integrity(foreign)
+    save(str(tmp_path / "ours"))
+    for path in (foreign, tmp_path / "ours"):
+        damaged = bytearray((path / ".metadata").read_bytes())
+        damaged[damaged.index(b"grid" if path == foreign else b"model.w")] ^= 1  # still a pickle that can be read
+        (path / ".metadata").write_bytes(damaged)
+        before = files_of(path)
+        with pytest.raises(CorruptCheckpointError, match=r"\.metadata"):
+            dc.remove_sharded_tensors(path, "optim")
+        assert files_of(path) == before
+    assert names(tmp_path) == {"ckpt", "ours"}
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "pwritev"])
+def test_a_failing_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """An error of the system names what failed, the checkpoint is as it was, and nothing lies beside it."""
+    path = golden("0.12.3", tmp_path)
+    before = files_of(path)
+
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(StorageError, match=r"\(ENOSPC\)"):
+            dc.remove_sharded_tensors(path, "grid")
+    assert files_of(path) == before
+    assert names(tmp_path) == {"ckpt"}
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are copied where they cannot be linked."""
+    path = golden("0.12.3", tmp_path)
+    before = content(path)
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    dc.remove_sharded_tensors(path, "grid")
+    assert content(path) == before.without("grid")
+    assert (path / "logs" / "run.log").read_text() == "kept"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``shardckpt remove`` says how many keys are gone, and fails where none is."""
+    path = golden("0.12.3", tmp_path)
+    assert main(["remove", str(path), "optimizer"]) == 0
+    assert "2 of 14 keys removed" in capsys.readouterr().out
+    assert main(["remove", str(path), "optimizer"]) == 1
+    assert "0 of 12 keys removed" in capsys.readouterr().out

@@ -1,0 +1,124 @@
+"""Tensors of torch's own 8-bit (and packed 4-bit) dtypes: stored as they are, bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import ShardingError
+from shardckpt.mapping import ShardedTensor
+from shardckpt_torch_dist import regions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+_NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
+NAMES = [name for name in _NAMES if hasattr(torch, name)]
+FLOATS = [name for name in NAMES if name.startswith("float8")]
+#: Every byte, NaNs and infinities among them.
+BITS = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _all_dtypes(bits: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: bits.clone().view(getattr(torch, name)) for name in NAMES}
+
+
+def _save_rows(path: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = _all_dtypes(BITS.chunk(size)[rank])
+    dc.save({name: ShardedTensor.from_rank_offsets(name, data, (0, rank, size)) for name, data in mine.items()}, path)
+
+
+def _load_columns(path: str) -> bool:
+    """Whether columns arrive bit for bit, in rows of memory and in every other column of a larger tensor."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    expected = BITS.chunk(size, dim=1)[rank]
+    plain = _all_dtypes(torch.zeros_like(expected).contiguous())
+    strided = {name: data[:, ::2] for name, data in _all_dtypes(torch.zeros(16, 2 * expected.shape[1]).byte()).items()}
+    for wanted in (plain, strided):
+        shards = {name: ShardedTensor.from_rank_offsets(name, data, (1, rank, size)) for name, data in wanted.items()}
+        loaded = dc.load(shards, path)
+        if any(loaded[name] is not wanted[name] for name in NAMES):
+            return False
+        if not all(torch.equal(_bits(data), expected) for data in wanted.values()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 4])
+def test_resharded_bit_for_bit(ranks: RankPool, tmp_path: Path, saved_by: int) -> None:
+    """Rows saved by any number of ranks load as columns on any number, NaN payloads too, strided or not."""
+    ranks.run(saved_by, _save_rows, str(tmp_path / "c"))
+    for size in (1, 2, 4):
+        assert ranks.run(size, _load_columns, str(tmp_path / "c")) == [True] * size
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slices_of_large_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A box of a tensor that is read in many small pieces has the stored bits."""
+    monkeypatch.setattr(regions, "_PIECE", 4 << 10)
+    bits = torch.arange(400 * 300).to(torch.uint8).reshape(400, 300)
+    dtype = getattr(torch, name)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", bits.view(dtype))}, tmp_path / "c")
+    for rows, columns in ((slice(7, 390), slice(0, 300)), (slice(0, 400), slice(13, 280)), (slice(5, 6), slice(9, 10))):
+        box = bits[rows, columns]
+        wanted = torch.zeros(box.shape, dtype=torch.uint8).view(dtype)
+        start = (rows.start, columns.start)
+        shard = ShardedTensor("w", wanted, dtype, tuple(box.shape), (400, 300), start, None)
+        dc.load({"w": shard}, tmp_path / "c", validate_access_integrity=False)
+        assert torch.equal(_bits(wanted), box)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("rows", [16, 400])
+def test_casting_loads(tmp_path: Path, name: str, rows: int) -> None:
+    """Stored float8 fills bfloat16, and stored bfloat16 fills float8, as torch casts; small tensors and large."""
+    dtype = getattr(torch, name)
+    low = torch.linspace(0.5, 4, rows * 300).reshape(rows, 300).to(dtype)
+    high = torch.linspace(0.5, 4, rows * 300, dtype=torch.bfloat16).reshape(rows, 300)
+    shards = {"low": ShardedTensor.from_rank_offsets("low", low), "high": ShardedTensor.from_rank_offsets("high", high)}
+    dc.save(shards, tmp_path / "c")
+    wanted = {"low": torch.zeros_like(high), "high": torch.zeros_like(low)}
+    dc.load({key: ShardedTensor.from_rank_offsets(key, data) for key, data in wanted.items()}, tmp_path / "c")
+    assert torch.equal(wanted["low"], low.bfloat16())
+    assert torch.equal(_bits(wanted["high"]), _bits(high.to(dtype)))
+
+
+@pytest.mark.skipif(len(NAMES) == len(FLOATS), reason="this torch has no float4_e2m1fn_x2")
+def test_packed_dtypes_are_not_cast(tmp_path: Path) -> None:
+    """Two values a byte cannot be cast: the load says so before it fills anything."""
+    packed = BITS.view(torch.float4_e2m1fn_x2)
+    ones = {"w": ShardedTensor.from_rank_offsets("w", packed), "a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}
+    dc.save(ones, tmp_path / "c")
+    other = torch.zeros(3)
+    wanted = {
+        "a": ShardedTensor.from_rank_offsets("a", other),
+        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(16, 16, dtype=torch.bfloat16)),
+    }
+    with pytest.raises(ShardingError, match=r"'w' is stored as torch\.float4_e2m1fn_x2.*bfloat16: load it as that"):
+        dc.load(wanted, tmp_path / "c")
+    assert other.tolist() == [0, 0, 0]
+
+
+def test_exchanged_with_dcp(tmp_path: Path) -> None:
+    """What plain DCP saves loads here, and what is saved here loads in plain DCP, with every bit."""
+    stored = _all_dtypes(BITS)
+    dcp.save(dict(stored), checkpoint_id=tmp_path / "dcp")
+    dc.save({key: ShardedTensor.from_rank_offsets(key, data) for key, data in stored.items()}, tmp_path / "ours")
+    here = dc.load_plain_tensors(tmp_path / "dcp")
+    there = _all_dtypes(torch.zeros_like(BITS))
+    dcp.load(there, checkpoint_id=tmp_path / "ours")
+    for name in NAMES:
+        assert torch.equal(_bits(here[name]), BITS)
+        assert torch.equal(_bits(there[name]), BITS)
