@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -45,8 +46,14 @@ class FsspecFolder:
         return bytes(self._filesystem.cat_file(self._path(name), start=offset, end=offset + nbytes))
 
     def upload(self, name: str, path: Path) -> None:
-        """Make a local file an object."""
-        self._filesystem.put_file(str(path), self._path(name))
+        """Make a local file an object, and a folder for it on stores that ask for one; never a bucket."""
+        try:
+            self._filesystem.put_file(str(path), self._path(name))
+        except FileNotFoundError:
+            if not self._filesystem.exists(re.match("/*[^/]*", self._root)[0]):  # type: ignore[index]
+                raise
+            self._filesystem.makedirs(self._root, exist_ok=True)
+            self._filesystem.put_file(str(path), self._path(name))
 
     def delete(self, name: str) -> None:
         """Remove an object."""

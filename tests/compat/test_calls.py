@@ -136,9 +136,9 @@ def _by_path(path: str) -> None:
         ),
     )
     for saver in savers:
-        saver.save(state, path)
+        saver.save({**state, "step": 5}, path)
         queue = AsyncCallsQueue()
-        queue.schedule_async_request(saver.async_save(state, path))
+        queue.schedule_async_request(saver.async_save({**state, "step": 5}, path))
         queue.close()
     loaders = (
         TorchDistLoadShardedStrategy(),
@@ -151,7 +151,7 @@ def _by_path(path: str) -> None:
         assert loaded["w"].tolist() == [rank] * 2
         assert loaded["again"].tolist() == [0, 1, 2]
         assert set(loaded) == set(wanted)
-        assert loader.load_common(path) == {}
+        assert loader.load_common(path) == {"step": 5}
         assert set(loader.load_tensors_metadata(path)) == set(loader.load_sharded_metadata(path)) == {"w", "again"}
         loader.check_backend_compatibility("torch_dist")
         loader.check_version_compatibility(1)

@@ -30,6 +30,9 @@ OLD, NEW = 1.0, 2.0
 def main(folder: Path, world: int) -> None:
     """Kill the k-th upload for every k, until there are no more."""
     torch.set_num_threads(1)
+    warm = Store(folder / "warm")  # what a first save and load import, the forks have
+    jobs.save(warm.url, OLD)
+    jobs.check(warm.url, OLD)
     for how in ("kill-before", "kill-after"):
         number, killed = 0, True
         while killed:

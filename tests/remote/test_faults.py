@@ -149,7 +149,7 @@ def test_a_spool_directory_that_is_not_there_is_named(store: Store, monkeypatch:
     assert not store.names()
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def kills(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What came of a save killed at every upload."""
     place = tmp_path_factory.mktemp("kills")

@@ -1,0 +1,99 @@
+"""Checkpoints at ``msc://profile/path``, through multi-storage-client's own fsspec filesystem."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.mapping import ShardedTensor
+from tests.remote import jobs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+pytest.importorskip("multistorageclient")
+
+
+class Profile(NamedTuple):
+    """A profile of MSC's: its configuration file, and a URL of it."""
+
+    config: str
+    url: str
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """A profile whose objects are files of a directory; its name is new, because MSC keeps the clients it has made."""
+    (tmp_path / "objects").mkdir()
+    name = f"profile-{uuid.uuid4().hex}"
+    provider = {"type": "file", "options": {"base_path": str(tmp_path / "objects")}}
+    path = tmp_path / "msc.json"
+    path.write_text(json.dumps({"profiles": {name: {"storage_provider": provider}}}))
+    monkeypatch.setenv("MSC_CONFIG", str(path))
+    return Profile(str(path), f"msc://{name}/jobs/c")
+
+
+def configured(config: str, action: Any, *arguments: Any, **options: Any) -> Any:
+    """Do it in a rank with MSC's configuration in its environment."""
+    os.environ["MSC_CONFIG"] = config
+    return action(*arguments, **options)
+
+
+def test_two_ranks_save_and_three_load(ranks: RankPool, tmp_path: Path, profile: Profile) -> None:
+    """``msc://profile/path`` is saved to by 2 ranks, loaded by 3 and by this process, verified and queried."""
+    ranks.run(2, configured, profile.config, jobs.save, profile.url, 4.0)
+    ranks.run(3, configured, profile.config, jobs.check, profile.url, 4.0)
+    jobs.check(profile.url, 4.0)
+    assert (tmp_path / "objects/jobs/c/metadata.json").is_file()
+    assert dc.check_is_distributed_checkpoint(profile.url)
+    assert main(["verify", profile.url]) == 0
+    with pytest.raises(StorageError, match=f"{profile.url} is not empty"):
+        jobs.save(profile.url, 5.0, overwrite=True)
+
+
+def test_ranges_are_read_through_msc(tmp_path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of an eighth of a tensor asks MSC for ranges, about an eighth of the bytes together."""
+    from multistorageclient.contrib.async_fs import MultiStorageAsyncFileSystem as FileSystem
+
+    values = torch.arange(64 * 65536, dtype=torch.float32).view(64, 65536)
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", values)}, profile.url)
+    counts: list[int] = []
+    original = FileSystem.cat_file
+
+    def counting(*arguments: Any, **options: Any) -> bytes:
+        found: bytes = original(*arguments, **options)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(FileSystem, "cat_file", counting)
+    wanted = ShardedTensor("w", None, values.dtype, (8, 65536), (64, 65536), (16, 0), None)
+    loaded = dc.load({"w": wanted}, profile.url, validate_access_integrity=False)["w"]
+    assert torch.equal(loaded, values[16:24])
+    assert sum(counts) < values.numel()  # of four bytes each: no more than a quarter, one segment of 4 MiB at most
+
+
+def test_background_saves_go_through_msc(ranks: RankPool, profile: Profile) -> None:
+    """A worker process opens ``msc://`` by itself, with the configuration of its environment."""
+    ranks.run(2, configured, profile.config, jobs.save_in_background, profile.url, 4.0, True)
+    jobs.check(profile.url, 4.0)
+
+
+def test_damage_and_wrong_profiles_are_named(tmp_path: Path, profile: Profile) -> None:
+    """A damaged object is named by its URL; a profile that is not configured is an error that says so."""
+    jobs.save(profile.url, 4.0)
+    data = tmp_path / "objects/jobs/c/__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError, match=f"{profile.url}/__0_0.distcp: it has"):
+        jobs.check(profile.url, 4.0)
+    with pytest.raises(StorageError, match='cannot list msc://elsewhere/c: ValueError: Profile "elsewhere" not found'):
+        jobs.check("msc://elsewhere/c", 4.0)
