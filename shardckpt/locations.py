@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.remote import RemotePath, masked
 
 if TYPE_CHECKING:
     from shardckpt.plugins import PluginHost
@@ -51,7 +51,7 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
     text = os.fspath(path)
     if _URL.match(text) and not text.lower().startswith("file://"):
         raise CheckpointingException(
-            f"cannot {action} {text}: that takes a directory of this machine, because a store has no step that changes "
+            f"cannot {action} {masked(text)}: that takes a directory of this machine, because a store has no step that changes "
             "several objects at once; give a path, or load what is wanted and save it to another URL"
         )
     return _local(_path_of(text) if _URL.match(text) else text)
@@ -70,12 +70,12 @@ def open_folder(url: str, host: PluginHost) -> RemoteFolder:
     except CheckpointingException:
         raise
     except Exception as exc:  # a plugin may fail in any way
-        raise StorageError(f"cannot open {url}: {type(exc).__name__}: {exc}") from exc
+        raise StorageError(f"cannot open {masked(url)}: {type(exc).__name__}: {exc}") from exc
     if folder is None:
         names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
         raise StorageError(
-            f"cannot open {url}: no installed plugin serves {url.partition('://')[0]}:// (plugins that serve URLs: "
-            f"{names}). pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (s3fs for s3://, gcsfs "
+            f"cannot open {masked(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that serve "
+            f"URLs: {names}). pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (s3fs for s3://, gcsfs "
             f"for gs://), or pip install 'shardckpt[msc]' for msc://{host.faults_text()}"
         )
     return folder

@@ -132,7 +132,7 @@ class RemotePath(_Base):
         return path
 
     def __str__(self) -> str:
-        return _PASSWORD.sub(r"\1:***@", self.url)
+        return masked(self.url)
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
@@ -154,6 +154,11 @@ class _Listing:
     def sizes(self) -> dict[str, int]:
         """Bytes by name."""
         return attempt("list", RemotePath(self._folder), self._folder.files)
+
+
+def masked(url: str) -> str:
+    """The URL as it may be shown: ``ftp://user:password@host`` without the password."""
+    return _PASSWORD.sub(r"\1:***@", url)
 
 
 def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
@@ -185,4 +190,4 @@ def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
         number += 1
 
 
-__all__ = ["RemoteFolder", "RemotePath", "attempt"]
+__all__ = ["RemoteFolder", "RemotePath", "attempt", "masked"]

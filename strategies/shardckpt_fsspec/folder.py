@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec  # type: ignore[import-untyped]
 
 from shardckpt.errors import StorageError
+from shardckpt.storage.remote import masked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,15 +70,20 @@ def open_folder(url: str) -> FsspecFolder | None:
     Raises:
         StorageError: fsspec knows the protocol, and what it needs for it is not installed.
     """
-    for protocol in url.partition("://")[0].split("::"):
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except ValueError:
-            return None
-        except ImportError as exc:
-            raise StorageError(f"cannot open {url}: fsspec has no package for {protocol}:// ({exc})") from exc
+    if not all(_knows(protocol, url) for protocol in url.partition("://")[0].split("::")):
+        return None
     filesystem, root = fsspec.core.url_to_fs(url)
     return FsspecFolder(url, filesystem, root)
+
+
+def _knows(protocol: str, url: str) -> bool:
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        return False
+    except ImportError as exc:
+        raise StorageError(f"cannot open {masked(url)}: fsspec has no package for {protocol}:// ({exc})") from exc
+    return True
 
 
 __all__ = ["FsspecFolder", "open_folder"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing
 from shardckpt.comm import Comm
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel_load import FullyParallelLoadStrategyWrapper
+from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
 from tests.faults.forks import fork, wait
 
 GROUP_TIMEOUT = 8.0

@@ -4,13 +4,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt import settings
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, StorageError
 from shardckpt.hookspecs import hookimpl
@@ -69,6 +71,15 @@ def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path) -> No
     assert "fsspecIO" in {thread.name for thread in threading.enumerate()}
 
 
+def test_folders_are_made_but_no_buckets(tmp_path: Path) -> None:
+    """Where a store has folders, those of the URL are made; its first part, a bucket elsewhere, must be there."""
+    jobs.save(f"local://{tmp_path}/new/folder/c", 5.0)
+    jobs.check(f"local://{tmp_path}/new/folder/c", 5.0)
+    with pytest.raises(StorageError, match=r"cannot upload local:///no-such-bucket/c/.*FileNotFoundError"):
+        jobs.save("local:///no-such-bucket/c", 5.0)
+    assert not Path("/no-such-bucket").exists()
+
+
 def test_a_slice_is_read_by_ranges(store: Store) -> None:
     """A load of an eighth of a tensor takes about an eighth of its bytes out of the store, and no file as a whole."""
     rows, columns = 64, 128 << 10
@@ -82,6 +93,41 @@ def test_a_slice_is_read_by_ranges(store: Store) -> None:
     data = [request for request in store.requests("read") if request.name.endswith(".distcp")]
     assert nbytes // 8 <= sum(request.nbytes for request in data) < nbytes // 8 + nbytes // 16
     assert len(store.requests("list")) == 1
+
+
+def test_shards_are_read_at_the_same_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of small shards, too, go on in as many threads as SHARDCKPT_REMOTE_THREADS says."""
+    keys = "abcd"
+    dc.save({key: ShardedTensor.from_rank_offsets(key, torch.ones(9)) for key in keys}, store.url)
+    monkeypatch.setenv(settings.REMOTE_THREADS, "4")
+    together = threading.Barrier(len(keys), timeout=20)
+    original = jobs.store.FaultyFileSystem.cat_file
+
+    def waiting(self: Any, path: str, **span: int) -> bytes:
+        if path.endswith(".distcp"):
+            together.wait()
+        return original(self, path, **span)
+
+    monkeypatch.setattr(jobs.store.FaultyFileSystem, "cat_file", waiting)
+    loaded = dc.load({key: ShardedTensor.from_rank_offsets(key, torch.zeros(9)) for key in keys}, store.url)
+    assert all(torch.equal(loaded[key], torch.ones(9)) for key in keys)
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.20.0"])
+def test_foreign_checkpoints_load_from_a_url(version: str) -> None:
+    """What Megatron saved, in any dialect, loads from a URL as it does from a directory."""
+    directory = Path(__file__).parents[1] / "golden" / f"mcore-{version}"
+    found, expected = dc.load_plain_tensors(f"local://{directory}"), dc.load_plain_tensors(directory)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert dc.load_common_state_dict(f"local://{directory}") == dc.load_common_state_dict(directory)
+
+
+def test_plain_dcp_is_recognised_at_a_url(store: Store) -> None:
+    """A directory of torch.distributed.checkpoint, which has no metadata.json, is recognised by its objects."""
+    torch.distributed.checkpoint.save({"w": torch.arange(5)}, checkpoint_id=store.objects)
+    assert torch.equal(dc.load_plain_tensors(store.url)["w"], torch.arange(5))
+    assert not dc.check_is_distributed_checkpoint(store.url)
 
 
 def test_verify_reads_a_url(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +286,13 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     jobs.check(str(path), 2.0)
     with pytest.raises(StorageError, match="another machine, elsewhere"):
         dc.load({}, "file://elsewhere/c")
+
+
+def test_passwords_are_not_shown() -> None:
+    """A URL's password stands in no error."""
+    with pytest.raises(StorageError, match=r"cannot open nowhere://user:\*\*\*@host/c") as caught:
+        dc.load({}, "nowhere://user:secret@host/c")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_url_that_pathlib_has_cut_is_no_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardckpt import distribution
 from shardckpt.comm import Comm
-from shardckpt.distribution import ShardDistribution, distribute_shards_to_ranks
 from shardckpt.errors import CheckpointingException
+from shardckpt.parallel import distribution
+from shardckpt.parallel.distribution import ShardDistribution, distribute_shards_to_ranks
 from shardckpt.wrappers import is_quantized as is_float8tensor
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.distribution import ShardId
     from shardckpt.mapping import ShardedStateDict, ShardedTensor
+    from shardckpt.parallel.distribution import ShardId
 
 
 def determine_main_replica_uniform_distribution(

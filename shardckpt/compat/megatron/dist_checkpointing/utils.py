@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distribution import ShardId as _ShardId
-from shardckpt.distribution import sharded_tensor_shard_id as _sharded_tensor_shard_id
+from shardckpt.parallel.distribution import ShardId as _ShardId
+from shardckpt.parallel.distribution import sharded_tensor_shard_id as _sharded_tensor_shard_id
 from shardckpt.quantized import force_all_tensors_to_non_fp8
 from shardckpt.state_dict import (
     add_prefix_for_sharding,

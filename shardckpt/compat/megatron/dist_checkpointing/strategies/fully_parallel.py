@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardckpt import parallel, parallel_load
+from shardckpt import parallel
 from shardckpt.compat.megatron.abcs import AsyncSaveShardedStrategy, LoadShardedStrategy
 from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
 from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import refuse_group_cache
-from shardckpt.distribution import distribute_main_replicas_with_precomputed_distribution
+from shardckpt.parallel.distribution import distribute_main_replicas_with_precomputed_distribution
 
 
 class FullyParallelSaveStrategyWrapper(
@@ -23,9 +23,7 @@ class FullyParallelSaveStrategyWrapper(
         super().__init__(*args, **kwargs)
 
 
-class FullyParallelLoadStrategyWrapper(
-    LoadsByPath, parallel_load.FullyParallelLoadStrategyWrapper, LoadShardedStrategy
-):
+class FullyParallelLoadStrategyWrapper(LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy):
     """As ours; a cache of distributions on disk, which Megatron never checks, is refused."""
 
     def __init__(

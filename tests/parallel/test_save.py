@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.comm import Comm
-from shardckpt.deal_cache import DealCache
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper, share_out
+from shardckpt.parallel.deal_cache import DealCache
 
 if TYPE_CHECKING:
     from pathlib import Path

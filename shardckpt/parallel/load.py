@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from shardckpt.comm import Comm
-from shardckpt.deal_cache import DealCache
 from shardckpt.errors import CheckpointingException, PluginError
-from shardckpt.exchange import ROUND_BYTES, Transfer, check_algorithm, exchange
 from shardckpt.mapping import ShardedTensor
+from shardckpt.parallel.deal_cache import DealCache
+from shardckpt.parallel.exchange import ROUND_BYTES, Transfer, check_algorithm, exchange
 from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
 

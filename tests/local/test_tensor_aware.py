@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, NotACheckpointError
-from shardckpt.local_checkpoint import load_local, save_local
+from shardckpt.local.local_checkpoint import load_local, save_local
+from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.tensor_aware import TensorAwareStateDict
 
 if TYPE_CHECKING:
-    from shardckpt.distribution import ShardDistribution
+    from shardckpt.parallel.distribution import ShardDistribution
     from tests.ranks import Failure, RankPool
 
 MODES = ("atomic", "fully_parallel")

@@ -14,7 +14,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.parallel_load import FullyParallelLoadStrategyWrapper
+from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
 from tests.faults.exchange_deaths import Scenario
 from tests.faults.programs import run_program

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.holdings import check_exchange, deal_shards, drop_others, fetch_shards, shard_id
+from shardckpt.local.holdings import check_exchange, deal_shards, drop_others, fetch_shards, shard_id
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.distribution import ShardDistribution
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
+    from shardckpt.parallel.distribution import ShardDistribution
 
 _ALGORITHMS = ("fully_parallel", "atomic")
 
@@ -105,7 +105,7 @@ class TensorAwareStateDict:
                 there are some, else this object's own are handed out. If it is empty, only the common state is.
             algo: As for :meth:`from_state_dict`; ``"fully_parallel"`` gets from other ranks what this one lacks.
             exchange_algo: How shards travel; see
-                :class:`~shardckpt.parallel_load.FullyParallelLoadStrategyWrapper`.
+                :class:`~shardckpt.parallel.load.FullyParallelLoadStrategyWrapper`.
             validate_access_integrity: Check that the wanted shards of all ranks cover every tensor exactly once.
             parallelization_group: The group that was given to :meth:`from_state_dict`.
             strict: What to do about keys that do not match.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.locations import locate_local
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.plugins import host
 from shardckpt.saving import SaveOptions, save_checkpoint
 from shardckpt.state_dict import dict_list_map_outplace, nested_values
-from shardckpt.tensor_aware import TensorAwareStateDict
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardckpt.comm import Comm
-from shardckpt.deal_cache import DealCache
+from shardckpt.parallel.deal_cache import DealCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

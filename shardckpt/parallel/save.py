@@ -7,9 +7,9 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.comm import Comm
-from shardckpt.deal_cache import DealCache
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.parallel.deal_cache import DealCache
 from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.strategy import AsyncSaveStrategy
 

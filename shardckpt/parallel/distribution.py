@@ -9,8 +9,8 @@ import torch
 
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException
-from shardckpt.exchange import Transfer, check_algorithm, exchange
 from shardckpt.mapping import ShardedTensor, is_main_replica
+from shardckpt.parallel.exchange import Transfer, check_algorithm, exchange
 from shardckpt.planning.balance import deal, holders_by_shard
 from shardckpt.state_dict import nested_values
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from shardckpt.comm import Comm
-from shardckpt.distribution import (
+from shardckpt.errors import CheckpointingException, KeyMismatchError
+from shardckpt.mapping import ShardedTensor
+from shardckpt.parallel.distribution import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
     sharded_tensor_shard_id,
 )
-from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.exchange import Transfer, check_algorithm, exchange
-from shardckpt.mapping import ShardedTensor
+from shardckpt.parallel.exchange import Transfer, check_algorithm, exchange
 from shardckpt.planning.balance import holders_by_shard
 from shardckpt.state_dict import nested_values
 
@@ -85,7 +85,7 @@ def fetch_shards(
         kept: This rank's.
         lacking: What this rank wants; its data is filled where it has the stored dtype, else there is new memory.
         group: The ranks, all of which call.
-        algorithm: How shards travel; see :func:`shardckpt.exchange.exchange`.
+        algorithm: How shards travel; see :func:`shardckpt.parallel.exchange.exchange`.
 
     Raises:
         KeyMismatchError: no rank keeps one of them.

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.distribution import (
+from shardckpt.errors import CheckpointingException
+from shardckpt.mapping import ShardedTensor, is_main_replica
+from shardckpt.parallel.distribution import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
     distribute_main_replicas_with_precomputed_distribution,
@@ -16,8 +18,6 @@ from shardckpt.distribution import (
     exchange_by_distribution,
     sharded_tensor_shard_id,
 )
-from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor, is_main_replica
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool

@@ -1,0 +1,8 @@
+"""Checkpoints in the memory of ranks, and on disks of their own: tensor-aware state dicts and local checkpoints."""
+
+from __future__ import annotations
+
+from shardckpt.local.local_checkpoint import load_local, save_local
+from shardckpt.local.tensor_aware import TensorAwareStateDict
+
+__all__ = ["TensorAwareStateDict", "load_local", "save_local"]
