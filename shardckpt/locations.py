@@ -51,8 +51,8 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
     text = os.fspath(path)
     if _URL.match(text) and not text.lower().startswith("file://"):
         raise CheckpointingException(
-            f"cannot {action} {masked(text)}: that takes a directory of this machine, because a store has no step that changes "
-            "several objects at once; give a path, or load what is wanted and save it to another URL"
+            f"cannot {action} {masked(text)}: that takes a directory of this machine, because a store has no "
+            "step that changes several objects at once; give a path, or load what is wanted and save it to another URL"
         )
     return _local(_path_of(text) if _URL.match(text) else text)
 
@@ -75,8 +75,8 @@ def open_folder(url: str, host: PluginHost) -> RemoteFolder:
         names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
         raise StorageError(
             f"cannot open {masked(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that serve "
-            f"URLs: {names}). pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (s3fs for s3://, gcsfs "
-            f"for gs://), or pip install 'shardckpt[msc]' for msc://{host.faults_text()}"
+            f"URLs: {names}). pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (s3fs for s3://, "
+            f"gcsfs for gs://), or pip install 'shardckpt[msc]' for msc://{host.faults_text()}"
         )
     return folder
 
