@@ -1,1 +1,1 @@
-"""Benchmarks: one file a question, each run as ``python -m benchmarks.<name>``; never imported by tests."""
+"""Benchmarks: ``python -m benchmarks`` compares with peers side by side; ``python -m benchmarks.startup`` asks one thing."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.collector import held_back
 from shardckpt.hookspecs import Event
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Operation:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """A step after which all ranks go on or raise the same error."""
-        with self._reported(name), self.comm.phase(name):
+        with self._reported(name), held_back(), self.comm.phase(name):
             yield
 
     @contextmanager

@@ -79,7 +79,7 @@ class Transaction:
                     self._take_target()
             self.save_id, self.staging = operation.comm.broadcast((self.save_id, self.staging))
             if self._upload is not None:
-                self.staging = self._upload.spool
+                self.staging, self._upload.save_id = self._upload.spool, self.save_id
         except BaseException:
             self.abort()
             raise

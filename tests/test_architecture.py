@@ -12,7 +12,7 @@ STRATEGIES = ROOT / "strategies"
 #: The house from the cellar to the roof; a room imports from rooms below it, and from itself.
 FLOORS = (
     ("errors", "torch_private"),
-    ("settings", "wrappers"),
+    ("settings", "wrappers", "collector"),
     ("mapping", "manifest"),
     ("state_dict", "comm", "planning"),
     ("template", "storage", "quantized", "optimizer"),

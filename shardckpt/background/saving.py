@@ -154,7 +154,9 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
     with CheckpointWriter(job.staging, job.rank, sha256=job.sha256) as writer, staged.opened() as work:
         result = work.write(writer)
         if job.url:
-            upload_files(open_folder(job.url, plugins.host()), job.staging, [file.name for file in writer.files])
+            upload_files(
+                open_folder(job.url, plugins.host()), job.staging, [file.name for file in writer.files], job.save_id
+            )
         return _Result(job.save_id, Written(writer.files, writer.sha256), result)
 
 

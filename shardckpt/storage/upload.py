@@ -20,7 +20,7 @@ from shardckpt.storage.filesystem import naming
 from shardckpt.storage.remote import RemotePath, attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from shardckpt.manifest import FileRecord
     from shardckpt.storage.remote import RemoteFolder
@@ -42,7 +42,8 @@ class Upload:
         self._folder = folder
         self._target = RemotePath(folder)
         self._marker = marker
-        self._under_way = ""
+        #: The save, once there is one; the same on all ranks.
+        self.save_id = ""
         self._handed_over = False
         self._marking = False
         self._committed = False
@@ -74,13 +75,13 @@ class Upload:
             )
         self._delete(found - left)
         self._delete(left)
-        self._under_way = f"{_UNDER_WAY}{save_id}"
-        (self.spool / self._under_way).touch()
-        upload_files(self._folder, self.spool, [self._under_way])
+        self.save_id = save_id
+        (self.spool / _mark(save_id)).write_text("A save to this place has begun, and not ended.\n")
+        _upload(self._folder, self.spool, [_mark(save_id)])
 
     def put(self, names: Iterable[str]) -> None:
         """Upload files of the spool directory."""
-        upload_files(self._folder, self.spool, names)
+        upload_files(self._folder, self.spool, names, self.save_id)
 
     def hand_over(self) -> None:
         """From now on this rank's objects may be part of a checkpoint: only the main rank may delete them."""
@@ -89,9 +90,8 @@ class Upload:
     def commit(self, files: Iterable[FileRecord]) -> None:
         """Make the files a checkpoint if the store has all of them as they were written; the main rank does."""
         found = list_folder(self._folder)
-        others = sorted(n for n in found if n.startswith(_UNDER_WAY) and n != self._under_way)
-        if others or self._under_way not in found or self._marker in found:
-            raise StorageError(f"{self._target}: another save writes there ({', '.join(others) or 'or has deleted'})")
+        if self._is_anothers(found) or _mark(self.save_id) not in found:
+            raise _taken(self._target)
         for file in files:
             if found.get(file.name) != file.size:
                 has = f"has {found[file.name]}" if file.name in found else "does not have it"
@@ -99,9 +99,9 @@ class Upload:
                     f"{self._target / file.name}: rank {file.rank} uploaded {file.size} bytes, the store {has}"
                 )
         self._marking = True
-        self.put([self._marker])
+        _upload(self._folder, self.spool, [self._marker])
         self._committed = True
-        self._delete_or_say([self._under_way])
+        self._delete_or_say([_mark(self.save_id)])
 
     def close(self) -> None:
         """Remove the spool directory."""
@@ -110,7 +110,7 @@ class Upload:
     def abort(self, *, main: bool) -> None:
         """Delete this save's objects as far as that can be done, unless it is committed; never raises."""
         try:
-            if not self._committed and (main or not self._handed_over):
+            if self.save_id and not self._committed and (main or not self._handed_over):
                 self._undo(main=main)
         except (CheckpointingException, OSError) as exc:
             logger.warning("objects of a failed save may remain at %s: %s", self._target, exc)
@@ -120,16 +120,17 @@ class Upload:
     def _undo(self, *, main: bool) -> None:
         if self._marking:
             self._delete([self._marker])  # first: in no moment is there a checkpoint that lacks files
-        mine = {path.name for path in self.spool.iterdir()} - {self._marker, self._under_way}
-        if main and self._under_way:
-            found = set(list_folder(self._folder))
-            others = any(name.startswith(_UNDER_WAY) and name != self._under_way for name in found)
-            if self._marker in found:
-                return  # it is not this save's
-            mine = mine & found if others else found - {self._under_way}
-        self._delete(sorted(mine))
-        if main and self._under_way:
-            self._delete([self._under_way])
+        found = set(list_folder(self._folder))
+        own = {path.name for path in self.spool.iterdir()}
+        if not self._is_anothers(found):
+            self._delete((found if main else found & own) - {_mark(self.save_id)})
+        if main:
+            self._delete([_mark(self.save_id)])
+
+    def _is_anothers(self, found: Collection[str]) -> bool:
+        """Whether another save has taken the folder, from what is in it; then all there may be its own."""
+        own = _mark(self.save_id)
+        return self._marker in found or any(name.startswith(_UNDER_WAY) and name != own for name in found)
 
     def _delete_or_say(self, names: Iterable[str]) -> None:
         try:
@@ -142,8 +143,18 @@ class Upload:
             attempt("delete", self._target / name, functools.partial(_deleted, self._folder, name))
 
 
-def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str]) -> None:
-    """Make files of a spool directory objects, one after the other."""
+def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_id: str) -> None:
+    """Make files of a spool directory objects, one after the other.
+
+    Raises:
+        StorageError: it has failed, or the folder is no longer the save's.
+    """
+    if _mark(save_id) not in list_folder(folder):
+        raise _taken(RemotePath(folder))
+    _upload(folder, spool, names)
+
+
+def _upload(folder: RemoteFolder, spool: Path, names: Iterable[str]) -> None:
     target = RemotePath(folder)
     for name in names:
         attempt("upload", target / name, functools.partial(folder.upload, name, spool / name))
@@ -157,6 +168,15 @@ def list_folder(folder: RemoteFolder) -> dict[str, int]:
 def is_under_way(directory: Path) -> bool:
     """Whether a save to the folder has begun and not ended, as the store says."""
     return isinstance(directory, RemotePath) and any(path.name.startswith(_UNDER_WAY) for path in directory.iterdir())
+
+
+def _mark(save_id: str) -> str:
+    """Name of the object that says that a save is under way."""
+    return f"{_UNDER_WAY}{save_id}"
+
+
+def _taken(target: RemotePath) -> StorageError:
+    return StorageError(f"{target}: another save has begun there, or the objects of this one were deleted")
 
 
 def _deleted(folder: RemoteFolder, name: str) -> None:

@@ -59,12 +59,22 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envel
         position: Where the archive will begin in its file: the payload is aligned in the file, to 64 bytes, or to a
             page if it is of 1 MiB or more.
     """
+    return _envelope(dtype, shape, position % _ALIGN_LARGE)
+
+
+@functools.lru_cache(4096)
+def _envelope(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envelope:
     nbytes = math.prod(shape) * dtype.itemsize
     prefix, members = _prefix(dtype, shape)
     header = _payload_header(nbytes, position + len(prefix))
     members = (*members, _Member(b"a/data/0", 0, nbytes, len(prefix)))
     head = prefix + header
     return Envelope(head, _tail(members, len(head) + nbytes))
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @functools.lru_cache(4096)
@@ -135,8 +145,7 @@ class _TensorStub:
 
     def __reduce__(self) -> tuple[Any, ...]:
         numel = math.prod(self._shape)
-        steps = [math.prod(max(size, 1) for size in self._shape[axis + 1 :]) for axis in range(len(self._shape))]
-        place: tuple[Any, ...] = (0, self._shape, tuple(steps), False, OrderedDict())
+        place: tuple[Any, ...] = (0, self._shape, row_major(self._shape), False, OrderedDict())
         name = storage_name(self._dtype)
         if name is not None:
             return rebuild_tensor_v2, (_StorageStub(getattr(torch, name), numel), *place)
@@ -149,4 +158,4 @@ class _EnvelopePickler(pickle.Pickler):
         return ("storage", obj.kind, "0", "cpu", obj.numel) if isinstance(obj, _StorageStub) else None
 
 
-__all__ = ["Envelope", "envelope"]
+__all__ = ["Envelope", "envelope", "row_major"]

@@ -15,8 +15,9 @@ from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
 from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
-from shardckpt_torch_dist.regions import read_chunk, read_object
+from shardckpt_torch_dist.regions import Source, read_chunk, read_object
 from shardckpt_torch_dist.remove import leave_out
+from shardckpt_torch_dist.runs import Run, runs
 from shardckpt_torch_dist.stored import COMMON_FILE, Item, StoredIndex
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             synchronize_devices(s.data for s in wanted if isinstance(s, ShardedTensor) and s.data is not None)
             ordered = sorted(plan.items, key=lambda item: _place(item, index))
             context.reader.map(
-                lambda unit: _read_unit(unit, planner, index, context.reader),
-                planner.units(ordered),
-                size=lambda unit: sum(_place(item, index).length for item in unit),
+                lambda run: _read_run(run, planner, index, context.reader),
+                runs(planner.units(ordered), lambda item: _place(item, index)),
+                size=lambda run: 0 if run.small else run.span.length,  # small ones cost Python's time, not the disk's
             )
         return [_value(shard) for shard in wanted]
 
@@ -97,14 +98,13 @@ def _check_sizes(wanted: Sequence[ShardedBase], index: StoredIndex, reader: Chec
                 )
 
 
-def _read_unit(
-    unit: Sequence[ReadItem], planner: ShardedLoadPlanner, index: StoredIndex, reader: CheckpointReader
-) -> None:
-    for item in unit:
-        _read(item, planner, index, reader)
+def _read_run(run: Run, planner: ShardedLoadPlanner, index: StoredIndex, reader: CheckpointReader) -> None:
+    source = run.source(reader)
+    for item in run.items:
+        _read(item, planner, index, source)
 
 
-def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reader: CheckpointReader) -> None:
+def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reader: Source) -> None:
     key = item.storage_index.fqn
     if item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(item, io.BytesIO(read_object(reader, index.objects[key], key)))
@@ -113,7 +113,8 @@ def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reade
     chunk = tensor.chunks[tuple(item.storage_index.offset or ())]
     target = planner.resolve_tensor(item)
     read_chunk(reader, chunk, tuple(item.storage_offsets), target, tensor.dtype, key)
-    synchronize_devices([target])  # this thread's stream is not the caller's
+    if target.device.type != "cpu":
+        synchronize_devices([target])  # this thread's stream is not the caller's
     planner.commit_tensor(item, target)
 
 

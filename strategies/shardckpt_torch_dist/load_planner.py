@@ -168,7 +168,8 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         found = {part: list(finder.touching(part.box)) if part.box.volume else [] for part in shard_parts(shard)}
         if not shard.allow_shape_mismatch:
             for part, touched in found.items():
-                _check_whole(shard.key, part.box, [common for _, common in touched])
+                if [common for _, common in touched] != [part.box]:
+                    _check_whole(shard.key, part.box, [common for _, common in touched])
         shard.init_data("cpu")  # not before it is known that the checkpoint fills it
         if is_quantized(shard.data):
             self._staged.append(StagedDestination(shard, shard.data, sum(map(len, found.values()))))

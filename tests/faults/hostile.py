@@ -6,6 +6,7 @@ has no business to do; address space is limited, so that a memory bomb that goes
 
 from __future__ import annotations
 
+import codecs
 import copy
 import io
 import json
@@ -169,6 +170,7 @@ class _Watch:
     def __init__(self) -> None:
         self.on = False
         self.events: list[str] = []
+        codecs.lookup("cp437")  # zipfile asks for it at the first archive that it opens: an import that is no event
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:

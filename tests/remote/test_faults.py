@@ -12,10 +12,16 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, StorageError
+from shardckpt.locations import open_folder
+from shardckpt.manifest import FileRecord
+from shardckpt.plugins import host
+from shardckpt.storage.upload import Upload
 from shardckpt.verifying import verify_checkpoint
 from tests.remote import jobs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
@@ -102,8 +108,10 @@ def test_a_save_that_cannot_clean_up_is_still_absent(store: Store, caplog: pytes
     with pytest.raises(StorageError, match=f"has {len(left)} objects of a save that has not ended"):
         jobs.save(store.url, 2.0)
     assert store.names() == left
+    (store.objects / "__9_0.distcp").touch()
     jobs.save(store.url, 2.0, overwrite=True)
     jobs.check(store.url, 2.0)
+    assert not [result for result in verify_checkpoint(store.url) if result.foreign]
 
 
 def test_an_object_that_cannot_be_deleted_after_the_commit_is_no_failure(store: Store) -> None:
@@ -119,18 +127,68 @@ def test_an_object_that_cannot_be_deleted_after_the_commit_is_no_failure(store: 
     assert [result.foreign for result in verify_checkpoint(store.url)].count(True) == 1
 
 
-def test_two_saves_to_one_url_do_not_mix(store: Store) -> None:
-    """A save finds out that another has begun at its URL: only the later of the two can be committed."""
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_saves_to_one_url_do_not_mix(store: Store, order: tuple[int, int]) -> None:
+    """A save finds out that another has begun at its URL: only the later is committed, and stays whole."""
     first = dc.save(jobs.state(1.0), store.url, async_sharded_save=True)
     second = dc.save(jobs.state(2.0), store.url, async_sharded_save=True, overwrite=True)
     assert first is not None
     assert second is not None
-    with pytest.raises(StorageError, match="another save writes there"):
-        first.execute_sync()
-    assert not {"metadata.json"} & store.names()
-    second_error = jobs.error_of(second.execute_sync)
-    assert second_error == ("", "")
+    errors = {}
+    for number in order:
+        errors[number] = jobs.error_of((first, second)[number].execute_sync)
+    assert errors[0][0] == "StorageError"
+    assert f"{store.url}: another save has begun there" in errors[0][1]
+    assert errors[1] == ("", "")
     jobs.check(store.url, 2.0)
+    assert not [name for name in store.names() if name.startswith(".shardckpt")]
+
+
+@pytest.fixture
+def uploads(store: Store) -> Iterator[tuple[Upload, Upload, FileRecord]]:
+    """A save of two ranks that have uploaded: both parts, and the second one's file."""
+    folder = open_folder(store.url, host())
+    first, second = Upload(folder, "metadata.json"), Upload(folder, "metadata.json")
+    first.begin("a" * 32, overwrite=False)
+    second.save_id = first.save_id
+    (first.spool / "metadata.json").write_bytes(b"{}")
+    (second.spool / "data").write_bytes(b"12345")
+    second.put(["data"])
+    yield first, second, FileRecord(name="data", size=5, rank=1, keys=1, digest="", segments="")
+    first.close()
+    second.close()
+
+
+def test_a_part_that_is_handed_over_is_not_deleted_by_its_rank(
+    store: Store, uploads: tuple[Upload, Upload, FileRecord]
+) -> None:
+    """A rank that loses the others while the main rank commits leaves its objects: they may be a checkpoint's."""
+    first, second, record = uploads
+    second.hand_over()
+    second.abort(main=False)
+    first.commit([record])
+    first.abort(main=True)
+    assert store.names() == {"data", "metadata.json"}
+
+
+def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
+    store: Store, uploads: tuple[Upload, Upload, FileRecord]
+) -> None:
+    """Another save that has begun since the last upload, with files of the same names and sizes, is noticed."""
+    first, second, record = uploads
+    other = Upload(open_folder(store.url, host()), "metadata.json")
+    other.begin("b" * 32, overwrite=True)
+    (other.spool / "data").write_bytes(b"54321")
+    other.put(["data"])
+    with pytest.raises(StorageError, match="another save has begun there"):
+        first.commit([record])
+    first.abort(main=True)
+    second.abort(main=False)
+    (other.spool / "metadata.json").write_bytes(b"{}")
+    other.commit([record])
+    other.close()
+    assert (store.objects / "data").read_bytes() == b"54321"
+    assert store.names() == {"data", "metadata.json"}
 
 
 def test_ranks_that_name_different_urls_are_told(ranks: RankPool, store: Store) -> None:
