@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks`` compares with peers side by side; ``python -m benchmarks.startup`` asks one thing."""
+"""Benchmarks: ``python -m benchmarks`` compares with peers; ``.startup`` times the command. No test imports them."""

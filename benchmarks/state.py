@@ -1,4 +1,4 @@
-"""The memory of a rank: touched pages that tensors lie in as torch's own allocator would lay them, and what they hold."""
+"""The memory of a rank: touched pages, in which tensors lie as torch's own allocator lays them, and their values."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Transaction:
             world_size=self.operation.comm.world_size,
             digest_algorithm=ALGORITHM,
             files=tuple(sorted(files, key=lambda file: file.name)),
-            content_metadata=_as_json(content),
+            content_metadata=as_json(content),
         )
         writer.write(RECORD_NAME, record.dump(), keys=0)
         marker = Marker(sharded_backend=backend, sharded_backend_version=version)
@@ -208,12 +208,13 @@ def commit_files(
         raise
 
 
-def _as_json(content: Any) -> Any:
-    """The value if JSON gives back what it is given, else None."""
+def as_json(content: Any) -> Any:
+    """A copy of the value as JSON gives it back, if that is the same; else None."""
     try:
-        return content if json.loads(json.dumps(content)) == content else None
+        copy = json.loads(json.dumps(content))
     except (TypeError, ValueError, RecursionError):
         return None
+    return copy if copy == content else None
 
 
 def _owned_files(target: Path, operation: Operation) -> set[str]:
@@ -230,4 +231,4 @@ def _owned_files(target: Path, operation: Operation) -> set[str]:
     return owned | (reader.owned_files(target) if isinstance(reader, OwnsFiles) else set())
 
 
-__all__ = ["Identity", "Transaction", "Written", "commit_files"]
+__all__ = ["Identity", "Transaction", "Written", "as_json", "commit_files"]

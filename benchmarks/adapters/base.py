@@ -56,7 +56,7 @@ class Adapter(ABC):
         """Wait until the save that was begun is complete."""
         raise NotImplementedError
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - most keep nothing
         """Give up memory and processes that are kept from save to save."""
 
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -52,7 +53,7 @@ class _Dcp(Adapter):
     operations: ClassVar[frozenset[str]] = frozenset({"save", "load", "slice", "reshard", "async"})
 
     def __init__(self) -> None:
-        self._async_writer: Any = None
+        self._stager: DefaultStager | None = None
         self._future: Future[Any] | None = None
 
     def version(self) -> str:
@@ -85,8 +86,10 @@ class _Dcp(Adapter):
 
     def start(self, described: Any, path: Path) -> None:
         """Copy into the memory of the last copy, and save in a thread."""
-        self._async_writer = self._async_writer or self._writer(path, cache_staged_state_dict=True)
-        self._future = dcp.async_save(described, checkpoint_id=path, storage_writer=self._async_writer)
+        if self._stager is None:
+            pinned = torch.accelerator.is_available()
+            self._stager = DefaultStager(StagingOptions(pinned, False, False, False))  # keeps its memory
+        self._future = dcp.async_save(described, storage_writer=self._writer(path), async_stager=self._stager)
 
     def finish(self) -> None:
         """Wait for the thread."""
@@ -96,10 +99,12 @@ class _Dcp(Adapter):
 
     def release(self) -> None:
         """Free the copies."""
-        self._async_writer = None
+        if self._stager is not None:
+            self._stager.close()
+        self._stager = None
 
-    def _writer(self, path: Path, **options: Any) -> Any:
-        return dcp.FileSystemWriter(path, thread_count=self.threads, sync_files=True, **options)
+    def _writer(self, path: Path) -> Any:
+        return dcp.FileSystemWriter(path, thread_count=self.threads, sync_files=True)
 
 
 class OneThread(_Dcp):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.adapters.base import Adapter
+from benchmarks.workloads import SLICES
 
 if not torch.cuda.is_available():  # it asks for the current device even so
     _cuda: Any = torch.cuda
@@ -55,7 +55,7 @@ class Megatron(Adapter):
     def load(self, described: dict[str, Any], path: Path) -> None:
         """Load; what it gives back in other memory is copied."""
         wanted = {key: shard.data for key, shard in described.items()}
-        whole = all(shard.axis_fragmentations != (64, 1) for shard in described.values())
+        whole = all(max(shard.axis_fragmentations or ()) < SLICES for shard in described.values())
         loaded = dist_checkpointing.load(described, str(path), validate_access_integrity=whole)
         for key, tensor in wanted.items():
             if loaded[key].data_ptr() != tensor.data_ptr():
@@ -64,18 +64,20 @@ class Megatron(Adapter):
     def start(self, described: dict[str, Any], path: Path) -> None:
         """Plan and fork."""
         self._make(path)
-        self._queue.schedule_async_request(
-            dist_checkpointing.save(described, str(path), async_sharded_save=True)
-        )
+        self._queue.schedule_async_request(dist_checkpointing.save(described, str(path), async_sharded_save=True))
 
     def finish(self) -> None:
         """Wait for the fork, and write the metadata."""
         self._queue.maybe_finalize_async_calls(blocking=True)
 
+    def release(self) -> None:
+        """Another group counts its saves anew."""
+        self._queue = AsyncCallsQueue()
+
     def _make(self, path: Path) -> None:
         """It wants the directory to be there."""
         if dist.get_rank() == 0:
-            os.mkdir(path)
+            path.mkdir()
         dist.barrier()
 
 

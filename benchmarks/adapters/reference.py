@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import platform
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,10 +41,10 @@ class Buffered(Adapter):
     operations: ClassVar[frozenset[str]] = frozenset({"save", "load", "slice", "async"})
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS + 1)
+        self._pool = ThreadPoolExecutor(_THREADS + 1)  # one more waits for a background save
         self._places: dict[str, int] = {}
         self._length = 0
-        self._copy: torch.Tensor | None = None
+        self._copy: mmap.mmap | None = None
         self._saving: Future[None] | None = None
 
     def can(self, operation: str, world: int) -> bool:
@@ -71,13 +72,11 @@ class Buffered(Adapter):
 
     def start(self, described: State, path: Path) -> None:
         """Copy, and write in a thread."""
-        source = torch.frombuffer(described.memory, dtype=torch.uint8)
         if self._copy is None:
-            self._copy = source.clone()
-        pairs = list(zip(self._copy.chunk(_THREADS), source.chunk(_THREADS), strict=True))
-        self._each(lambda thread: pairs[thread][0].copy_(pairs[thread][1]))
-        view = memoryview(self._copy.numpy())
-        self._saving = self._pool.submit(_save_halves, view, path, self.flags)
+            self._copy = mmap.mmap(-1, len(described.memory), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        copy, memory = (torch.frombuffer(m, dtype=torch.uint8).chunk(_THREADS) for m in (self._copy, described.memory))
+        self._each(lambda thread: copy[thread].copy_(memory[thread]))
+        self._saving = self._pool.submit(self._save, memoryview(self._copy), path)
 
     def finish(self) -> None:
         """Wait for the thread."""
@@ -121,12 +120,6 @@ class Direct(Buffered):
 def _halves(view: memoryview) -> list[memoryview]:
     half = len(view) // _THREADS
     return [view[thread * half : (thread + 1) * half] for thread in range(_THREADS)]
-
-
-def _save_halves(view: memoryview, path: Path, flags: int) -> None:
-    path.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda item: _write(path, *item, flags), enumerate(_halves(view))))
 
 
 def _file(path: Path, thread: int) -> Path:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import shardckpt
 from benchmarks.adapters.base import Adapter
+from benchmarks.workloads import SLICES
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue, release_memory
 from shardckpt.mapping import ShardedTensor
@@ -44,7 +45,7 @@ class Shardckpt(Adapter):
 
     def load(self, described: dict[str, ShardedTensor], path: Path) -> None:
         """Load in place; the shards of all ranks are validated as always, which slices cannot be."""
-        whole = all(shard.axis_fragmentations != (64, 1) for shard in described.values())
+        whole = all(max(shard.axis_fragmentations or ()) < SLICES for shard in described.values())
         dist_checkpointing.load(described, path, validate_access_integrity=whole)
 
     def start(self, described: dict[str, ShardedTensor], path: Path) -> None:

@@ -39,8 +39,8 @@ class TemporalAsyncCaller(AsyncCaller):
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background")
-        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         thread.start()
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         return future
 
     def close(self, abort: bool = False) -> None:  # noqa: ARG002 - threads cannot be left

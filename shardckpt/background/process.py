@@ -9,51 +9,77 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt import errors
+from shardckpt.comm import unpickled
 from shardckpt.errors import CheckpointingException, RankFailedError
 
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
 
-#: Length of a call's number, with which it begins.
+#: Length of a call's number, with which it and its outcome begin.
 NUMBER_BYTES = 8
 #: Seconds that a process which was told to end may take.
 _END_TIMEOUT = 5.0
+#: The training process decides when this one ends: signals to all of a job's processes are for it. They are ignored
+#: before anything slow is imported, and nothing is imported from the directory that the job happens to be in.
+_PROGRAM = """
+import signal, sys
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+pipe, parent, *sys.path = sys.argv[1:]
+from shardckpt.background.worker import main
+main(int(pipe), int(parent))
+"""
+
+
+class Failure(NamedTuple):
+    """A call's error: its class if it is of the family, its message, and its traceback."""
+
+    kind: str
+    message: str
+    trace: str
 
 
 class Outcome(NamedTuple):
-    """What a call came to: its result, or the class and message of its error."""
+    """What a call came to."""
 
-    number: int
     result: Any
-    kind: str = ""
-    message: str = ""
+    failure: Failure | None = None
+
+
+class WorkerTraceback(Exception):
+    """Where an error came from in another process; the cause of the error in this one."""
 
 
 class WorkerProcess:
     """A child process; it ends when this process does."""
 
     def __init__(self) -> None:
+        self._owner = os.getpid()
         ours, theirs = socket.socketpair()
+        paths = [path or str(Path.cwd()) for path in sys.path]
         with theirs:
-            code = "import sys; from shardckpt.background.worker import main; main(int(sys.argv[1]))"
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
-                [sys.executable, "-c", code, str(theirs.fileno())],
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(self._owner), *paths],
+                stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
             )
         self._pipe = Connection(ours.detach())
         self._calls: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._ended = False
-        threading.Thread(target=self._listen, name="shardckpt-listener", daemon=True).start()
+        self._outbox: SimpleQueue[bytes] = SimpleQueue()
+        for target in (self._listen, self._send):
+            threading.Thread(target=target, name=f"shardckpt{target.__name__}", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -62,11 +88,11 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes calls."""
-        return not self._ended
+        """Whether it takes calls: a fork of the process that started it has to start its own."""
+        return not self._ended and self._owner == os.getpid()
 
     def submit(self, request: AsyncRequest) -> Future[Any]:
-        """Let it call the request's ``async_fn``."""
+        """Let it call the request's ``async_fn``; does not wait until the process takes it."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         number = next(self._numbers)
@@ -78,43 +104,51 @@ class WorkerProcess:
             return future
         with self._lock:
             self._calls[number] = future
-            ended = self._ended
-        try:
-            if not ended:
-                self._pipe.send_bytes(data)
-                return future
-        except OSError:
-            pass  # it has just died
-        self._fail_all()
+        self._outbox.put(data)
+        if self._ended:
+            self._fail_all()
         return future
 
     def close(self, *, kill: bool) -> None:
         """End it: at once, or after the calls that it has."""
+        if self._owner != os.getpid():
+            return
         if kill:
             self._process.kill()
-        else:
-            for future in list(self._calls.values()):
-                future.exception()
-            with suppress(OSError):
-                self._pipe.send_bytes(b"")  # there are no more calls
+        for future in [] if kill else list(self._calls.values()):
+            future.exception()
+        self._outbox.put(b"")  # there are no more calls
+        self._end()
+
+    def _send(self) -> None:
+        """Hand calls over as fast as the process takes them, until there are no more."""
         try:
-            self._process.wait(_END_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            while data := self._outbox.get():
+                self._pipe.send_bytes(data)
+            self._pipe.send_bytes(b"")
+        except OSError:
+            self._process.kill()  # most likely it is dead already; now the listener hears of it in any case
 
     def _listen(self) -> None:
         """Hand out results until the process ends."""
-        while True:
-            try:
-                outcome: Outcome = self._pipe.recv()
-            except (EOFError, OSError):
-                break
-            with self._lock:
-                future = self._calls.pop(outcome.number)
-            _settle(future, outcome, self.pid)
-        self._process.wait()
+        with suppress(EOFError, OSError):
+            while True:
+                data = self._pipe.recv_bytes()
+                with self._lock:
+                    future = self._calls.pop(int.from_bytes(data[:NUMBER_BYTES], "little"))
+                _settle(future, data[NUMBER_BYTES:], self.pid)
+        self._end()
         self._fail_all()
+        self._outbox.put(b"")
+
+    def _end(self) -> None:
+        """Wait for its end, which is near."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT)
+            return
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # not even a kill ends who waits for a dead file server
+            self._process.wait(_END_TIMEOUT)
 
     def _fail_all(self) -> None:
         """Let every call that waits hear that the process is dead."""
@@ -132,12 +166,20 @@ class WorkerProcess:
         return f"(process {self.pid}) {cause} before it had written its files; the next save starts a new one"
 
 
-def _settle(future: Future[Any], outcome: Outcome, pid: int) -> None:
-    if not outcome.message:
+def _settle(future: Future[Any], data: bytes, pid: int) -> None:
+    """Give a future the outcome that the process has sent."""
+    try:
+        outcome: Outcome = unpickled(data)
+    except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
+        text = f"its result cannot be unpickled in the training process: {type(exc).__name__}: {exc}"
+        outcome = Outcome(None, Failure("", text, traceback.format_exc()))
+    if outcome.failure is None:
         future.set_result(outcome.result)
         return
-    kind = getattr(errors, outcome.kind, RankFailedError)
-    future.set_exception(kind(f"in process {pid}: {outcome.message}"))
+    kind = getattr(errors, outcome.failure.kind, RankFailedError)
+    error = kind(f"in process {pid}: {outcome.failure.message}")
+    error.__cause__ = WorkerTraceback(f"\n{outcome.failure.trace}")
+    future.set_exception(error)
 
 
 def _unpicklable(request: AsyncRequest, error: Exception) -> CheckpointingException:
@@ -147,4 +189,4 @@ def _unpicklable(request: AsyncRequest, error: Exception) -> CheckpointingExcept
     )
 
 
-__all__ = ["NUMBER_BYTES", "Outcome", "WorkerProcess"]
+__all__ = ["NUMBER_BYTES", "Failure", "Outcome", "WorkerProcess"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - what it does at the end of the program must be registered before ours
 import logging
 import os
+import threading
 import time
 from collections import deque
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from shardckpt.comm import Comm
-from shardckpt.errors import CheckpointingException, CommunicationError
+from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -56,20 +57,25 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Stage a request and begin to write it; returns its number.
 
-        When this returns, the tensors that the request is to save may change. What goes wrong with it is raised by
+        When this returns, the tensors that the request is to save may change; their values are those of this moment.
+        (Objects and common state were taken when the request was made.) What goes wrong with it is raised by
         :meth:`maybe_finalize_async_calls`, on all ranks.
         """
-        self._comm = self._comm or Comm(self._group)
+        if self._comm is None or not self._calls:
+            self._comm = Comm(self._group)
         self._scheduled += 1
         request = async_request.freeze()._replace(call_idx=self._scheduled)
         try:
             request = request.staged()
-            future = self._caller.schedule_async_call(request)
+            written = self._caller.schedule_async_call(request)
         except Exception as exc:  # noqa: BLE001 - the other ranks go on: they hear of it when they finalize
-            future = Future()
-            future.set_exception(exc)
-        if request.written_fn is not None:
-            future.add_done_callback(request.written_fn)
+            written = Future()
+            written.set_exception(exc)
+        except BaseException as exc:
+            _fail(request, exc)
+            raise
+        future: Future[Any] = Future()
+        written.add_done_callback(lambda written: _hand_on(written, request, future))
         self._calls.append(_Call(request, future))
         _busy[self] = os.getpid()
         return self._scheduled
@@ -137,23 +143,21 @@ class AsyncCallsQueue:
 
     def _finalize_all(self) -> None:
         """Finalize every request; the first error is raised when all have been tried."""
-        if not self._calls:
-            return
-        try:
-            self.maybe_finalize_async_calls(blocking=True)
-        except CommunicationError:
-            raise
-        except CheckpointingException:
-            with suppress(CheckpointingException):
-                self._finalize_all()
-            raise
+        first: CheckpointingException | None = None
+        before = -1
+        while self._calls and len(self._calls) != before:  # else it was not given up: ranks are lost, or out of step
+            before = len(self._calls)
+            try:
+                self.maybe_finalize_async_calls(blocking=True)
+            except CheckpointingException as exc:
+                first = first or exc
+        if first is not None:
+            raise first
 
     def _give_up(self) -> None:
         """Leave nothing of what is not finalized."""
         while self._calls:
-            call = self._calls.popleft()
-            if call.request.failed_fn is not None:
-                call.request.failed_fn(CheckpointingException("its queue was closed before it was finalized"))
+            _fail(self._calls.popleft().request, CheckpointingException("its queue was closed before it was finalized"))
         _busy.pop(self, None)
 
     def end_with_the_program(self) -> None:
@@ -161,11 +165,12 @@ class AsyncCallsQueue:
         if self._comm is None or self._comm.world_size == 1:
             self.close()
             return
-        logger.error(
-            "the program ends with %d background saves that are not finalized: they are absent. Call "
-            "maybe_finalize_async_calls(blocking=True), or close(), on all ranks before the end",
-            len(self._calls),
-        )
+        if self._calls:
+            logger.error(
+                "the program ends with %d background saves that are not finalized: they are absent. Call "
+                "maybe_finalize_async_calls(blocking=True), or close(), on all ranks before the end",
+                len(self._calls),
+            )
         self.close(abort=True)
 
 
@@ -173,11 +178,33 @@ class AsyncCallsQueue:
 _busy: dict[AsyncCallsQueue, int] = {}
 
 
-@atexit.register
 def _end_queues() -> None:
     for queue, pid in list(_busy.items()):
-        if pid == os.getpid():
+        if pid != os.getpid():
+            continue
+        try:
             queue.end_with_the_program()
+        except CheckpointingException:
+            logger.exception("a background save failed at the end of the program: it is absent")
+
+
+# before concurrent.futures ends its threads, which writing needs: functions of atexit come after that
+getattr(threading, "_register_atexit", atexit.register)(_end_queues)
+
+
+def _hand_on(written: Future[Any], request: AsyncRequest, future: Future[Any]) -> None:
+    """Let a request count as written when its ``written_fn`` has run: futures wake who waits before they call back."""
+    try:
+        if request.written_fn is not None:
+            request.written_fn(written)
+        future.set_result(written.result())
+    except BaseException as exc:  # noqa: BLE001 - it is raised by the one who finalizes
+        future.set_exception(exc)
+
+
+def _fail(request: AsyncRequest, error: BaseException) -> None:
+    if request.failed_fn is not None:
+        request.failed_fn(error)
 
 
 def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None) -> bool:

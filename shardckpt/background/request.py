@@ -11,6 +11,8 @@ from shardckpt.errors import CheckpointingException
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.distributed import ProcessGroup
+
 
 class AsyncRequest(NamedTuple):
     """What is to be done before, behind and after the training: stage, write, finalize.
@@ -18,12 +20,12 @@ class AsyncRequest(NamedTuple):
     Args:
         async_fn: Runs in a background thread or process; None for nothing to do there.
         async_fn_args: Its arguments; where there is a ``preload_fn``, its result takes the place of the second.
-        finalize_fns: Run in the training process on all ranks, in order, when ``async_fn`` has ended on all of them.
+        finalize_fns: Run in the training process, in order, when ``async_fn`` has ended on all ranks.
         async_fn_kwargs: More arguments of ``async_fn``.
         preload_fn: Runs in the training process when the request is scheduled: copies what must not change.
         is_frozen: Whether finalize functions can no longer be added: set when it is scheduled.
         call_idx: Its number in the queue.
-        written_fn: Gets the finished Future of ``async_fn``, in any thread, as soon as there is one.
+        written_fn: Gets the finished Future of ``async_fn``, in any thread, before the request counts as written.
         failed_fn: Runs in the training process in the place of the finalize functions, if any rank failed; gets the
             error.
     """
@@ -39,7 +41,7 @@ class AsyncRequest(NamedTuple):
     failed_fn: Callable[[BaseException], None] | None = None
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn`` on all ranks after the finalize functions that there are."""
+        """Run ``fn`` after the finalize functions that there are; ranks may add different ones."""
         if self.is_frozen:
             raise CheckpointingException("the request is scheduled already: add finalize functions before that")
         self.finalize_fns.append(fn)
@@ -61,8 +63,11 @@ class AsyncRequest(NamedTuple):
         """Call ``async_fn``, here and now."""
         return None if self.async_fn is None else self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
 
-    def execute_sync(self) -> None:
+    def execute_sync(self, process_group: ProcessGroup | None = None) -> None:
         """Stage, write and finalize without any background; all ranks call it.
+
+        Args:
+            process_group: The ranks; by default all, or this process alone without torch.distributed.
 
         Raises:
             CheckpointingException: the same on every rank.
@@ -71,14 +76,17 @@ class AsyncRequest(NamedTuple):
         try:
             request = self.staged()
             future.set_result(request.run())
-        except Exception as exc:  # noqa: BLE001 - raised on all ranks by finalize
+        except BaseException as exc:  # noqa: BLE001 - raised on all ranks by finalize
             future.set_exception(exc)
         if self.written_fn is not None:
             self.written_fn(future)
-        self.finalize(future, Comm())
+        self.finalize(future, Comm(process_group))
 
     def finalize(self, future: Future[Any], comm: Comm) -> None:
         """Run the finalize functions, once ``async_fn`` has ended on all ranks.
+
+        Ranks may have added different numbers of them, as Megatron's do: the first of all ranks run together, then the
+        second of those that have one, and so on.
 
         Args:
             future: What this rank's ``async_fn`` came to.
@@ -90,9 +98,11 @@ class AsyncRequest(NamedTuple):
         try:
             with comm.phase("saving in the background"):
                 future.result()
-            for fn in self.finalize_fns:
+            (most,) = comm.largest(len(self.finalize_fns))
+            for number in range(most):
                 with comm.phase("finalizing a background save"):
-                    fn()
+                    for fn in self.finalize_fns[number : number + 1]:
+                        fn()
         except BaseException as exc:
             if self.failed_fn is not None:
                 self.failed_fn(exc)

@@ -15,7 +15,7 @@ from shardckpt.saving import check_state
 from shardckpt.storage.upload import upload_files
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
-from shardckpt.transaction import Transaction, Written
+from shardckpt.transaction import Transaction, Written, as_json
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -80,6 +80,8 @@ class _BackgroundSave:
 
     def stage(self) -> StagedWork:
         """Copy what is to be written."""
+        if self.staged is not None:
+            raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
         self.staged = stage(self.prepared.work)
         return self.staged
 
@@ -137,7 +139,7 @@ def request_save(
         except BaseException:
             transaction.abort()
             raise
-    return _BackgroundSave(transaction, prepared, context, options.content_metadata).request()
+    return _BackgroundSave(transaction, prepared, context, as_json(options.content_metadata)).request()
 
 
 def _in_background(saver: Any) -> AsyncSaveStrategy:

@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,10 @@ class Slab:
         """Give the memory back to the system, once no tensor views it."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of it in a fork of the process that it belongs to."""
         os.close(self._fd)
 
 
@@ -98,6 +103,12 @@ class SlabPool:
             while self._free:
                 self._free.pop().close()
 
+    def forget(self) -> None:
+        """In a fork: what it has inherited is still its parent's, who goes on writing there."""
+        for slab in self._free:
+            slab.forget()
+        self.__init__()  # type: ignore[misc]
+
     def _made(self, make: Callable[[], Slab]) -> Slab:
         while self._free:  # all too small: what replaces them must not come on top of them
             self._free.pop().close()
@@ -109,12 +120,13 @@ class SlabPool:
 
 
 def _memory_file() -> tuple[int, str]:
-    """A file that exists in memory, and the path by which other processes of this user open it."""
+    """A file without a name, in memory if Python can do that, and the path by which this user's processes open it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("shardckpt-staging")
-        return fd, f"/proc/{os.getpid()}/fd/{fd}"
-    fd, path = tempfile.mkstemp(prefix="shardckpt-staging-")  # pragma: no cover - not Linux
-    return fd, path  # pragma: no cover - not Linux
+    else:
+        fd, name = tempfile.mkstemp(prefix="shardckpt-staging-")
+        Path(name).unlink()
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def _mapped(fd: int, nbytes: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _ALIGNED = 64
 
 _pool = SlabPool()
+os.register_at_fork(after_in_child=_pool.forget)
 
 
 class _Place(NamedTuple):

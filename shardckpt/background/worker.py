@@ -2,53 +2,66 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import signal
+import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardckpt.background.process import NUMBER_BYTES, Outcome
+from shardckpt.background.process import NUMBER_BYTES, Failure, Outcome
 from shardckpt.comm import unpickled
 from shardckpt.errors import CheckpointingException
 
+#: Seconds after which a process that has nothing to do sees whether it still has a parent.
+_ROUND = 1.0
 
-def main(pipe: int) -> None:
-    """Serve the calls that come through the inherited socket ``pipe``.
 
-    The training process decides when this one ends: Ctrl-C in its terminal is for it, and its end is ours.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main(pipe: int, parent: int) -> None:
+    """Serve the calls that come through the inherited socket ``pipe``, as long as the process ``parent`` lives."""
     connection = Connection(pipe)
-    while True:
-        try:
-            data = connection.recv_bytes()
-        except EOFError:
-            return
-        if not data:
-            return
-        _send(connection, _outcome(data))
+    with suppress(EOFError, OSError):  # the parent is gone
+        while data := _received(connection, parent):
+            connection.send_bytes(data[:NUMBER_BYTES] + _pickled(_outcome(data[NUMBER_BYTES:])))
 
 
-def _outcome(data: bytes) -> Outcome:
-    number = int.from_bytes(data[:NUMBER_BYTES], "little")
+def _received(connection: Connection, parent: int) -> bytes:
+    """The next call; b"" if there are no more."""
+    while not connection.poll(_ROUND):
+        if os.getppid() != parent:  # its forks may hold its end of the pipe open
+            return b""
+    return connection.recv_bytes()
+
+
+def _outcome(call: bytes) -> Outcome:
     try:
-        function, args, kwargs = unpickled(data[NUMBER_BYTES:])
-        return Outcome(number, None if function is None else function(*args, **kwargs))
+        function, args, kwargs = _unpickled(call)
+        return Outcome(None if function is None else function(*args, **kwargs))
     except Exception as exc:  # noqa: BLE001 - whatever it is, the training process must hear of it
-        return _failed(number, exc)
+        return _failed(exc)
 
 
-def _failed(number: int, error: BaseException) -> Outcome:
-    ours = isinstance(error, CheckpointingException)
-    return Outcome(number, None, type(error).__name__, str(error) if ours else f"{type(error).__name__}: {error}")
-
-
-def _send(connection: Any, outcome: Outcome) -> None:
+def _unpickled(call: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     try:
-        data = pickle.dumps(outcome)
+        return unpickled(call)  # type: ignore[no-any-return]
+    except Exception as exc:
+        raise CheckpointingException(
+            f"a request cannot be unpickled here ({type(exc).__name__}: {exc}): what it names must be in modules that "
+            "can be imported, not in __main__; or use AsyncCallsQueue(persistent=False), which works in a thread"
+        ) from exc
+
+
+def _failed(error: BaseException) -> Outcome:
+    ours = isinstance(error, CheckpointingException)
+    kind, message = (type(error).__name__, str(error)) if ours else ("", f"{type(error).__name__}: {error}")
+    return Outcome(None, Failure(kind, message, "".join(traceback.format_exception(error))))
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
     except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
-        data = pickle.dumps(_failed(outcome.number, exc))
-    connection.send_bytes(data)
+        return pickle.dumps(_failed(exc))
 
 
 __all__ = ["main"]

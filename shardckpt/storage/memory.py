@@ -73,8 +73,11 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for wrappers around other tensors, tensors without data, and layouts that are not strided."""
-    if tensor.layout != torch.strided:
+    """False for wrappers, tensors without data, layouts that are not strided, and torch's own quantized dtypes.
+
+    (Those keep their scales beside the memory.)
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized:
         return False
     try:
         # the storage's address: that of a part of a wrapper is its offset from null
@@ -85,9 +88,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _refusal(tensor: torch.Tensor) -> str:
     return (
-        f"a {kind(tensor)} of shape {tuple(tensor.shape)} on {tensor.device} ({tensor.layout}) has no memory of its "
-        "own that holds its values: describe a DTensor with shardckpt.adapters, and give any other as a plain tensor "
-        "(its local, dequantized or dense values)"
+        f"a {kind(tensor)} of shape {tuple(tensor.shape)} on {tensor.device} ({tensor.layout}, {tensor.dtype}) has no "
+        "memory of its own that holds its values: describe a DTensor with shardckpt.adapters, and give any other as a "
+        "plain tensor (its local, dequantized or dense values)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
@@ -15,7 +16,7 @@ from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.writer import WORTH_A_THREAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
+#: Where a segment begins and ends, and its digest.
+_Segment = tuple[int, int, int]
+
+#: Files that a reader keeps open; more are opened again when they are read again.
+OPEN_FILES = 64
 #: Largest piece in which a file is read as a whole.
 BLOCK_BYTES = 4 * SEGMENT_BYTES
 
@@ -36,17 +42,39 @@ class _OpenFile:
     def __init__(self, path: Path, record: FileRecord | None, *, verify: bool) -> None:
         self.path = path
         self.fd, self.size = open_existing(path)
+        self.is_open = True
+        self.users = 0
         self.segments: Segments | None = None
         if record is None:
             return
         try:
             if self.size != record.size:
-                raise CorruptCheckpointError(f"it has {self.size} bytes, {record.size} were written")
+                raise CorruptCheckpointError(
+                    f"it has {self.size} bytes, {record.size} were written; if another library has saved into this "
+                    f"directory since, its checkpoint is read when {RECORD_NAME} is removed"
+                )
             if verify:
                 self.segments = Segments.unpack(record.segments, record.digest, record.size)
         except CorruptCheckpointError as exc:
-            close_file(self.fd)
+            self.close()
             raise CorruptCheckpointError(f"{path}: {exc}") from exc
+
+    def open(self) -> None:
+        """Open it again."""
+        if self.is_open:
+            return
+        self.fd, size = open_existing(self.path)
+        self.is_open = True
+        if size != self.size:
+            raise CorruptCheckpointError(
+                f"{self.path}: it had {self.size} bytes and has {size}: something writes to it"
+            )
+
+    def close(self) -> None:
+        """Close it, for now or for good."""
+        if self.is_open:
+            self.is_open = False
+            close_file(self.fd)
 
 
 class CheckpointReader:
@@ -71,6 +99,8 @@ class CheckpointReader:
             )
         self._lock = threading.Lock()
         self._files: dict[str, _OpenFile] = {}
+        #: Those that are open, the last used one last.
+        self._open: dict[str, _OpenFile] = {}
         self._parsed: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
@@ -95,14 +125,16 @@ class CheckpointReader:
         file = self._file(name)
         _check_range(file, offset, nbytes, what)
         buffer = bytearray(nbytes)
-        self._fill(file, offset, memoryview(buffer), what)
+        with self._in_use(file):
+            self._fill(file, offset, memoryview(buffer), what)
         return bytes(buffer)
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
         """Fill writable memory from the range that begins at ``offset``."""
         file = self._file(name)
         _check_range(file, offset, buffer.nbytes, what)
-        self._fill(file, offset, buffer.cast("B"), what)
+        with self._in_use(file):
+            self._fill(file, offset, buffer.cast("B"), what)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
@@ -119,7 +151,7 @@ class CheckpointReader:
                 yield block
                 start = stop
         finally:
-            close_file(file.fd)
+            file.close()
 
     def parsed(self, name: str, parse: Callable[[], _T]) -> _T:
         """``parse()``, done once in the life of this reader and kept under ``name``."""
@@ -165,8 +197,9 @@ class CheckpointReader:
         """Close all files."""
         with self._lock:
             for file in self._files.values():
-                close_file(file.fd)
+                file.close()
             self._files.clear()
+            self._open.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +214,31 @@ class CheckpointReader:
             file = self._files.get(name)
             if file is None:
                 file = self._files[name] = self._opened(name)
+                self._used(file)
             return file
+
+    @contextmanager
+    def _in_use(self, file: _OpenFile) -> Iterator[None]:
+        """Keep a file open as long as it is read."""
+        with self._lock:
+            file.open()
+            file.users += 1
+            self._used(file)
+        try:
+            yield
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def _used(self, file: _OpenFile) -> None:
+        """Note the last use of an open file; where too many are open, close those not used for longest."""
+        self._open.pop(file.path.name, None)
+        self._open[file.path.name] = file
+        if len(self._open) > OPEN_FILES:
+            for name, idle in list(self._open.items())[:-OPEN_FILES]:
+                if not idle.users:
+                    idle.close()
+                    del self._open[name]
 
     def _opened(self, name: str) -> _OpenFile:
         path = self.directory / check_file_name(name)
@@ -195,17 +252,33 @@ class CheckpointReader:
             read_into(file.fd, file.path, buffer, offset)
             return
         stop = offset + buffer.nbytes
-        for start, end, digest in file.segments.touching(offset, stop):
-            low, high = max(start, offset), min(end, stop)
+        for group in _requests(file, file.segments.touching(offset, stop)):
+            first, last = group[0][0], group[-1][1]
+            low, high = max(first, offset), min(last, stop)
             target = buffer[low - offset : high - offset]
-            whole = target if high - low == end - start else memoryview(bytearray(end - start))
-            read_into(file.fd, file.path, whole, start)
-            if checksum(whole) != digest:
-                raise CorruptCheckpointError(
-                    f"{what}: bytes {start} to {end} of {file.path} are not those that were written (digest differs)"
-                )
+            whole = target if high - low == last - first else memoryview(bytearray(last - first))
+            read_into(file.fd, file.path, whole, first)
+            for start, end, digest in group:
+                if checksum(whole[start - first : end - first]) != digest:
+                    raise CorruptCheckpointError(
+                        f"{what}: bytes {start} to {end} of {file.path} are not those that were written (digest "
+                        "differs)"
+                    )
             if whole is not target:
-                target[:] = whole[low - start : high - start]
+                target[:] = whole[low - first : high - first]
+
+
+def _requests(file: _OpenFile, segments: Iterable[_Segment]) -> Iterator[list[_Segment]]:
+    """Segments that are read by one call: each by itself from a file, a block of them at most from a store."""
+    most = BLOCK_BYTES if isinstance(file.path, RemotePath) else 0
+    group: list[_Segment] = []
+    for segment in segments:
+        if group and segment[1] - group[0][0] > most:
+            yield group
+            group = []
+        group.append(segment)
+    if group:
+        yield group
 
 
 def _block_ends(file: _OpenFile) -> Iterator[int]:

@@ -121,8 +121,6 @@ class RemotePath(_Base):
 
     def read_range(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the object from ``offset`` on: fewer where it ends before."""
-        if not nbytes:
-            return b""
         return attempt(f"read at offset {offset} of", self, lambda: self.folder.read(self._name, offset, nbytes))
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:

@@ -33,8 +33,8 @@ class PlanCache:
 
     Args:
         reuse: Whether a plan is used again while no rank's items change. Items are compared by a digest of key,
-            dtype, global shape, offset and extents; replicas that become main ones change them too. All ranks use the
-            last plan, or all make a new one.
+            dtype, global shape, offset and extents; replicas that become main ones change them too, and so do other
+            ranks. All ranks use the last plan, or all make a new one.
     """
 
     def __init__(self, *, reuse: bool) -> None:
@@ -71,7 +71,7 @@ def _gathered(planner: ShardedSavePlanner, local: SavePlan, comm: Comm) -> Globa
 
 
 def _fingerprint(plan: SavePlan, comm: Comm) -> str:
-    digest = hashlib.sha256(repr((comm.rank, comm.world_size)).encode())
+    digest = hashlib.sha256(repr((comm.rank, comm.members)).encode())
     for item in plan.items:
         data = item.tensor_data
         shape = None if data is None else (data.chunk.offsets, data.chunk.sizes, data.size, data.properties.dtype)

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -156,17 +156,24 @@ class _Noted:
 
 
 class LoopedFileSystem(AsyncFileSystem):
-    """A directory behind an event loop, as fsspec's cloud filesystems are."""
+    """A directory behind an event loop, with listings that are kept, as fsspec's cloud filesystems have them."""
 
     protocol = "looped"
+    _listings: ClassVar[dict[str, list[Any]]] = {}
     _local = LocalFileSystem(auto_mkdir=True)
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return path.removeprefix("looped://").rstrip("/")
 
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Forget all listings."""
+        self._listings.clear()
+
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        return self._local.ls(path, detail)  # type: ignore[no-any-return]
+        if path not in self._listings:
+            self._listings[path] = self._local.ls(path, detail)
+        return self._listings[path]
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         return self._local.cat_file(path, start, end)  # type: ignore[no-any-return]

@@ -243,4 +243,6 @@ def test_a_killed_save_is_whole_or_absent(kills: list[dict[str, Any]]) -> None:
         else:
             assert report["load"][0] == "NotACheckpointError", report
         assert report["again"][0] == ("" if report["left"] else "StorageError"), report
+        if (report["how"], report["number"]) == ("kill-before", UPLOADS):  # of two ranks: the main rank, committing
+            assert "__1_0.distcp" in report["left"], "a rank deleted what might have been a checkpoint's"
         assert report["after"] == ["", ""], report

@@ -19,6 +19,7 @@ from shardckpt.hookspecs import hookimpl
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import host
 from shardckpt.verifying import verify_checkpoint
+from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.remote import jobs
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path) -> No
     """Fsspec's asynchronous filesystems, which have an event loop in a thread of theirs, serve too."""
     jobs.save(f"looped://{tmp_path}/c", 5.0)
     jobs.check(f"looped://{tmp_path}/c", 5.0)
+    (tmp_path / "c/common.pt").unlink()
+    with pytest.raises(StorageError, match=r"cannot open looped:.*common\.pt"):
+        jobs.check(f"looped://{tmp_path}/c", 5.0)
     assert "fsspecIO" in {thread.name for thread in threading.enumerate()}
 
 
@@ -95,10 +99,26 @@ def test_a_slice_is_read_by_ranges(store: Store) -> None:
     assert len(store.requests("list")) == 1
 
 
+def test_requests_are_few(store: Store) -> None:
+    """Small tensors that lie side by side are one request, a large one a request for every 16 MiB."""
+
+    def state(fill: float) -> dict[str, ShardedTensor]:
+        tensors = {f"small{number}": torch.full((100,), fill) for number in range(200)}
+        tensors["large"] = torch.full((8 << 20,), fill)
+        return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+
+    dc.save(state(3.0), store.url)
+    store.forget()
+    loaded = dc.load(state(0.0), store.url)
+    assert all(bool((tensor == 3.0).all()) for tensor in loaded.values())
+    assert sum(request.name.endswith(".distcp") for request in store.requests("read")) <= 5
+
+
 def test_shards_are_read_at_the_same_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads of small shards, too, go on in as many threads as SHARDCKPT_REMOTE_THREADS says."""
+    """Reads from several files go on in as many threads as SHARDCKPT_REMOTE_THREADS says, small ones too."""
     keys = "abcd"
-    dc.save({key: ShardedTensor.from_rank_offsets(key, torch.ones(9)) for key in keys}, store.url)
+    saver = TorchDistSaveShardedStrategy(thread_count=len(keys))
+    dc.save({key: ShardedTensor.from_rank_offsets(key, torch.ones(9)) for key in keys}, store.url, saver)
     monkeypatch.setenv(settings.REMOTE_THREADS, "4")
     together = threading.Barrier(len(keys), timeout=20)
     original = jobs.store.FaultyFileSystem.cat_file

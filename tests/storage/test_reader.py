@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
 from shardckpt.storage.digest import SEGMENT_BYTES
-from shardckpt.storage.reader import BLOCK_BYTES, CheckpointReader
+from shardckpt.storage.reader import BLOCK_BYTES, OPEN_FILES, CheckpointReader
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:
@@ -237,6 +237,32 @@ def test_map_stops_at_a_failure(
     with CheckpointReader(tmp_path, manifest(file)) as reader, pytest.raises(CheckpointingException, match="item"):
         reader.map(read, range(100), size=lambda number: 1 if number == 1 else 1 << 20)
     assert len(begun) < 20
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_more_files_than_may_be_open(tmp_path: Path, threads: int) -> None:
+    """A checkpoint of thousands of ranks is read with few descriptors, by several threads, in any order."""
+    records = [write(tmp_path, f"f{n}", [[bytes([n % 256]) * 10]]) for n in range(3 * OPEN_FILES)]
+    before = _descriptors()
+    with CheckpointReader(tmp_path, manifest(*records)) as reader:
+        wrong: list[int] = []
+
+        def read(first: int) -> None:
+            order = [*range(first, len(records), 3), *range(first, len(records), 5)]
+            wrong.extend(n for n in order if reader.read_range(f"f{n}", 2, 5, "key") != bytes([n % 256]) * 5)
+
+        workers = [threading.Thread(target=read, args=(n,)) for n in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not wrong
+        assert _descriptors() - before <= OPEN_FILES + threads
+    assert _descriptors() == before
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_map_stops_at_an_interrupt(tmp_path: Path, file: FileRecord, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Simulations: one file a library."""

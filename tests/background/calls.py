@@ -1,0 +1,52 @@
+"""Functions for worker processes, which find them by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from shardckpt.errors import CheckpointingException, StorageError
+
+
+def wait(seconds: float, result: Any = None) -> Any:
+    """A slow writer."""
+    time.sleep(seconds)
+    return result
+
+
+def length(data: bytes, _: Any = None) -> int:
+    """A writer with much to write."""
+    return len(data)
+
+
+def fail_without_a_word() -> None:
+    """An error that says nothing."""
+    raise CheckpointingException
+
+
+def fail_with_a_cause() -> None:
+    """An error of the family, from one that is not."""
+    try:
+        raise OSError("disk on fire")
+    except OSError as exc:
+        raise StorageError("__0_0.distcp cannot be written") from exc
+
+
+def give_what_nobody_can_take() -> _OnlyHere:
+    """A result that only the process that made it can rebuild."""
+    return _OnlyHere(os.getpid())
+
+
+class _OnlyHere:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self.pid,)
+
+
+def _rebuilt(pid: int) -> _OnlyHere:
+    if pid != os.getpid():
+        raise TypeError("not here")
+    return _OnlyHere(pid)

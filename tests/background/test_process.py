@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+from shardckpt.background.process import WorkerProcess, WorkerTraceback
+from shardckpt.errors import CheckpointingException, RankFailedError, StorageError
+from tests.background import calls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    """A process that takes calls."""
+    process = WorkerProcess()
+    yield process
+    process.close(kill=False)
+
+
+def _outcome(worker: WorkerProcess, function: Any, *args: Any) -> BaseException | None:
+    return worker.submit(AsyncRequest(function, args, [])).exception(30)
+
+
+def test_an_error_without_a_text_is_an_error(worker: WorkerProcess) -> None:
+    """A call that raises an exception with an empty message has not succeeded."""
+    assert isinstance(_outcome(worker, calls.fail_without_a_word), CheckpointingException)
+
+
+def test_an_error_keeps_its_class_and_its_causes(worker: WorkerProcess) -> None:
+    """The trainer gets the error's class and text, and the process's traceback with all causes behind it."""
+    error = _outcome(worker, calls.fail_with_a_cause)
+    assert isinstance(error, StorageError)
+    assert str(error) == f"in process {worker.pid}: __0_0.distcp cannot be written"
+    assert isinstance(error.__cause__, WorkerTraceback)
+    assert "OSError: disk on fire" in str(error.__cause__)
+
+
+def test_a_result_that_cannot_be_unpickled_ends_the_wait(worker: WorkerProcess) -> None:
+    """A result that breaks in the trainer is that call's error; the next call works."""
+    error = _outcome(worker, calls.give_what_nobody_can_take)
+    assert isinstance(error, RankFailedError)
+    assert "cannot be unpickled in the training process: TypeError: not here" in str(error)
+    assert worker.submit(AsyncRequest(calls.wait, (0, 5), [])).result(30) == 5
+
+
+def test_functions_of_the_program_itself_are_explained(worker: WorkerProcess) -> None:
+    """What stands in __main__ is not there in the process: the error says where it must stand, and the other way."""
+    program = """
+        import sys
+        from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+        def write(*args): pass
+        with AsyncCallsQueue(persistent=True) as queue:
+            queue.schedule_async_request(AsyncRequest(write, (), []))
+            try:
+                queue.maybe_finalize_async_calls(blocking=True)
+            except Exception as exc:
+                print(exc)
+    """
+    done = _run(program)
+    assert "not in __main__" in done.stdout
+    assert "persistent=False" in done.stdout
+
+
+def test_scheduling_does_not_wait_for_a_busy_process(worker: WorkerProcess) -> None:
+    """Calls larger than any pipe are taken at once, while the process works on another; all end in order."""
+    busy = worker.submit(AsyncRequest(calls.wait, (1.0,), []))
+    large = [worker.submit(AsyncRequest(calls.length, (bytes(n << 20),), [])) for n in (8, 4)]
+    assert not busy.done()
+    assert [future.result(30) for future in large] == [8 << 20, 4 << 20]
+    assert busy.done()
+
+
+def test_threads_may_share_a_process(worker: WorkerProcess) -> None:
+    """Calls from several threads at once do not mix."""
+    results: dict[int, int] = {}
+
+    def call(size: int) -> None:
+        results[size] = worker.submit(AsyncRequest(calls.length, (bytes(size),), [])).result(30)
+
+    threads = [threading.Thread(target=call, args=(1 << 20 | number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 8
+    assert all(size == result for size, result in results.items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_to_the_whole_job_do_not_end_a_save(worker: WorkerProcess, number: signal.Signals) -> None:
+    """Ctrl-C, a scheduler's warning and its end of a job are for the training process, which may finish its saves."""
+    future = worker.submit(AsyncRequest(calls.wait, (0.3, 7), []))
+    os.kill(worker.pid, number)
+    assert future.result(30) == 7
+
+
+def test_queues_have_processes_of_their_own() -> None:
+    """Closing one queue does not disturb what another has in flight."""
+    with AsyncCallsQueue(persistent=True) as one, AsyncCallsQueue(persistent=True) as other:
+        one.schedule_async_request(AsyncRequest(calls.wait, (0.5,), []))
+        other.schedule_async_request(AsyncRequest(calls.wait, (0.0,), []))
+        other.close(abort=True)
+        assert one.maybe_finalize_async_calls(blocking=True) == [1]
+
+
+def test_the_directory_of_the_job_hides_no_module(tmp_path: Path) -> None:
+    """A file in the working directory that is named like a module of the library is not imported in its place."""
+    (tmp_path / "socket.py").write_text("raise SystemExit('the wrong socket')")
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "train.py").write_text(
+        textwrap.dedent("""
+        from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+        with AsyncCallsQueue(persistent=True) as queue:
+            queue.schedule_async_request(AsyncRequest(None, (), []))
+    """)
+    )
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_fork_has_a_process_of_its_own() -> None:
+    """A child of the trainer that goes on with its queue does not talk into its parent's process."""
+    program = """
+        import os, sys
+        from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+        from tests.background import calls
+        queue = AsyncCallsQueue(persistent=True)
+        def save():
+            queue.schedule_async_request(AsyncRequest(calls.wait, (0, None), []))
+            return queue.maybe_finalize_async_calls(blocking=True, timeout=20)
+        assert save() == [1]
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = 0 if save() == [2] else 2
+                queue.close()
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert save() == [2]
+        queue.close()
+    """
+    done = _run(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_ends_with_its_parent_although_a_fork_lives() -> None:
+    """The process of a killed trainer ends, although a forked data loader holds its pipe open."""
+    program = """
+        import os, signal, time
+        from shardckpt.background.process import WorkerProcess
+        from shardckpt.async_save import AsyncRequest
+        from tests.background import calls
+        worker = WorkerProcess()
+        worker.submit(AsyncRequest(calls.wait, (0, None), [])).result(30)
+        loader = os.fork()
+        if loader == 0:
+            os.closerange(0, 3)
+            time.sleep(60)
+            os._exit(0)
+        print(worker.pid, loader, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = _run(program)  # ends when nobody has its output open any more: neither trainer nor worker
+    worker, loader = map(int, done.stdout.split())
+    os.kill(loader, signal.SIGKILL)
+    assert done.returncode == -signal.SIGKILL
+    _gone(worker)
+
+
+def _gone(pid: int) -> None:
+    """Wait until no such process runs; whoever adopted it may take its time to see that it has ended."""
+    for _ in range(300):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] in "ZX":
+                    return
+        except FileNotFoundError:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} still runs")
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+TINY = ("--scale", "0.0001", "--rounds", "1")
+#: An adapter that loses one bit of what it loads.
+LOSSY = """
+import torch
+from benchmarks.adapters.reference import Buffered
+
+class Lossy(Buffered):
+    def load(self, described, path):
+        super().load(described, path)
+        described.pieces[-1].tensor.view(torch.uint8).view(-1)[-1] ^= 1
+"""
+
+
+class Folders(NamedTuple):
+    """Where a run writes checkpoints, and where all its processes write what else they have to."""
+
+    disk: Path
+    temporary: Path
+
+    def left(self) -> list[str]:
+        """Files that are there, and processes that live."""
+        return [*map(str, self.disk.iterdir()), *map(str, self.temporary.iterdir()), *self.processes()]
+
+    def processes(self) -> list[str]:
+        """Those whose temporary files go there."""
+        return [process.name for process in Path("/proc").iterdir() if self._owns(process)]
+
+    def _owns(self, process: Path) -> bool:
+        try:
+            return process.name.isdigit() and f"TMPDIR={self.temporary}".encode() in (process / "environ").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            return False
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Iterator[Folders]:
+    """Empty ones; the second has a short path, for Megatron makes sockets there."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with tempfile.TemporaryDirectory(prefix="b-", dir="/tmp") as temporary:
+        yield Folders(disk, Path(temporary))
+
+
+def test_every_adapter_round_trips_and_stands_in_the_table(folders: Folders, tmp_path: Path) -> None:
+    """Each library saves, loads, slices and saves behind the training, bit for bit, with one rank and with two."""
+    results = tmp_path / "results.md"
+    options = ("--workloads", "llama,tiny", "--ranks", "1,2", "--operations", "save,load,slice,async")
+    done = _run(folders, *options, "--results", str(results))
+    assert done.returncode == 0, done.stderr
+    assert "FAILED" not in done.stdout
+    columns = ["shardckpt", "reference", "dcp-1", "dcp-2", "torch.save", "safetensors"]
+    table = _table(results)
+    if "megatron is left out" not in done.stdout:  # no network
+        columns.append("megatron")
+    for group in (f"{name}, {ranks}" for name in ("Llama-like", "1 KiB") for ranks in ("1 rank", "2 ranks")):
+        for operation in ("save (s)", "load (s)"):
+            assert all(float(cell.split()[0]) > 0 for cell in _cells(table, group, operation, columns)), group
+    for operation in ("async save: blocked (s)", "async save: whole (s)"):
+        assert "-" not in _cells(table, "Llama-like, 2 ranks", operation, ["shardckpt", "reference", "dcp-1", "dcp-2"])
+    assert "-" not in _cells(table, "Llama-like, 1 rank", "load 1/64 of rows (s)", columns)
+    assert all(title in done.stdout for _, title in table)
+
+
+def test_resharding_memory_and_simulated_ranks_stand_in_the_table(folders: Folders, tmp_path: Path) -> None:
+    """Resharding, peak memory and the simulation come out for whoever can, with bytes read counted."""
+    results = tmp_path / "results.md"
+    options = ("--workloads", "big", "--operations", "reshard,memory,simulate", "--adapters", "shardckpt,dcp-1")
+    done = _run(folders, *options, "--results", str(results), "--simulated-ranks", "5", "--chunks", "20")
+    assert done.returncode == 0, done.stderr
+    table, both = _table(results), ["shardckpt", "dcp-1"]
+    for before, after in (("4 ranks", 2), ("2 ranks", 4)):
+        for axis in ("rows", "columns"):
+            name = f"reshard to {after} ranks, {axis}"
+            assert "-" not in _cells(table, f"few big tensors, {before}", f"{name} (s)", both)
+            read = _cells(table, f"few big tensors, {before}", f"{name}: read (x)", both)
+            assert all(float(cell) >= 1 for cell in read)
+    assert "-" not in _cells(table, "few big tensors, 1 rank", "load: peak memory over the state (MiB)", both)
+    for title in ("planning: CPU of rank 0 (s)", "metadata on disk (MiB)", "open metadata: CPU (s)"):
+        assert "-" not in _cells(table, "5 simulated ranks x 4 shards", title, both)
+    assert float(_cells(table, "5 simulated", "validation: received by rank 0 (MiB)", both)[0]) > 0
+
+
+def test_one_lost_bit_is_a_failure(folders: Folders, tmp_path: Path) -> None:
+    """An adapter that brings back one wrong bit is named, has no figures, and makes the run fail."""
+    (tmp_path / "lossy.py").write_text(LOSSY)
+    options = ("--workloads", "tiny", "--ranks", "1", "--operations", "save,load")
+    done = _run(folders, *options, "--adapters", "reference-buffered,lossy:Lossy", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "note: lossy:Lossy FAILED in check" in done.stdout
+    assert "1 tensors are not as they were saved: optimizer.exp_avg_sq." in done.stderr
+
+
+def test_a_library_that_cannot_be_had_is_left_out(folders: Folders, tmp_path: Path) -> None:
+    """Without Megatron, and without a way to install it, the rest is measured and a note says why."""
+    options = ("--workloads", "tiny", "--ranks", "1", "--operations", "save,load", "--adapters", "reference,megatron")
+    done = _run(folders, *options, "--megatron", str(tmp_path / "megatron"), PIP_NO_INDEX="1", PIP_FIND_LINKS="")
+    assert done.returncode == 0, done.stderr
+    assert "note: megatron is left out: ERROR: No matching distribution" in done.stdout
+    assert "save (s)" in done.stdout
+
+
+def test_a_run_that_is_ended_leaves_nothing(folders: Folders) -> None:
+    """SIGTERM in the middle of a measurement leaves no file and no process."""
+    options = ("--workloads", "tiny", "--ranks", "2", "--operations", "save", "--adapters", "reference-buffered")
+    command = [sys.executable, "-m", "benchmarks", *options, "--scale", "0.01", "--rounds", "1000000"]
+    command += ["--directory", str(folders.disk)]
+    environment = {**os.environ, "TMPDIR": str(folders.temporary)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        try:
+            assert run.stderr.readline().startswith("... tiny, 2 ranks")
+            assert len(folders.processes()) >= 3  # the runner's own, what forks, two ranks
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(60) == 143
+        finally:
+            run.kill()
+    assert not folders.left()
+
+
+def test_what_would_not_fit_is_refused(folders: Folders) -> None:
+    """A scale that takes more memory or disk than a run may have is refused before anything is begun."""
+    done = _run(folders, "--workloads", "llama", "--scale", "3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("--scale 3.0 takes ")
+
+
+def _run(folders: Folders, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A run that has left nothing on the disk and no process."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        *TINY,
+        *options,
+        "--deadline",
+        "200",
+        "--directory",
+        str(folders.disk),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folders.temporary), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert not folders.left()
+    return done
+
+
+def _table(results: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """Cells by group and operation, then by column."""
+    lines = [line for line in results.read_text().splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    table, group = {}, ""
+    for row in rows:
+        group = row[0] or group
+        table[group, row[1]] = dict(zip(header, row, strict=True))
+    return table
+
+
+def _cells(table: dict[tuple[str, str], dict[str, str]], group: str, operation: str, columns: list[str]) -> list[str]:
+    """Of the one group whose name has all these words' beginnings, without its size."""
+    first, _, last = group.partition(", ")
+    (found,) = [row for (name, title), row in table.items() if title == operation and _is(name, first, last)]
+    return [found[column] for column in columns]
+
+
+def _is(name: str, first: str, last: str) -> bool:
+    return name.startswith(first) and (not last or name.endswith(f", {last}"))
