@@ -89,6 +89,11 @@ class Bench:
                 spawner.close()
                 del self._spawners[kind]
 
+    def leave(self) -> None:
+        """Have all ranks free their memory."""
+        for group in self._groups.values():
+            group.call(self.options.most_ranks, "leave")
+
     def rehearse(self) -> None:
         """Have every adapter save and load a little, in every process; who fails, or loses a bit, is left out."""
         world = self.options.most_ranks

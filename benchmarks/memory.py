@@ -19,6 +19,7 @@ _REHEARSAL = 0.0001
 def measure(bench: Bench, workload: str) -> None:
     """Every adapter once."""
     layout = Layout(workload, bench.options.scale, 1)
+    bench.leave()
     for adapter in bench.adapters:
         if bench.over():
             bench.note(f"peak memory, {workload}: left out from {adapter} on: the time was up")

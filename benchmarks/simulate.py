@@ -20,6 +20,7 @@ _FUNCTIONS = {
 
 def measure(bench: Bench) -> None:
     """Every number of ranks by every library; shards a rank are fewer where there would be too many chunks."""
+    bench.leave()
     for ranks in bench.options.simulated:
         for adapter in [name for name in bench.adapters if name in _FUNCTIONS]:
             if bench.over():

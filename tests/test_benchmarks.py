@@ -13,6 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow  # what users import is tested by default; the benchmarks run as a whole
+
 ROOT = Path(__file__).parents[1]
 TINY = ("--scale", "0.0001", "--rounds", "1")
 #: An adapter that loses one bit of what it loads.
@@ -60,7 +62,7 @@ def folders(tmp_path: Path) -> Iterator[Folders]:
 def test_every_adapter_round_trips_and_stands_in_the_table(folders: Folders, tmp_path: Path) -> None:
     """Each library saves, loads, slices and saves behind the training, bit for bit, with one rank and with two."""
     results = tmp_path / "results.md"
-    options = ("--workloads", "llama,tiny", "--ranks", "1,2", "--operations", "save,load,slice,async")
+    options = ("--workloads", "llama", "--ranks", "1,2", "--operations", "save,load,slice,async")
     done = _run(folders, *options, "--results", str(results))
     assert done.returncode == 0, done.stderr
     assert "FAILED" not in done.stdout
@@ -68,7 +70,7 @@ def test_every_adapter_round_trips_and_stands_in_the_table(folders: Folders, tmp
     table = _table(results)
     if "megatron is left out" not in done.stdout:  # no network
         columns.append("megatron")
-    for group in (f"{name}, {ranks}" for name in ("Llama-like", "1 KiB") for ranks in ("1 rank", "2 ranks")):
+    for group in ("Llama-like, 1 rank", "Llama-like, 2 ranks"):
         for operation in ("save (s)", "load (s)"):
             assert all(float(cell.split()[0]) > 0 for cell in _cells(table, group, operation, columns)), group
     for operation in ("async save: blocked (s)", "async save: whole (s)"):

@@ -42,6 +42,7 @@ def _read(figures: Figures, plans: list[SavePlan], metadata: Metadata, folder: P
     try:
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         figures["metadata on disk", "MiB"] = (folder / ".metadata").stat().st_size / (1 << 20)
+        FileSystemReader(folder).read_metadata()  # imports what it takes
         with figures.cpu("open metadata: CPU"):
             FileSystemReader(folder).read_metadata()
     finally:

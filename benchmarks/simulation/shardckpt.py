@@ -107,6 +107,7 @@ def _open(figures: Figures, everyone: list[list[ShardedTensor]], folder: Path) -
         figures["metadata on disk", "MiB"] = sum(
             path.stat().st_size for path in folder.iterdir() if path.suffix != ".distcp"
         ) / (1 << 20)
+        dist_checkpointing.load_tensors_metadata(folder)  # imports what it takes
         with figures.cpu("open metadata: CPU"):
             dist_checkpointing.load_tensors_metadata(folder)
     finally:

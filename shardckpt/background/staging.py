@@ -80,9 +80,7 @@ def stage(work: BackgroundWork) -> StagedWork:
     try:
         if any(tensor.device.type == "cuda" for tensor in tensors):
             slab.pin()
-        for key, tensor, place in zip(work.keys, tensors, places, strict=True):
-            _copy(key, tensor, place.view(slab.memory))
-        synchronize_devices(tensors)
+        _copy_all(work.keys, tensors, [place.view(slab.memory) for place in places])
     except BaseException:
         _pool.give_back(slab)
         raise
@@ -103,6 +101,14 @@ def _placed(tensors: list[torch.Tensor]) -> tuple[list[_Place], int]:
         nbytes = tensor.numel() * tensor.element_size()
         end += -(-nbytes // _ALIGNED) * _ALIGNED
     return places, end
+
+
+def _copy_all(keys: list[str], tensors: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+    try:
+        for key, tensor, copy in zip(keys, tensors, into, strict=True):
+            _copy(key, tensor, copy)
+    finally:  # after an error too: a copy still under way would land in what the next save has staged
+        synchronize_devices(tensors)
 
 
 def _copy(key: str, tensor: torch.Tensor, into: torch.Tensor) -> None:

@@ -205,3 +205,38 @@ def slower_than_the_group(persistent: bool) -> list[int]:
     with AsyncCallsQueue(persistent) as queue:
         queue.schedule_async_request(AsyncRequest(sleeping, (10.0 if rank else 0.0, None), []))
         return queue.maybe_finalize_async_calls(blocking=True)
+
+
+def finalized_as_megatron_does(path: str) -> list[str]:
+    """Rank 0 adds a function that tells of the checkpoint, the last rank two that log it; which ones have run."""
+    rank, world = whereabouts()
+    ran: list[str] = []
+    request = dc.save(state(1.0), path, async_sharded_save=True)
+    assert request is not None
+    if rank == 0:
+        request.add_finalize_fn(lambda: ran.append("tracker"))
+    if rank == world - 1:
+        request.add_finalize_fn(lambda: ran.append("one logger"))
+        request.add_finalize_fn(lambda: ran.append("other logger"))
+    with AsyncCallsQueue() as queue:
+        queue.schedule_async_request(request)
+    assert Path(path).exists()
+    return ran
+
+
+def closed_out_of_step() -> str:
+    """Ranks that are at different requests close their queues."""
+    rank, _ = whereabouts()
+    queue = AsyncCallsQueue()
+    if rank == 1:
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+        wait([queue._calls[0].future])
+        queue._calls.clear()
+    for _ in range(2):
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+    try:
+        queue.close()
+    except dc.CheckpointingException as exc:
+        assert queue.get_num_unfinalized_calls() == 0
+        return str(exc)
+    return ""

@@ -69,6 +69,19 @@ def test_ranks_that_are_out_of_step_are_told(ranks: RankPool, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_ranks_that_are_out_of_step_can_close(ranks: RankPool) -> None:
+    """close() of queues that can never be finalized gives up, with the same error on all ranks."""
+    messages = ranks.run(2, jobs.closed_out_of_step)
+    assert len(set(messages)) == 1
+    assert "number 1 and number 2" in messages[0]
+
+
+def test_ranks_may_add_different_finalize_functions(ranks: RankPool, tmp_path: Path) -> None:
+    """Megatron's first and last rank add functions that the others do not have: all run, and no rank waits."""
+    ran = ranks.run(3, jobs.finalized_as_megatron_does, str(tmp_path / "c"))
+    assert ran == [["tracker"], [], ["one logger", "other logger"]]
+
+
 def test_ranks_wait_together_and_at_most_as_long_as_told(ranks: RankPool) -> None:
     """Polling and a bounded wait leave a request scheduled on all ranks as long as one rank writes."""
     ranks.run(3, jobs.waits_at_most, False)

@@ -67,6 +67,48 @@ def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, 
 
 
 @PERSISTENT
+def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:
+    """Writing and its metadata need threads that the ending interpreter no longer gives: the save ends before that."""
+    program = f"""
+        import sys, torch
+        from shardckpt import dist_checkpointing as dc
+        from shardckpt.async_save import AsyncCallsQueue
+        from shardckpt.mapping import ShardedTensor
+        small, large = torch.ones(2), torch.ones(1 << 20)
+        shard = ShardedTensor.from_rank_offsets
+        state = {{f"{{n}}": shard(f"{{n}}", small if n % 400 else large) for n in range(4000)}}
+        queue = AsyncCallsQueue(persistent={persistent})
+        queue.schedule_async_request(dc.save(state, sys.argv[1], async_sharded_save=True, verify_integrity=True))
+        sys.exit(3)
+    """
+    process = _start(program, tmp_path, str(tmp_path / "c"))
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (3, "")
+    assert (tmp_path / "c" / ".metadata").stat().st_size > 256 << 10  # more than the calling thread writes itself
+    assert len(dc.load_plain_tensors(tmp_path / "c")) == 4000
+
+
+def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
+    """A failure in one queue at the end of the program is in its output, and the other queue's save is finished."""
+    program = """
+        import sys, torch
+        from shardckpt import dist_checkpointing as dc
+        from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+        from shardckpt.mapping import ShardedTensor
+        def fail(): raise OSError("disk on fire")
+        bad, good = AsyncCallsQueue(), AsyncCallsQueue()
+        bad.schedule_async_request(AsyncRequest(fail, (), []))
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(5))}
+        good.schedule_async_request(dc.save(state, sys.argv[1], async_sharded_save=True))
+    """
+    process = _start(program, tmp_path, str(tmp_path / "c"))
+    output, _ = process.communicate(timeout=60)
+    assert "a background save failed at the end of the program" in output
+    assert "disk on fire" in output
+    assert dc.load_plain_tensors(tmp_path / "c")["w"].eq(1).all()
+
+
+@PERSISTENT
 def test_a_save_in_flight_at_the_end_of_a_job_is_absent(tmp_path: Path, persistent: bool) -> None:
     """Ranks that end without finalizing say so, in time, and leave no checkpoint and no staging directory."""
     program = TOGETHER.format(persistent=persistent)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,6 @@ from tests.background import calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_the_directory_of_the_job_hides_no_module(tmp_path: Path) -> None:
     """)
     )
     done = subprocess.run(
-        [sys.executable, "scripts/train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "scripts/train.py"], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -188,9 +188,8 @@ def _gone(pid: int) -> None:
     """Wait until no such process runs; whoever adopted it may take its time to see that it has ended."""
     for _ in range(300):
         try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] in "ZX":
-                    return
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return
         except FileNotFoundError:
             return
         time.sleep(0.1)
@@ -199,4 +198,4 @@ def _gone(pid: int) -> None:
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)

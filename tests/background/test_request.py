@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +21,7 @@ from shardckpt.strategy import SaveStrategy
 from tests.background import jobs
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
 
 
@@ -178,3 +185,124 @@ def test_replicas_that_are_not_written_are_not_staged(tmp_path: Path) -> None:
     assert request is not None
     assert len(request.preload_fn.__self__.prepared.work.tensors) == 1  # type: ignore[union-attr]
     request.execute_sync()
+
+
+def test_a_request_counts_as_written_when_its_callback_has_run() -> None:
+    """Finalize functions find what written_fn has noted, however slow that is."""
+    seen: list[str] = []
+
+    def written(_: Future[Any]) -> None:
+        time.sleep(0.2)
+        seen.append("written")
+
+    for persistent in (False, True):
+        seen.clear()
+        with AsyncCallsQueue(persistent) as queue:
+            request = AsyncRequest(None, (), [lambda: seen.append("finalized")], written_fn=written)
+            queue.schedule_async_request(request)
+            while not queue.maybe_finalize_async_calls():
+                time.sleep(0.001)
+        assert seen == ["written", "finalized"]
+
+
+def test_an_error_in_the_callback_is_raised() -> None:
+    """A written_fn that fails makes the save fail: it is not only logged."""
+    failures: list[BaseException] = []
+    queue = AsyncCallsQueue()
+    request = AsyncRequest(None, (), [], written_fn=lambda _: 1 / 0, failed_fn=failures.append)  # type: ignore[arg-type, return-value]
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException, match="ZeroDivisionError"):
+        queue.close()
+    assert len(failures) == 1
+
+
+def test_an_interrupted_schedule_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while a request is staged goes through, and leaves no staging directory."""
+    request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
+    assert request is not None
+    with AsyncCallsQueue() as queue, pytest.raises(KeyboardInterrupt):
+        queue.schedule_async_request(request._replace(preload_fn=_interrupted))
+    assert not list(tmp_path.iterdir())
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_request_is_scheduled_once(tmp_path: Path) -> None:
+    """The second scheduling of a request is refused by a clear error; the first is not disturbed."""
+    request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
+    assert request is not None
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException, match="has been scheduled before"):
+        queue.close()
+    jobs.check(str(tmp_path / "c"), 1.0)
+
+
+def test_content_metadata_is_that_of_the_save(tmp_path: Path) -> None:
+    """What describes the content may change as soon as the save is planned, wherever it is stored."""
+    content: dict[str, Any] = {"layers": [1, 2]}
+    request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True, content_metadata=content)
+    assert request is not None
+    content["layers"].append(3)
+    request.execute_sync()
+    assert dc.load_content_metadata(tmp_path / "c") == {"layers": [1, 2]}
+    assert dc.load_common_state_dict(tmp_path / "c")["content_metadata"] == {"layers": [1, 2]}
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+def test_staging_without_files_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool) -> None:
+    """A Python without memfd_create stages in files that have no name: nothing is left of them."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    release_memory()
+    jobs.one_save(str(tmp_path / "c"), persistent)
+    assert not list(folder.iterdir())
+    release_memory()
+
+
+def test_staged_memory_is_not_shared_with_forks() -> None:
+    """A fork of a process that has staged before gets memory of its own: neither sees what the other stages."""
+    program = """
+        import os, torch
+        from shardckpt.background.staging import stage
+        class Work:
+            def __init__(self, value): self.tensors, self.keys = [torch.full((1000,), value)], ["key"]
+        stage(Work(1.0)).release()
+        ours = stage(Work(2.0))
+        ours.release()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            staged = stage(Work(3.0))
+            os.write(writer, staged.path.encode())
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert os.read(reader, 100).decode() != ours.path
+        again = stage(Work(4.0))
+        assert again.path == ours.path
+        with again.opened() as work:
+            assert work.tensors[0].eq(4).all()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_torchs_own_quantized_dtypes_are_refused(tmp_path: Path) -> None:
+    """Their scales lie beside their memory: neither way to save stores the integers without them."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    with pytest.raises(ShardingError, match=r"'w'.*qint8.*dequantized"):
+        dc.save({"w": shard}, tmp_path / "c")
+    with pytest.raises(ShardingError, match=r"'w'.*qint8.*dequantized"), AsyncCallsQueue() as queue:  # noqa: PT012
+        request = dc.save({"w": shard}, tmp_path / "c", async_sharded_save=True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert not list(tmp_path.iterdir())

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def report_of(folder: Path, case: str, count: int) -> dict[str, Any]:
+def report_of(folder: Path, case: str, count: int, program: str = "killer") -> dict[str, Any]:
     """What the killer program found."""
-    done = run_program("killer", str(folder), case, str(count))
+    done = run_program(program, str(folder), case, str(count))
     if done.returncode and "strace did not attach" in done.stderr:
         pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -47,6 +47,14 @@ def test_killed_save_to_a_fresh_path_leaves_nothing_or_the_whole(tmp_path: Path)
 def test_killed_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
     """After a kill at any of 50 calls of an overwrite, old or new is there bit for bit, other people's files too."""
     outcomes = report_of(tmp_path, "existing", SAMPLED)["outcomes"]
+    assert len(outcomes) >= SAMPLED
+    assert bad(outcomes, {"old", "new"}) == []
+    assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
+
+
+def test_killed_background_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
+    """The same holds for a save that is planned, staged, written and finalized one after the other."""
+    outcomes = report_of(tmp_path, "existing", SAMPLED, "async_killer")["outcomes"]
     assert len(outcomes) >= SAMPLED
     assert bad(outcomes, {"old", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"old", "new"}

@@ -163,3 +163,22 @@ def _cached_in_the_background(folder: str) -> tuple[int, int]:
 def test_a_cached_plan_serves_background_saves(ranks: RankPool, tmp_path: Path) -> None:
     """Background saves in flight share one plan, and each has its own content."""
     assert ranks.run(2, _cached_in_the_background, str(tmp_path)) == [(1, 3)] * 2
+
+
+def _cached_in_groups(folder: str) -> None:
+    groups = {other: dist.new_group([0, other]) for other in (1, 2)}
+    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
+    rank = dist.get_rank()
+    for step, other in enumerate((1, 2, 1)):
+        if rank in (0, other):
+            state = {f"of {rank}": ShardedTensor.from_rank_offsets(f"of {rank}", torch.full((3,), float(step)))}
+            dc.save(state, f"{folder}/{step}", strategy, process_group=groups[other])
+            assert dc.load_sharded_metadata(f"{folder}/{step}").keys() == {"of 0", f"of {other}"}
+        dist.barrier()
+
+
+def test_a_cached_plan_is_that_of_its_process_group(ranks: RankPool, tmp_path: Path) -> None:
+    """One strategy that serves several groups in turn never saves one group's shards with another's plan."""
+    ranks.run(3, _cached_in_groups, str(tmp_path))
+    for step in range(3):
+        assert all(tensor.eq(step).all() for tensor in dc.load_plain_tensors(tmp_path / str(step)).values())
