@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROUND = 2 << 20
+#: Seconds after which a save that waits for memory says so.
+_PATIENCE = 30.0
 
 
 class Slab:
@@ -30,6 +32,7 @@ class Slab:
     """
 
     def __init__(self, nbytes: int) -> None:
+        self.owner = os.getpid()
         self._fd, self.path = _memory_file()
         os.ftruncate(self._fd, nbytes)
         self.memory = _mapped(self._fd, nbytes)
@@ -82,7 +85,13 @@ class SlabPool:
     def take(self, nbytes: int) -> Slab:
         """A slab of at least this size; :meth:`give_back` ends its use."""
         with self._changed:
-            self._changed.wait_for(lambda: self._taken < settings.staged_saves())
+            while not self._changed.wait_for(lambda: self._taken < settings.staged_saves(), _PATIENCE):
+                logger.warning(
+                    "a background save has waited %g s for one of %d that are still being written; they are slow, or "
+                    "were staged and never run",
+                    _PATIENCE,
+                    self._taken,
+                )
             self._taken += 1
             fitting = sorted((slab for slab in self._free if slab.nbytes >= nbytes), key=lambda slab: slab.nbytes)
             if fitting:
@@ -91,7 +100,9 @@ class SlabPool:
             return self._made(lambda: Slab(max(_ROUND, -(-nbytes // _ROUND) * _ROUND)))
 
     def give_back(self, slab: Slab) -> None:
-        """The slab's contents are no longer needed."""
+        """The slab's contents are no longer needed; in a fork, whose parent goes on using them, nothing happens."""
+        if slab.owner != os.getpid():
+            return
         with self._changed:
             self._taken -= 1
             self._free.append(slab)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,6 +50,11 @@ class StagedWork:
     path: str
     nbytes: int
 
+    def __post_init__(self) -> None:
+        if self.slab is not None:  # who is staged and then forgotten must not keep the memory from others
+            self._release = weakref.finalize(self, _pool.give_back, self.slab)
+            self._release.atexit = False
+
     @contextmanager
     def opened(self) -> Iterator[BackgroundWork]:
         """The work, with its tensors."""
@@ -62,11 +68,11 @@ class StagedWork:
     def release(self) -> None:
         """The copies are no longer needed."""
         if self.slab is not None:
-            slab, self.slab = self.slab, None
-            _pool.give_back(slab)
+            self.slab = None
+            self._release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "slab": None}
+        return {name: value for name, value in vars(self).items() if name != "_release"} | {"slab": None}
 
 
 def stage(work: BackgroundWork) -> StagedWork:

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+from shardckpt.background import slab as slabs
 from shardckpt.background.slab import SlabPool
 from shardckpt.background.staging import release_memory, stage
 from shardckpt.errors import CheckpointingException, ShardingError
@@ -150,6 +152,30 @@ def test_staging_copies_and_uses_its_memory_again() -> None:
     again = stage(_Work(values))
     assert again.path == path
     again.release()
+
+
+def test_staged_work_that_is_forgotten_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that was staged and dropped does not keep the next save waiting; in use, it keeps its memory."""
+    monkeypatch.setenv("SHARDCKPT_STAGED_SAVES", "1")
+    for value in range(3):
+        staged = stage(_Work(torch.full((4,), float(value))))
+        with staged.opened() as work:
+            assert work.write(None)[0].eq(value).all()
+        del staged, work
+
+
+def test_waiting_for_memory_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A save that waits for another's memory says so from time to time, and goes on when it is free."""
+    monkeypatch.setenv("SHARDCKPT_STAGED_SAVES", "1")
+    monkeypatch.setattr(slabs, "_PATIENCE", 0.05)
+    pool = SlabPool()
+    first = pool.take(10)
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(pool.take, 10)
+        while "has waited" not in caplog.text:
+            assert not second.done()
+        pool.give_back(first)
+        assert second.result(10) is first
 
 
 def test_a_tensor_without_memory_is_named() -> None:
