@@ -11,10 +11,11 @@ import pickle
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # keeps the default group of the moment it is imported: best before there is one
 
 from shardckpt import errors
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
@@ -56,13 +57,25 @@ class Comm:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         active = not alone and dist.is_available() and dist.is_initialized()
-        self._own: Any = _joined_group(process_group) if active else None
-        self._group: Any = _cpu_group(self._own) if active else None
-        self.rank: int = dist.get_rank(self._group) if active else 0
-        self.world_size: int = dist.get_world_size(self._group) if active else 1
+        own = _joined_group(process_group) if active else None
+        group = _cpu_group(own) if active else None
+        # weak: an error's traceback may keep this alive, and a job must be able to end its groups all the same
+        self._groups = (ref(own), ref(group)) if active else None
+        self.rank: int = dist.get_rank(group) if active else 0
+        self.world_size: int = dist.get_world_size(group) if active else 1
         self._phase = "start"
         self._number = next(_numbers)
         self._joined: set[str] = set()
+
+    @property
+    def _own(self) -> Any:
+        """The caller's group."""
+        return None if self._groups is None else _alive(self._groups[0])
+
+    @property
+    def _group(self) -> Any:
+        """The group that moves CPU tensors: the caller's, or its twin."""
+        return None if self._groups is None else _alive(self._groups[1])
 
     @property
     def is_main(self) -> bool:
@@ -291,6 +304,13 @@ class Comm:
         kind = type(error).__name__ if isinstance(error, CheckpointingException) else ""
         message = str(error) if kind else f"{type(error).__name__}: {error}"
         return _Report(self.rank, self._phase, kind, message)
+
+
+def _alive(group: ref[Any]) -> Any:
+    found = group()
+    if found is None:
+        raise CommunicationError("the process group was destroyed: save, load and finalize before that")
+    return found
 
 
 def can_be_pickled(value: Any) -> bool:

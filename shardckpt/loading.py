@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.errors import PluginError
+from shardckpt.errors import PluginError, ShardingError
 from shardckpt.gate import Accept, choose_reader, read_manifest
 from shardckpt.integrity import verify_integrity
 from shardckpt.mapping import ShardedTensor
@@ -95,6 +95,7 @@ def load_checkpoint(
         template = LoadTemplate(sharded_state_dict)
         for shard in template.shards:
             shard.validate_metadata_integrity()
+            _refuse_meta(shard)
         comm.agree(strict=strict.value, validate_access_integrity=validate, verify_integrity=verify)
     if verify:
         with checkpoint.operation.step("verifying the files"):
@@ -114,6 +115,14 @@ def load_checkpoint(
         values = [MISSING if stored_key(s) in mismatch.unexpected else next(loaded) for s in template.shards]
         state_dict = template.fill(values, common)
     return state_dict, mismatch
+
+
+def _refuse_meta(shard: ShardedBase) -> None:
+    if isinstance(shard, ShardedTensor) and shard.data is not None and shard.data.is_meta:
+        raise ShardingError(
+            f"{shard.key!r}: its data is on the meta device, which cannot be filled: give it memory (to_empty), or "
+            "describe it without data to get a new tensor"
+        )
 
 
 def _delivered(shard: ShardedBase, value: Any) -> Any:

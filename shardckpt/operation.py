@@ -34,6 +34,7 @@ class Operation:
 
     def __init__(self, kind: str, directory: Path, comm: Comm, host: PluginHost) -> None:
         self.comm = comm
+        self.directory = directory
         self.host = host
         self._base = Event(kind, "", "start", str(directory), comm.rank)
         self._started = 0.0

@@ -97,6 +97,7 @@ def check_state(
             common["content_metadata"] = options.content_metadata
         comm.agree(
             strategy=(saver.backend, saver.version),
+            checkpoint_dir=str(operation.directory),
             validate_access_integrity=options.validate,
             overwrite=options.overwrite,
             verify_integrity=options.sha256,

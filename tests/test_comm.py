@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from shardckpt import dist_checkpointing as dc
 from shardckpt.comm import Comm
-from shardckpt.errors import CheckpointingException, RankFailedError, ShardingError
+from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError, ShardingError
+from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.ranks import RankPool
 
 
@@ -178,3 +186,49 @@ def _under_another_default_device() -> list[int]:
 def test_a_default_device_does_not_matter(ranks: RankPool) -> None:
     """The control plane is on the CPU whatever torch.set_default_device says."""
     assert ranks.run(2, _under_another_default_device) == [[0, 1]] * 2
+
+
+def _groups_left_after_errors(path: str) -> list[str]:
+    """With the collector off, fail in every way that a job may catch, and see what a destroyed group leaves."""
+    gc.disable()
+    try:
+        for action in (_load_of_nothing, _save_of_what_does_not_fit):
+            with suppress(CheckpointingException):
+                action(path)
+        group = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        return ["alive"] if group() is not None else []
+    finally:
+        gc.enable()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test's pool ends it
+
+
+def _load_of_nothing(path: str) -> None:
+    dc.load({}, path)
+
+
+def _save_of_what_does_not_fit(path: str) -> None:
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=1)}, path)
+
+
+def test_errors_do_not_keep_a_process_group_alive(ranks: RankPool, tmp_path: Path) -> None:
+    """A job that catches an error and destroys its group really ends it: else its threads abort the exit."""
+    assert ranks.run(2, _groups_left_after_errors, str(tmp_path / "c")) == [[], []]
+
+
+def _after_the_end(path: str) -> str:
+    comm = Comm()
+    dist.destroy_process_group()
+    try:
+        comm.settle()
+    except CommunicationError as exc:
+        return str(exc)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return ""
+
+
+def test_a_destroyed_group_is_said_to_be(ranks: RankPool, tmp_path: Path) -> None:
+    """What comes after the group's end says that it was destroyed, not that a rank died."""
+    said = "the process group was destroyed: save, load and finalize before that"
+    assert ranks.run(2, _after_the_end, str(tmp_path)) == [said, said]

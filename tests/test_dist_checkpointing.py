@@ -329,3 +329,22 @@ def test_megatrons_keywords_are_taken(tmp_path: Path) -> None:
     assert dc.load_content_metadata(tmp_path / "c") == {"kind": "x"}
     assert (tmp_path / "c" / "integrity.json").exists()
     dc.save({"a": 1}, tmp_path / "d", async_sharded_save=False, preprocess_common_before_consistancy_check=dict)
+
+
+def test_meta_destinations_are_refused(tmp_path: Path) -> None:
+    """A tensor on the meta device cannot be filled: the error says what to do, instead of loading nothing."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
+    with pytest.raises(ShardingError, match="'w': its data is on the meta device"):
+        dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, device="meta"))}, tmp_path / "c")
+
+
+def _save_elsewhere(path: str) -> None:
+    dc.save({"a": 1}, f"{path}-{dist.get_rank()}")
+
+
+def test_ranks_save_to_one_place(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that name different directories are told so, and nothing is written."""
+    outcomes = ranks.outcomes(2, _save_elsewhere, str(tmp_path / "c"))
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "ranks disagree on checkpoint_dir" in outcomes[0].message
+    assert not list(tmp_path.iterdir())

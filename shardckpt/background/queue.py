@@ -40,7 +40,9 @@ class _Call(NamedTuple):
 class AsyncCallsQueue:
     """Schedules requests, and finalizes them in order when they are written on all ranks; a context manager.
 
-    All ranks schedule the same requests in the same order, and call :meth:`maybe_finalize_async_calls` alike.
+    All ranks schedule the same requests in the same order, and call :meth:`maybe_finalize_async_calls` and
+    :meth:`close` alike: these are collective. Left by an error, it finalizes what one process can finalize alone; with
+    more ranks, which may not have failed, it gives its requests up. Not for use by several threads.
 
     Args:
         persistent: Whether a process of its own writes, instead of a thread.
@@ -139,7 +141,8 @@ class AsyncCallsQueue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(abort=error is not None)
+        alone = self._comm is None or self._comm.world_size == 1
+        self.close(abort=error is not None and not alone)
 
     def _finalize_all(self) -> None:
         """Finalize every request; the first error is raised when all have been tried."""
@@ -207,18 +210,24 @@ def _fail(request: AsyncRequest, error: BaseException) -> None:
         request.failed_fn(error)
 
 
+def _failed(call: _Call) -> bool:
+    return call.future.done() and call.future.exception() is not None
+
+
 def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None) -> bool:
-    """Whether all ranks have written the request that they have in front."""
+    """Whether all ranks have written the request that they have in front, or one of them has failed to."""
     number = call.request.call_idx
     while True:
         over = not blocking or (deadline is not None and time.monotonic() >= deadline)
-        newest, oldest, writing, end = comm.largest(number, -number, not call.future.done(), over)
+        newest, oldest, writing, failed, end = comm.largest(
+            number, -number, not call.future.done(), _failed(call), over
+        )
         if newest != -oldest:
             raise CheckpointingException(
                 f"ranks are at different background saves, number {-oldest} and number {newest}: all ranks must "
                 "schedule the same requests in the same order"
             )
-        if not writing:
+        if failed or not writing:
             return True
         if end:
             return False

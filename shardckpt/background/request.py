@@ -97,7 +97,8 @@ class AsyncRequest(NamedTuple):
         """
         try:
             with comm.phase("saving in the background"):
-                future.result()
+                if future.done():  # else another rank has failed, and this one's writing is in vain
+                    future.result()
             (most,) = comm.largest(len(self.finalize_fns))
             for number in range(most):
                 with comm.phase("finalizing a background save"):

@@ -96,6 +96,7 @@ class _BackgroundSave:
         """Write what names the files of all ranks, and commit."""
         transaction, operation = self.transaction, self.transaction.operation
         comm = operation.comm
+        comm.agree(save_in_this_place_of_the_queue=transaction.save_id)
         with operation.step("finishing a background save"):
             if self.result is None or self.result.save_id != transaction.save_id:
                 raise CheckpointingException(f"rank {comm.rank} has not written its part of {transaction.target}")

@@ -39,7 +39,11 @@ def create_staging(target: Path, save_id: str) -> Path:
         aside = replaced_of(target) if target.exists() else []
         staging.mkdir()
     if left:
-        logger.warning("unfinished saves to %s lie beside it and can be deleted: %s", target, ", ".join(map(str, left)))
+        logger.warning(
+            "saves to %s that have not ended lie beside it; what no job is writing can be deleted: %s",
+            target,
+            ", ".join(map(str, left)),
+        )
     if aside:
         logger.warning("unfinished overwrites of %s set checkpoints aside: %s", target, ", ".join(map(str, aside)))
     return staging

@@ -240,3 +240,54 @@ def closed_out_of_step() -> str:
         assert queue.get_num_unfinalized_calls() == 0
         return str(exc)
     return ""
+
+
+def left_by_an_error(path: str) -> None:
+    """The training fails on one rank, which leaves its queue; the others learn of it when they finalize."""
+    rank, _ = whereabouts()
+    try:
+        with AsyncCallsQueue() as queue:
+            request = dc.save(state(1.0), path, async_sharded_save=True)
+            assert request is not None
+            queue.schedule_async_request(request)
+            if rank == 0:
+                raise KeyError("training")
+    except KeyError:
+        return
+    except dc.CheckpointingException:
+        return
+
+
+def in_another_order(folder: str) -> str:
+    """One rank schedules two saves in the other order; the error of all, and no checkpoint."""
+    rank, _ = whereabouts()
+    requests = [dc.save(state(value), f"{folder}/{value}", async_sharded_save=True) for value in (1.0, 2.0)]
+    queue = AsyncCallsQueue()
+    for request in requests if rank == 0 else reversed(requests):
+        assert request is not None
+        queue.schedule_async_request(request)
+    try:
+        queue.close()
+    except dc.CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+def one_rank_fails_while_another_writes(persistent: bool) -> float:
+    """A rank's request fails at once, another's takes long: seconds until the error is there."""
+    rank, _ = whereabouts()
+    queue = AsyncCallsQueue(persistent)
+    action = failing if rank == 0 else sleeping
+    queue.schedule_async_request(AsyncRequest(action, (4.0, None), []))
+    start = time.monotonic()
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    except dc.CheckpointingException:
+        waited = time.monotonic() - start
+    queue.close()
+    return waited
+
+
+def failing(*_: Any) -> None:
+    """A writer that fails at once."""
+    raise OSError("no space")

@@ -91,3 +91,22 @@ def test_ranks_wait_together_and_at_most_as_long_as_told(ranks: RankPool) -> Non
 def test_a_writer_may_take_longer_than_the_process_groups_timeout(ranks: RankPool) -> None:
     """Waiting for a slow writer is no collective that lasts: the group's timeout, 8 s here, does not end it."""
     assert ranks.run(2, jobs.slower_than_the_group, True) == [[1], [1]]
+
+
+def test_one_ranks_error_does_not_wait_for_another_ranks_writing(ranks: RankPool) -> None:
+    """An error is everyone's while another rank still writes: it would be in vain."""
+    assert max(ranks.run(2, jobs.one_rank_fails_while_another_writes, False)) < 3.5  # of 4 s of writing
+
+
+def test_requests_in_another_order_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """Saves that ranks have scheduled in different orders are the same error on all, and never mixed."""
+    messages = ranks.run(2, jobs.in_another_order, str(tmp_path))
+    assert len(set(messages)) == 1
+    assert "ranks disagree on save_in_this_place_of_the_queue" in messages[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_queue_left_by_an_error_on_one_of_several_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Where one of several ranks fails, its scheduled saves are given up; the others are told within the timeout."""
+    ranks.run(2, jobs.left_by_an_error, str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()

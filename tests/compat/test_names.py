@@ -239,3 +239,20 @@ def test_the_source_is_read(pytestconfig: pytest.Config) -> None:
     site = installed("megatron-core-0.16.1", ["megatron-core==0.16.1"], root)
     found = _public(site / "megatron" / "core" / "dist_checkpointing" / "optimizer.py")
     assert found == set(NAMES["optimizer"].split())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "strategies.zarr",
+        "strategies.tensorstore",
+        "strategies.two_stage",
+        "strategies.resharding",
+        "state_dict_transformation",
+    ],
+)
+def test_modules_that_megatron_removed_say_so(path: str) -> None:
+    """An import of a module that older releases had is an ImportError with the way out, not a missing module."""
+    with pytest.raises(ImportError, match=rf"has no {path}: \w+") as caught:
+        importlib.import_module(f"{PACKAGE}.{path}")
+    assert not isinstance(caught.value, ModuleNotFoundError)
