@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -273,19 +274,23 @@ def in_another_order(folder: str) -> str:
     return ""
 
 
-def one_rank_fails_while_another_writes(persistent: bool) -> float:
-    """A rank's request fails at once, another's takes long: seconds until the error is there."""
+def one_rank_fails_while_another_writes() -> tuple[str, bool]:
+    """A rank's request fails at once, another's writes until it hears: the error, and whether it had written."""
     rank, _ = whereabouts()
-    queue = AsyncCallsQueue(persistent)
-    action = failing if rank == 0 else sleeping
-    queue.schedule_async_request(AsyncRequest(action, (4.0, None), []))
-    start = time.monotonic()
+    heard = threading.Event()
+    action = failing if rank == 0 else lambda *_: heard.wait(30)
+    queue = AsyncCallsQueue()
+    written: list[Any] = []
+    queue.schedule_async_request(AsyncRequest(action, (None, None), [], written_fn=written.append))
+    message = ""
     try:
         queue.maybe_finalize_async_calls(blocking=True)
-    except dc.CheckpointingException:
-        waited = time.monotonic() - start
+    except dc.CheckpointingException as exc:
+        message = str(exc)
+    had_written = bool(written)
+    heard.set()
     queue.close()
-    return waited
+    return message, had_written
 
 
 def failing(*_: Any) -> None:
