@@ -161,12 +161,7 @@ class Comm:
 
     def all_true(self, flag: bool) -> bool:
         """Whether every rank says yes; no more travels than that."""
-        self.settle()
-        if self.world_size == 1:
-            return flag
-        said = torch.tensor([int(flag)], device="cpu")
-        self._call(lambda: dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group))
-        return bool(said.item())
+        return not self.largest(not flag)[0]
 
     def moves(self, device_type: str) -> bool:
         """Whether tensors on such accelerators go from device to device (the caller's group has NCCL or its like)."""
