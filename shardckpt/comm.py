@@ -133,13 +133,18 @@ class Comm:
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's value on the main rank, an empty list on the others."""
-        data = self._settled_pickle(value)
+        return self.gather_some(value, given=True)
+
+    def gather_some(self, value: _T, *, given: bool) -> list[_T]:
+        """The values of those ranks that give one, on the main rank in rank order; an empty list on the others."""
+        data = self._settled_pickle(value) if given else self._settled_pickle(None)[:0]
         if self.world_size == 1:
-            return [value]
-        mine, parts = self._padded(data, self.world_size if self.is_main else 0)
-        into = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
-        self._call(lambda: dist.gather(mine, into or None, dst=self._main(), group=self._group))
-        return [unpickled(part) for part in parts]
+            return [value] if given else []
+        parts = self._parts(len(data))
+        receives = [(torch.frombuffer(part, dtype=torch.uint8), rank) for rank, part in parts.items() if rank]
+        sends = [(torch.frombuffer(data, dtype=torch.uint8), 0)] if data and not self.is_main else []
+        self._move(sends, receives, "cpu")
+        return [unpickled(part) if rank else value for rank, part in parts.items()]
 
     def broadcast(self, value: _T) -> _T:
         """The main rank's value, on every rank."""
@@ -178,16 +183,7 @@ class Comm:
             receives: Contiguous tensors of the same sizes, each with the rank that it comes from.
             device_type: Where all tensors are, on every rank: the CPU, or what :meth:`moves`.
         """
-        with self.phase(self._phase):
-            group = self._carrier(device_type)
-            moves = [
-                dist.P2POp(way, _raw(tensor), dist.get_global_rank(group, rank), group)
-                for way, routes in ((dist.isend, sends), (dist.irecv, receives))
-                for tensor, rank in routes
-            ]
-        self._join(device_type)
-        if moves:
-            self._call(lambda: _finish(dist.batch_isend_irecv(moves)))
+        self._move(sends, receives, device_type)
 
     def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
         """Fill tensors on all ranks with those of single ranks, all at the same time.
@@ -214,12 +210,11 @@ class Comm:
 
     def largest(self, *values: int) -> list[int]:
         """The largest of all ranks' values, place by place."""
-        self.settle()
-        if self.world_size == 1:
-            return list(map(int, values))
-        found = torch.tensor(list(map(int, values)), device="cpu")
-        self._call(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group))
-        return [int(value) for value in found]
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def total(self, *values: int) -> list[int]:
+        """The sum of all ranks' values, place by place."""
+        return self._reduced(values, dist.ReduceOp.SUM)
 
     def agree(self, **values: Any) -> None:
         """Raise on all ranks if they do not all have the same values (compared by their text)."""
@@ -232,6 +227,18 @@ class Comm:
                             f"ranks disagree on {name}: {everyone[0][name]} on rank 0, {value} on rank {rank}; pass "
                             "the same on every rank"
                         )
+
+    def _move(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str) -> None:
+        with self.phase(self._phase):
+            group = self._carrier(device_type)
+            moves = [
+                dist.P2POp(way, _raw(tensor), dist.get_global_rank(group, rank), group)
+                for way, routes in ((dist.isend, sends), (dist.irecv, receives))
+                for tensor, rank in routes
+            ]
+        self._join(device_type)
+        if moves:
+            self._call(lambda: _finish(dist.batch_isend_irecv(moves)))
 
     def _carrier(self, device_type: str) -> Any:
         """The group that moves tensors on such devices."""
@@ -266,6 +273,21 @@ class Comm:
         into = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
         self._call(lambda: dist.all_gather(into, mine, group=self._group))
         return [unpickled(part) for part in parts]
+
+    def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
+        self.settle()
+        if self.world_size == 1:
+            return list(map(int, values))
+        found = torch.tensor(list(map(int, values)), dtype=torch.int64, device="cpu")
+        self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))
+        return found.tolist()
+
+    def _parts(self, nbytes: int) -> dict[int, bytearray]:
+        """On the main rank, memory for what every rank that has something sends to it, by rank."""
+        mine = torch.tensor([nbytes], device="cpu")
+        sizes = [torch.empty_like(mine) for _ in range(self.world_size if self.is_main else 0)]
+        self._call(lambda: dist.gather(mine, sizes or None, dst=self._main(), group=self._group))
+        return {rank: bytearray(int(size)) for rank, size in enumerate(sizes) if size}
 
     def _padded(self, data: bytearray, count: int) -> tuple[torch.Tensor, list[bytearray]]:
         """This rank's pickled value, made as long as the longest of all ranks, and memory for ``count`` such."""

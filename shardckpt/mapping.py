@@ -79,6 +79,17 @@ class ShardedTensor(ShardedBase):
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
 
+    @classmethod
+    def whole(cls, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:
+        """The data-less description of a whole tensor; as there is nothing in it to contradict, it is not checked."""
+        made = cls.__new__(cls)
+        made.key, made.data, made.dtype = key, None, dtype
+        made.local_shape = made.global_shape = shape
+        made.global_offset, made.axis_fragmentations = (0,) * len(shape), (1,) * len(shape)
+        made.replica_id, made.prepend_axis_num = 0, 0
+        made.allow_shape_mismatch, made.flattened_range = False, None
+        return made
+
     @property
     def has_regular_grid(self) -> bool:
         """Whether the shards of all ranks are equal cells of a grid."""
@@ -86,7 +97,8 @@ class ShardedTensor(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise :class:`ShardingError` if shapes, offsets, dtype and data do not fit each other."""
-        for fault in _tensor_faults(self):
+        fault = _box_fault(self) or _flat_fault(self) or _data_fault(self)
+        if fault:
             raise ShardingError(f"ShardedTensor {self.key!r}: {fault} in {self!r}")
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
@@ -354,58 +366,58 @@ def _grid_geometry(
     return offsets, global_shape, tuple(fragments)
 
 
-def _tensor_faults(shard: ShardedTensor) -> Iterable[str]:
-    """What is wrong with a shard's description, the plainest fault first."""
-    extents = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-    if len(shard.global_shape) != len(shard.global_offset):
-        yield f"global_shape {shard.global_shape} and global_offset {shard.global_offset} differ in length"
-        return
-    if len(extents) != len(shard.global_shape):
-        yield (
+def _axes_fault(shard: ShardedTensor, extents: tuple[int, ...]) -> str:
+    """Whether all that has a value an axis has as many."""
+    shape, offset, grid = shard.global_shape, shard.global_offset, shard.axis_fragmentations
+    if len(shape) != len(offset):
+        return f"global_shape {shape} and global_offset {offset} differ in length"
+    if len(extents) != len(shape):
+        return (
             f"local_shape {shard.local_shape} with {shard.prepend_axis_num} prepended axes does not have the "
-            f"{len(shard.global_shape)} axes of global_shape {shard.global_shape}"
+            f"{len(shape)} axes of global_shape {shape}"
         )
-        return
-    if any(value < 0 for value in (*shard.global_offset, *extents)):
-        yield "offsets and extents must not be negative"
-    ends = (off + length for off, length in zip(shard.global_offset, extents, strict=True))
-    if any(end > size for end, size in zip(ends, shard.global_shape, strict=True)):
-        yield f"offset {shard.global_offset} plus extent {extents} leaves the global shape {shard.global_shape}"
-    yield from _grid_faults(shard, extents)
-    yield from _flat_faults(shard)
-    yield from _data_faults(shard)
+    if grid is not None and len(grid) != len(extents):
+        return f"axis_fragmentations {grid} does not have {len(extents)} axes"
+    return ""
 
 
-def _grid_faults(shard: ShardedTensor, extents: tuple[int, ...]) -> Iterable[str]:
-    if shard.axis_fragmentations is None:
-        return
-    if len(shard.axis_fragmentations) != len(extents):
-        yield f"axis_fragmentations {shard.axis_fragmentations} does not have {len(extents)} axes"
-        return
-    for off, length in zip(shard.global_offset, extents, strict=True):
-        if length and off % length:
-            yield f"offset {shard.global_offset} is not a multiple of the extent {extents}: not a regular grid"
-            return
+def _box_fault(shard: ShardedTensor) -> str:
+    """What is wrong with a shard's place in the whole; every shard of every save and load comes here."""
+    extents = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    if fault := _axes_fault(shard, extents):
+        return fault
+    is_grid = shard.axis_fragmentations is not None
+    for off, length, size in zip(shard.global_offset, extents, shard.global_shape, strict=True):
+        if off < 0 or length < 0:
+            return "offsets and extents must not be negative"
+        if off + length > size:
+            return f"offset {shard.global_offset} plus extent {extents} leaves the global shape {shard.global_shape}"
+        if is_grid and length and off % length:
+            return f"offset {shard.global_offset} is not a multiple of the extent {extents}: not a regular grid"
+    return ""
 
 
-def _flat_faults(shard: ShardedTensor) -> Iterable[str]:
+def _flat_fault(shard: ShardedTensor) -> str:
     part = shard.flattened_range
     if part is None:
-        return
+        return ""
     volume = math.prod(shard.local_shape)
     if part.step not in (None, 1) or part.start is None or part.stop is None:
-        yield f"flattened_range {part} must have a start, a stop and no step"
-    elif not 0 <= part.start <= part.stop <= volume:
-        yield f"flattened_range {part} leaves the flattened local block of {volume} elements"
+        return f"flattened_range {part} must have a start, a stop and no step"
+    if not 0 <= part.start <= part.stop <= volume:
+        return f"flattened_range {part} leaves the flattened local block of {volume} elements"
+    return ""
 
 
-def _data_faults(shard: ShardedTensor) -> Iterable[str]:
-    if shard.data is None:
-        return
-    if shard.data.dtype != shard.dtype:
-        yield f"data has dtype {shard.data.dtype}, the description says {shard.dtype}"
-    if tuple(shard.data.shape) != shard.data_shape:
-        yield f"data has shape {tuple(shard.data.shape)}, the description says {shard.data_shape}"
+def _data_fault(shard: ShardedTensor) -> str:
+    data = shard.data
+    if data is None:
+        return ""
+    if data.dtype != shard.dtype:
+        return f"data has dtype {data.dtype}, the description says {shard.dtype}"
+    if data.shape != shard.data_shape:
+        return f"data has shape {tuple(data.shape)}, the description says {shard.data_shape}"
+    return ""
 
 
 def _replaced(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:

@@ -63,7 +63,9 @@ def _replace(directory: Path, manifest: Manifest, removal: Removal) -> None:
         _check_renewed(directory, manifest, integrity, removal)
     staging = commit.create_staging(directory, commit.new_save_id())
     try:
-        with CheckpointWriter(staging, 0, sha256=integrity is not None) as writer:
+        # what stays has digests of the old record's algorithm
+        algorithm = None if manifest.record is None else manifest.record.digest_algorithm
+        with CheckpointWriter(staging, 0, sha256=integrity is not None, algorithm=algorithm) as writer:
             _write(writer, manifest.record, integrity, removal)
         commit.replace(staging, directory, removal.dropped)  # all that is neither dropped nor written anew is linked
     except BaseException:

@@ -6,6 +6,8 @@ import os
 
 from shardckpt.errors import CheckpointingException
 
+#: 1 writes large tensors past the page cache where the file system can (the default), 0 does not.
+DIRECT_IO = "SHARDCKPT_DIRECT_IO"
 #: Comma-separated entry-point names of plugins to leave out.
 DISABLED_PLUGINS = "SHARDCKPT_DISABLED_PLUGINS"
 #: Threads that read or write files, a rank; 1 does all file work in the calling thread.
@@ -22,6 +24,11 @@ STAGED_SAVES = "SHARDCKPT_STAGED_SAVES"
 VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
 
+def direct_io() -> bool:
+    """Whether large writes bypass the page cache where they can."""
+    return bool(_integer(DIRECT_IO, default=1, least=0))
+
+
 def disabled_plugins() -> frozenset[str]:
     """Names of the plugins that the user switched off."""
     names = os.environ.get(DISABLED_PLUGINS, "").split(",")
@@ -29,8 +36,8 @@ def disabled_plugins() -> frozenset[str]:
 
 
 def io_threads() -> int:
-    """Number of file threads a rank; by default the cores, at most 4."""
-    return _integer(IO_THREADS, default=min(4, os.cpu_count() or 1), least=1)
+    """Number of file threads a rank; by default twice the cores, at most 4: some wait while others work."""
+    return _integer(IO_THREADS, default=min(4, 2 * (os.cpu_count() or 1)), least=1)
 
 
 def remote_attempts() -> int:
@@ -68,6 +75,7 @@ def _integer(name: str, *, default: int, least: int) -> int:
 
 
 __all__ = [
+    "DIRECT_IO",
     "DISABLED_PLUGINS",
     "IO_THREADS",
     "REMOTE_ATTEMPTS",
@@ -75,6 +83,7 @@ __all__ = [
     "SPOOL_DIR",
     "STAGED_SAVES",
     "VERIFY_READS",
+    "direct_io",
     "disabled_plugins",
     "io_threads",
     "remote_attempts",

@@ -344,6 +344,10 @@ def _detached(value: Any) -> Any:
 def _copied(value: Any) -> Any:
     if isinstance(value, ShardedTensorFactory):
         raise ShardingError(f"the factory {value.key!r} was built by another factory: build it in that one's build_fn")
+    if type(value) is ShardedTensor:  # nearly all that there are; copy.copy is dear
+        twin = object.__new__(ShardedTensor)
+        twin.__dict__.update(value.__dict__)
+        return twin
     return copy.copy(value) if isinstance(value, ShardedBase) else value
 
 

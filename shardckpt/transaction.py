@@ -14,7 +14,7 @@ from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.gate import choose_reader, read_manifest
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
 from shardckpt.storage import commit
-from shardckpt.storage.digest import ALGORITHM
+from shardckpt.storage.digest import preferred
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.upload import Upload
 from shardckpt.storage.writer import CheckpointWriter
@@ -69,6 +69,8 @@ class Transaction:
         self.sha256 = sha256
         self.staging: Path | None = None
         self.save_id = ""
+        #: Of the digests in all files, of every rank: what the main rank has.
+        self.algorithm = ""
         self._upload: Upload | None = None
         try:
             with operation.step("staging"):
@@ -77,7 +79,8 @@ class Transaction:
                 if operation.comm.is_main:
                     self.save_id = commit.new_save_id()
                     self._take_target()
-            self.save_id, self.staging = operation.comm.broadcast((self.save_id, self.staging))
+            agreed = (self.save_id, self.staging, preferred())
+            self.save_id, self.staging, self.algorithm = operation.comm.broadcast(agreed)
             if self._upload is not None:
                 self.staging, self._upload.save_id = self._upload.spool, self.save_id
         except BaseException:
@@ -92,7 +95,8 @@ class Transaction:
     def writer(self) -> CheckpointWriter:
         """A writer of this rank's files."""
         with self.operation.comm.phase("starting the file threads"):
-            writer = CheckpointWriter(self.staging or Path(), self.operation.comm.rank, sha256=self.sha256)
+            rank, staging = self.operation.comm.rank, self.staging or Path()
+            writer = CheckpointWriter(staging, rank, sha256=self.sha256, algorithm=self.algorithm)
         return writer
 
     def commit(self, writer: CheckpointWriter, before: Written | None = None, content: Any = None) -> None:
@@ -149,7 +153,7 @@ class Transaction:
             reader=reader,
             writer={"shardckpt": importlib.metadata.version("shardckpt"), "torch": torch.__version__},
             world_size=self.operation.comm.world_size,
-            digest_algorithm=ALGORITHM,
+            digest_algorithm=self.algorithm,
             files=tuple(sorted(files, key=lambda file: file.name)),
             content_metadata=as_json(content),
         )

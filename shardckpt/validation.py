@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardckpt.comm import Comm
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
-from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning.boxes import Box, Ints, shard_parts
-from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.state_dict import dict_list_map_outplace, diff, extract_matching_values, map_reduce, nested_values
+from shardckpt.errors import CheckpointingException, KeyMismatchError
+from shardckpt.fit import refuse_misfits, validate_shards
+from shardckpt.mapping import ShardedBase, ShardedObject
+from shardckpt.state_dict import dict_list_map_outplace, diff, extract_matching_values, nested_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -113,7 +112,9 @@ def compare_keys(
     unexpected = mine - have
     missing: frozenset[str] = frozenset()
     if strict.checks_all:
-        missing = have.difference(*comm.all_gather(mine))
+        ordered = sorted(have)
+        wanted_by_any = comm.largest(*(key in mine for key in ordered))
+        missing = frozenset(key for key, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted)
     with comm.phase("comparing keys"):
         if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL) and (unexpected or missing):
             raise KeyMismatchError(_mismatch_text(missing, unexpected))
@@ -124,27 +125,6 @@ def compare_keys(
     if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
         logger.warning("%s", _mismatch_text(missing, unexpected))
     return KeyMismatch(missing, unexpected)
-
-
-def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
-    """Check that the shards of all ranks describe every global tensor and object exactly once.
-
-    Each shard by itself was checked before. Grids may be regular or not. Every rank raises the same error, with all
-    faults found.
-
-    Args:
-        shards: This rank's shards.
-        comm: The ranks that save or load together.
-
-    Raises:
-        ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
-    """
-    with comm.phase("describing shards"):
-        claims = [_claim(shard) for shard in shards]
-    everyone = comm.gather(claims)
-    with comm.phase("checking the shards of all ranks"):
-        if comm.is_main:
-            _refuse(find_faults(everyone))
 
 
 def determine_global_metadata(
@@ -176,7 +156,7 @@ def validate_sharding_integrity(
     """
     comm = Comm()
     with comm.phase("checking the shards of all ranks"):
-        _refuse(find_faults([[_claim(shard) for shard in shards] for shards in global_metadata]))
+        refuse_misfits(global_metadata)
     if common_state_dict is not None:
         compare_common(common_state_dict, None, comm)
 
@@ -277,76 +257,6 @@ def compare_common(
         )
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """A shard as the check sees it: what it says of the whole, and the boxes that it fills."""
-
-    key: str
-    kind: str
-    dtype: Any
-    global_shape: Ints
-    main: bool
-    boxes: tuple[Box, ...]
-
-
-def _claim(shard: ShardedBase) -> _Claim:
-    main = is_main_replica(shard.replica_id)
-    if isinstance(shard, ShardedTensor):
-        boxes = tuple(part.box for part in shard_parts(shard))
-        return _Claim(shard.key, "tensor", shard.dtype, tuple(shard.global_shape), main, boxes)
-    if isinstance(shard, ShardedObject):
-        cell = Box(tuple(shard.global_offset), (1,) * len(shard.global_shape))
-        return _Claim(shard.key, "object", None, tuple(shard.global_shape), main, (cell,))
-    raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
-
-
-def find_faults(claims_by_rank: Sequence[Sequence[_Claim]]) -> list[str]:
-    """What is wrong with the shards of all ranks, sorted by key."""
-    ranked = ((rank, claim) for rank, claims in enumerate(claims_by_rank) for claim in claims)
-    by_key = map_reduce(ranked, lambda item: (item[1].key, item[1].kind), lambda item: item, list)
-    faults: list[str] = []
-    for key, kind in sorted(by_key):
-        faults.extend(f"{kind} {key!r}: {fault}" for fault in _faults_of_key(by_key[key, kind], kind))
-    return faults
-
-
-def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]:
-    first_rank, first = claims[0]
-    for what in ("global_shape", "dtype"):
-        for rank, claim in claims:
-            if getattr(claim, what) != getattr(first, what):
-                yield (
-                    f"ranks disagree on its {what}: {getattr(first, what)} on rank {first_rank}, "
-                    f"{getattr(claim, what)} on rank {rank}"
-                )
-                return
-    mains = [(rank, box) for rank, claim in claims if claim.main for box in claim.boxes]
-    boxes = [box for _, box in mains]
-    overlap = find_overlap(boxes)
-    if overlap is not None:
-        yield (
-            f"{_region(overlap.common)} is described as the main replica twice, by rank {mains[overlap.first][0]} and "
-            f"rank {mains[overlap.second][0]}: give copies a replica_id other than 0"
-        )
-        return
-    hole = find_hole(first.global_shape, boxes)
-    if hole is not None:
-        part = "no object" if kind == "object" else "no shard"
-        hint = "" if boxes else " (no rank holds a main replica: replica_id 0)"
-        yield f"{part} describes {_region(hole)} of the global shape {first.global_shape}{hint}"
-
-
-def _refuse(faults: Sequence[str]) -> None:
-    """Raise one error with the first faults, if there are any."""
-    if faults:
-        shown = [*faults[:_SHOWN], *([f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])]
-        raise ShardingError("shards do not fit together:\n  " + "\n  ".join(shown))
-
-
-def _region(box: Box) -> str:
-    return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(box.offset, box.end, strict=True)) + "]"
-
-
 def _mismatch_text(missing: frozenset[str], unexpected: frozenset[str]) -> str:
     parts = []
     if unexpected:
@@ -369,7 +279,6 @@ __all__ = [
     "compare_common",
     "compare_keys",
     "determine_global_metadata",
-    "find_faults",
     "maybe_report_missing_and_unexpected_keys",
     "parse_strict_flag",
     "stored_key",

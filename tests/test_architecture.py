@@ -15,7 +15,7 @@ FLOORS = (
     ("settings", "wrappers", "collector"),
     ("mapping", "manifest"),
     ("state_dict", "comm", "planning"),
-    ("template", "storage", "quantized", "optimizer"),
+    ("template", "fit", "storage", "quantized", "optimizer"),
     ("strategy",),
     ("entries",),
     ("registry",),

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,13 @@ from shardckpt.manifest import RECORD_NAME, Record
 from shardckpt.strategy import LoadContext, LoadStrategy, RemovesKeys
 from shardckpt.verifying import verify_checkpoint
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from shardckpt_torch_dist.index_file import INDEX_FILE
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
 
+#: What names the keys of a checkpoint of ours.
+INDEXES = (".metadata", INDEX_FILE)
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
 PREFIXES = ("grid", "rng_state", "decoder.layers.0", "optimizer.state", "d")
@@ -199,8 +203,8 @@ def test_without_a_process_group(tmp_path: Path) -> None:
         assert dc.load_tensors_metadata(tmp_path / "c").keys() == left
     after = Record.parse((tmp_path / "c" / RECORD_NAME).read_bytes())
     assert after.model_copy(update={"files": before.files, "self_digest": before.self_digest}) == before
-    assert [file for file in after.files if file.name != ".metadata"] == [
-        file for file in before.files if file.name != ".metadata"
+    assert [file for file in after.files if file.name not in INDEXES] == [
+        file for file in before.files if file.name not in INDEXES
     ]
 
 
@@ -209,11 +213,11 @@ def test_hinted_files_go_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "c"
     ranks.run(2, save_hinted, str(path))
     hinted = {file.name for file in path.glob("optim__*.distcp")}
-    kept = {name: file for name, file in files_of(path).items() if name not in {*hinted, ".metadata", RECORD_NAME}}
+    kept = {name: file for name, file in files_of(path).items() if name not in {*hinted, *INDEXES, RECORD_NAME}}
     assert len(hinted) == 2
     dc.remove_sharded_tensors(path, "optim")
     after = files_of(path)
-    assert after.keys() == {*kept, ".metadata", RECORD_NAME}
+    assert after.keys() == {*kept, *INDEXES, RECORD_NAME}
     assert {name: after[name] for name in kept} == kept
     assert all(not result.fault and not result.foreign for result in verify_checkpoint(path))
     assert content(path).tensors.keys() == {"model.w"}
@@ -334,21 +338,21 @@ def test_integrity_json_is_renewed(tmp_path: Path, ours: bool) -> None:
     (path / "integrity.json").unlink()
     _add_integrity(path)
     assert after == json.loads((path / "integrity.json").read_text())
-    renewed = {".metadata", RECORD_NAME} if ours else {".metadata"}
+    renewed = {*INDEXES, RECORD_NAME} if ours else {".metadata"}
     assert {name for name in after["files"] if after["files"][name] != before[name]} == renewed
 
 
 def test_damage_is_not_given_a_sound_digest(tmp_path: Path) -> None:
-    """Where a digest of ``.metadata`` is known and is not its own, nothing is made from it."""
+    """Where a digest of the index is known and is not its own, nothing is made from it."""
     foreign = golden("0.12.3", tmp_path)
     _add_integrity(foreign)
     save(str(tmp_path / "ours"))
-    for path in (foreign, tmp_path / "ours"):
-        damaged = bytearray((path / ".metadata").read_bytes())
-        damaged[damaged.index(b"grid" if path == foreign else b"model.w")] ^= 1  # still a pickle that can be read
-        (path / ".metadata").write_bytes(damaged)
+    for path, index, key in ((foreign, ".metadata", b"grid"), (tmp_path / "ours", INDEX_FILE, b"model.w")):
+        damaged = bytearray((path / index).read_bytes())
+        damaged[damaged.index(key)] ^= 1  # it can still be read
+        (path / index).write_bytes(damaged)
         before = files_of(path)
-        with pytest.raises(CorruptCheckpointError, match=r"\.metadata"):
+        with pytest.raises(CorruptCheckpointError, match=re.escape(index)):
             dc.remove_sharded_tensors(path, "optim")
         assert files_of(path) == before
     assert names(tmp_path) == {"ckpt", "ours"}

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 
 class _Job(NamedTuple):
-    """Where a rank writes, for which save; and the URL to which it uploads, if any."""
+    """Where a rank writes, for which save, with which digests; and the URL to which it uploads, if any."""
 
     staging: Path
     rank: int
     save_id: str
     sha256: bool
+    algorithm: str
     url: str
 
 
@@ -67,6 +68,7 @@ class _BackgroundSave:
             rank,
             transaction.save_id,
             transaction.sha256,
+            transaction.algorithm,
             transaction.url,
         )
         return AsyncRequest(
@@ -154,7 +156,10 @@ def _in_background(saver: Any) -> AsyncSaveStrategy:
 
 def _write(job: _Job, staged: StagedWork) -> _Result:
     """Write a rank's files, in whatever thread or process."""
-    with CheckpointWriter(job.staging, job.rank, sha256=job.sha256) as writer, staged.opened() as work:
+    with (
+        staged.opened() as work,  # the threads of the writer end before the copies may go
+        CheckpointWriter(job.staging, job.rank, sha256=job.sha256, algorithm=job.algorithm) as writer,
+    ):
         result = work.write(writer)
         if job.url:
             upload_files(

@@ -11,8 +11,8 @@ import torch
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.deal_cache import DealCache
 from shardckpt.parallel.exchange import ROUND_BYTES, Transfer, check_algorithm, exchange
+from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
 
@@ -100,7 +100,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
         self._settings = (exchange_algo, round_bytes)
-        self._cache: DealCache[_Plan] = DealCache(enabled=do_cache_distribution)
+        self._cache: PlanCache[_Plan] = PlanCache(enabled=do_cache_distribution)
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reads = strategy.reads  # type: ignore[misc]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.parallel.deal_cache import DealCache
+from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.strategy import AsyncSaveStrategy
 
@@ -67,7 +67,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             )
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
-        self._cache: DealCache[set[tuple[Any, ...]]] = DealCache(enabled=do_cache_distribution)
+        self._cache: PlanCache[set[tuple[Any, ...]]] = PlanCache(enabled=do_cache_distribution)
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reader = strategy.reader  # type: ignore[misc]
@@ -94,7 +94,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
 
 
 def share_out(
-    shards: Sequence[ShardedBase], group: Comm, cache: DealCache[set[tuple[Any, ...]]] | None = None
+    shards: Sequence[ShardedBase], group: Comm, cache: PlanCache[set[tuple[Any, ...]]] | None = None
 ) -> list[ShardedBase]:
     """The shards with new replica ids: each is the main one on exactly one rank of the group that has its main replica.
 
@@ -105,7 +105,7 @@ def share_out(
     """
     with group.phase("listing shards"):
         copies = [_copy_of(shard) for shard in shards]
-    cache = DealCache(enabled=False) if cache is None else cache
+    cache = PlanCache(enabled=False) if cache is None else cache
     mine = set(cache.get(copies, group, lambda: _parts(group.all_gather(copies))[group.rank]))
     return [_renumbered(shard, mine) for shard in shards]
 

@@ -95,12 +95,18 @@ def _in_row(shape: Ints, index: int, start: int, stop: int, row: int) -> list[Bo
     return [Box((index, *box.offset), (1, *box.shape)) for box in inner]
 
 
+def whole_box(shard: ShardedTensor) -> Box:
+    """The box of a shard, of the whole block where it is flattened."""
+    extent = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    return Box(tuple(shard.global_offset), extent)
+
+
 def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
     """The boxes that a shard fills in its global tensor: one, or several for a flattened shard."""
     lead = shard.prepend_axis_num
-    whole = Box(tuple(shard.global_offset), (1,) * lead + tuple(shard.local_shape))
+    whole = whole_box(shard)
     part = shard.flattened_range
-    if part is None:
+    if part is None or not whole.volume:  # a slice of nothing is all of it
         return [FlatPart(whole, 0)]
     return [
         FlatPart(Box((0,) * lead + box.offset, (1,) * lead + box.shape).moved(whole.offset), start)
@@ -121,8 +127,8 @@ def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
     if is_quantized(data):
         data = dequantized(data)
     if shard.flattened_range is not None:
-        data = data[part.start : part.start + part.box.volume].view(part.box.shape)
+        return data[part.start : part.start + part.box.volume].view(part.box.shape)
     return data.view(part.box.shape) if data.is_contiguous() else data[(None,) * shard.prepend_axis_num]
 
 
-__all__ = ["Box", "FlatPart", "Ints", "flat_parts", "intersect", "part_view", "shard_parts"]
+__all__ = ["Box", "FlatPart", "Ints", "flat_parts", "intersect", "part_view", "shard_parts", "whole_box"]

@@ -1,7 +1,9 @@
-"""Digests: one CRC-32 a segment, so that any range of a file can be checked without reading the whole.
+"""Digests: one a segment, so that any range of a file can be checked without reading the whole.
 
-A file is tiled by segments of at most 4 MiB, cut where its records begin. The table of (length, CRC) pairs is stored
-as two little-endian uint32 columns, deflated, in base64; its SHA-256 is the digest of the file.
+A file is tiled by segments of at most 1 MiB (4 MiB in older checkpoints): one for a small record, else those that its
+parts are cut into. The table of
+(length, digest) pairs is stored as two little-endian columns, uint32 and one as wide as a digest, in base64; lengths
+are deflated, digests are as they are (in older checkpoints deflated, too). Its SHA-256 is the digest of the file.
 """
 
 from __future__ import annotations
@@ -13,27 +15,73 @@ import sys
 import zlib
 from array import array
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt import settings
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-ALGORITHM = "crc32"
-SEGMENT_BYTES = 4 << 20
+#: Gives the digest of a piece of memory.
+Digest = Callable[["memoryview | bytes"], int]
+
+CRC32 = "crc32"
+XXH3 = "xxh3_64"
+SEGMENT_BYTES = 1 << 20
+#: Longest segment of any checkpoint that is read.
+MAX_SEGMENT = 4 << 20
 #: Records up to this size are one segment with all their parts.
 SMALL_RECORD = 64 << 10
 _MAX_TABLE = 1 << 31
+_LENGTH = "I"
+_DIGEST = {CRC32: "I", XXH3: "Q"}
+
+
+def preferred() -> str:
+    """The algorithm of new checkpoints: xxh3_64 where xxhash is installed, else crc32."""
+    try:
+        import xxhash  # noqa: F401
+    except ImportError:
+        return CRC32
+    return XXH3
+
+
+def digest_function(algorithm: str) -> Digest:
+    """The function that computes digests of this algorithm.
+
+    Raises:
+        CorruptCheckpointError: there is no such algorithm.
+        CheckpointingException: it is xxh3_64, and xxhash is not installed.
+    """
+    if algorithm == CRC32:
+        return zlib.crc32
+    _check_known(algorithm)
+    try:
+        from xxhash import xxh3_64_intdigest
+    except ImportError as exc:
+        raise CheckpointingException(
+            f"digests are {algorithm!r}, which needs xxhash: pip install 'shardckpt[xxhash]', or set "
+            f"{settings.VERIFY_READS}=0 to load without checking ({exc})"
+        ) from exc
+    return xxh3_64_intdigest
 
 
 class Segments:
-    """Lengths and digests of the segments that tile a file, in file order."""
+    """Lengths and digests of the segments that tile a file, in file order.
 
-    def __init__(self, lengths: Iterable[int] = (), digests: Iterable[int] = ()) -> None:
-        self.lengths = array("I", lengths)
-        self.digests = array("I", digests)
+    Args:
+        lengths: Bytes of each segment.
+        digests: Their digests.
+        algorithm: Of the digests.
+    """
+
+    def __init__(self, lengths: Iterable[int] = (), digests: Iterable[int] = (), algorithm: str = CRC32) -> None:
+        _check_known(algorithm)
+        self.lengths = array(_LENGTH, lengths)
+        self.digests = array(_DIGEST[algorithm], digests)
         self._ends = list(accumulate(self.lengths))
 
     @property
@@ -54,66 +102,69 @@ class Segments:
 
     def pack(self) -> str:
         """The table as text."""
-        return base64.b64encode(zlib.compress(_little(self.lengths) + _little(self.digests), 1)).decode()
+        return base64.b64encode(zlib.compress(_little(self.lengths), 1) + _little(self.digests)).decode()
 
     def root(self) -> str:
         """The digest of the file: SHA-256 of the table, in hex."""
         return hashlib.sha256(_little(self.lengths) + _little(self.digests)).hexdigest()
 
     @classmethod
-    def unpack(cls, text: str, root: str, size: int) -> Segments:
+    def unpack(cls, text: str, root: str, size: int, algorithm: str) -> Segments:
         """The table that :meth:`pack` wrote.
 
         Args:
             text: The table as text.
             root: Its digest.
             size: Bytes of the file that it is for; it bounds the table.
+            algorithm: Of the digests.
 
         Raises:
             CorruptCheckpointError: the text is not the table with this root, or not one for a file of this size.
         """
+        _check_known(algorithm)
+        wide = array(_LENGTH).itemsize + array(_DIGEST[algorithm]).itemsize
         try:
             inflate = zlib.decompressobj()
-            raw = inflate.decompress(base64.b64decode(text, validate=True), min(_MAX_TABLE, 8 * size + 8))
+            raw = inflate.decompress(base64.b64decode(text, validate=True), min(_MAX_TABLE, wide * (size + 1)))
+            raw += inflate.unused_data
         except (binascii.Error, zlib.error, ValueError) as exc:
             raise CorruptCheckpointError(f"the table of digests is damaged: {exc}") from exc
-        if len(raw) % 8 or hashlib.sha256(raw).hexdigest() != root:
+        if len(raw) % wide or hashlib.sha256(raw).hexdigest() != root:
             raise CorruptCheckpointError("the table of digests is damaged: it does not have the digest that is stored")
-        columns = array("I", raw)
-        if sys.byteorder == "big":
-            columns.byteswap()
-        found = cls(columns[: len(columns) // 2], columns[len(columns) // 2 :])
-        if found.size != size or max(found.lengths, default=0) > SEGMENT_BYTES:
+        split = len(raw) // wide * array(_LENGTH).itemsize
+        found = cls(_column(_LENGTH, raw[:split]), _column(_DIGEST[algorithm], raw[split:]), algorithm)
+        if found.size != size or max(found.lengths, default=0) > MAX_SEGMENT:
             raise CorruptCheckpointError(f"the table of digests is for {found.size} bytes, or not cut as it should be")
         return found
 
 
-def checksum(data: memoryview | bytes, start: int = 0) -> int:
-    """CRC-32 of the data, going on from ``start``."""
-    return zlib.crc32(data, start)
+def _check_known(algorithm: str) -> None:
+    if algorithm not in _DIGEST:
+        raise CorruptCheckpointError(
+            f"digests are {algorithm!r}, this release knows {' and '.join(_DIGEST)}; a newer shardckpt reads them, or "
+            f"{settings.VERIFY_READS}=0 loads without checking"
+        )
 
 
-def segment_record(parts: list[memoryview]) -> list[tuple[int, int]]:
-    """(length, digest) of a record's segments: one for a small record, else each part cut at ``SEGMENT_BYTES``."""
-    total = sum(part.nbytes for part in parts)
-    if total <= SMALL_RECORD:
-        digest = 0
-        for part in parts:
-            digest = checksum(part, digest)
-        return [(total, digest)] if total else []
-    found = []
-    for part in parts:
-        for start in range(0, part.nbytes, SEGMENT_BYTES):
-            piece = part[start : start + SEGMENT_BYTES]
-            found.append((piece.nbytes, checksum(piece)))
-    return found
+def _column(code: str, raw: bytes) -> array[int]:
+    column = array(code, raw)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
 
 
 def _little(column: array[int]) -> bytes:
-    if sys.byteorder == "big":
-        column = array("I", column)
-        column.byteswap()
-    return column.tobytes()
+    return _column(column.typecode, column.tobytes()).tobytes()
 
 
-__all__ = ["ALGORITHM", "SEGMENT_BYTES", "SMALL_RECORD", "Segments", "checksum", "segment_record"]
+__all__ = [
+    "CRC32",
+    "MAX_SEGMENT",
+    "SEGMENT_BYTES",
+    "SMALL_RECORD",
+    "XXH3",
+    "Digest",
+    "Segments",
+    "digest_function",
+    "preferred",
+]

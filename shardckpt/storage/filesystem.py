@@ -1,4 +1,4 @@
-"""File system calls with whole results and errors that name the file: no call here is retried, none is partial."""
+"""File system calls with whole results, never partial ones, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ import os
 import re
 import stat
 import sys
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
 #: The only names that a checkpoint's files may have: no separators, so none leaves its directory.
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
+
+#: What passes by itself: signals, resources that are short for a moment, a server that does not answer at once.
+TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
+#: Seconds before each further attempt.
+_PAUSES = (0.01, 0.05, 0.25, 1.0)
+
+_T = TypeVar("_T")
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -90,24 +98,57 @@ def close_file(fd: int) -> None:
         os.close(fd)
 
 
-def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write the buffers one after the other from ``offset`` on, however many calls it takes."""
+def patiently(call: Callable[[], _T]) -> _T:
+    """What the call returns; where it fails with one of ``TRANSIENT``, it is tried again a few times."""
+    for pause in _PAUSES:
+        try:
+            return call()
+        except OSError as exc:
+            if exc.errno not in TRANSIENT:
+                raise
+        time.sleep(pause)
+    return call()
+
+
+def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int, what: str = "") -> None:
+    """Write the buffers one after the other from ``offset`` on, however many calls it takes.
+
+    Args:
+        fd: Where to.
+        path: Its file, named in errors.
+        buffers: Bytes.
+        offset: In the file.
+        what: What the bytes are (a key), named in errors.
+    """
     left = [buffer for buffer in buffers if buffer.nbytes]
     while left:
-        with naming(f"write at offset {offset} of", path):
-            done = os.pwritev(fd, left[:_VECTORS], offset)
-        if not done:
-            raise StorageError(f"cannot write at offset {offset} of {path}: nothing was written, without an error")
+        done = write_some(fd, path, left[:_VECTORS], offset, what)
         offset += done
         left = _drop(left, done)
+
+
+def write_some(
+    fd: int, path: Path, buffers: list[memoryview], offset: int, what: str = "", expected: Collection[int] = ()
+) -> int:
+    """One write of at least one byte; how many were written. Error numbers that are ``expected`` stay OSErrors."""
+    what = f"{what} " * bool(what)
+    try:
+        done = patiently(lambda: os.pwritev(fd, buffers, offset))
+    except OSError as exc:
+        if exc.errno in expected:
+            raise
+        with naming(f"write {what}at offset {offset} of", path):
+            raise
+    if not done:
+        raise StorageError(f"cannot write {what}at offset {offset} of {path}: nothing was written, without an error")
+    return done
 
 
 def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
     """Fill the buffer from ``offset`` on; :class:`CorruptCheckpointError` if the file ends before."""
     left = buffer
     while left.nbytes:
-        with naming(f"read at offset {offset} of", path):
-            done = _read_remote(path, left, offset) if isinstance(path, RemotePath) else os.preadv(fd, [left], offset)
+        done = _read_remote(path, left, offset) if isinstance(path, RemotePath) else _read_some(fd, path, left, offset)
         if not done:
             raise CorruptCheckpointError(f"{path} ends at offset {offset}: {left.nbytes} bytes are missing")
         left, offset = left[done:], offset + done
@@ -152,6 +193,15 @@ def exchange(a: Path, b: Path) -> bool:
         raise OSError(code, os.strerror(code))
 
 
+def _read_some(fd: int, path: Path, buffer: memoryview, offset: int) -> int:
+    """One read into the beginning of the buffer; how many bytes came, 0 at the file's end."""
+    try:
+        return patiently(lambda: os.preadv(fd, [buffer], offset))
+    except OSError:
+        with naming(f"read at offset {offset} of", path):
+            raise
+
+
 def _read_remote(path: RemotePath, buffer: memoryview, offset: int) -> int:
     """Fill the beginning of the buffer from a store; how many bytes came."""
     found = path.read_range(offset, buffer.nbytes)
@@ -180,6 +230,7 @@ def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 __all__ = [
     "FILE_NAME",
+    "TRANSIENT",
     "check_file_name",
     "close_file",
     "exchange",
@@ -188,9 +239,11 @@ __all__ = [
     "naming",
     "open_existing",
     "open_new",
+    "patiently",
     "read_file",
     "read_into",
     "sync_directory",
     "sync_file",
     "write_all",
+    "write_some",
 ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _WITHOUT_QUEUE = ("cpu", "meta")
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -23,6 +24,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         ShardingError: it has no memory of its own.
         ValueError: the bytes of its memory are not its values (see :func:`is_plain`), or not all in a row.
     """
+    if is_ordinary(tensor):
+        return _view(tensor)
     if not _has_memory(tensor):
         raise ShardingError(_refusal(tensor))
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not is_plain(tensor):
@@ -30,12 +33,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
             f"needs a contiguous CPU tensor without conj or neg bit, got a {type(tensor).__name__} on {tensor.device} "
             f"with strides {tensor.stride()}"
         )
-    nbytes = tensor.numel() * tensor.element_size()
-    if not nbytes:
-        return memoryview(bytearray())
-    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+    return _view(tensor)
 
 
 def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,10 +45,24 @@ def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ShardingError: the tensor has no memory of its own that holds its values.
     """
+    if is_ordinary(tensor):
+        return tensor.detach()
     values = dequantized(tensor) if is_quantized(tensor) else tensor.detach()
     if not _has_memory(values) or values.shape != tensor.shape:
         raise ShardingError(_refusal(tensor))
     return values.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether it is plainly a contiguous tensor on the CPU, whose memory's bytes are its values; quickly answered."""
+    return (
+        type(tensor) in _ORDINARY
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and _has_memory(tensor)
+    )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -70,6 +82,16 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
             torch.accelerator.current_stream(device).synchronize()
         else:
             torch.cuda.current_stream(device).synchronize()
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor."""
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return memoryview(bytearray())
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -94,4 +116,4 @@ def _refusal(tensor: torch.Tensor) -> str:
     )
 
 
-__all__ = ["is_plain", "plain_cpu", "synchronize_devices", "tensor_bytes"]
+__all__ = ["is_ordinary", "is_plain", "plain_cpu", "synchronize_devices", "tensor_bytes"]

@@ -2,79 +2,48 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.storage.digest import ALGORITHM, SEGMENT_BYTES, Segments, checksum
-from shardckpt.storage.filesystem import check_file_name, close_file, is_there, open_existing, read_into
+from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
+from shardckpt.storage.filesystem import check_file_name, is_there, read_into
+from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
+from shardckpt.storage.read_buffers import ReadBuffers
 from shardckpt.storage.remote import RemotePath
-from shardckpt.storage.writer import WORTH_A_THREAD
+from shardckpt.storage.spans import Elements, Span, batches, cut
+from shardckpt.storage.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from shardckpt.manifest import FileRecord, Manifest
+    from shardckpt.manifest import Manifest
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-#: Where a segment begins and ends, and its digest.
-_Segment = tuple[int, int, int]
+#: Takes bytes of a file, from an offset on; may return a function that waits until their memory is free again.
+Take = Callable[[int, memoryview], "Callable[[], None] | None"]
 
-#: Files that a reader keeps open; more are opened again when they are read again.
-OPEN_FILES = 64
-#: Largest piece in which a file is read as a whole.
-BLOCK_BYTES = 4 * SEGMENT_BYTES
-
-
-class _OpenFile:
-    """A file open for reading, with its table of digests if there is one."""
-
-    def __init__(self, path: Path, record: FileRecord | None, *, verify: bool) -> None:
-        self.path = path
-        self.fd, self.size = open_existing(path)
-        self.is_open = True
-        self.users = 0
-        self.segments: Segments | None = None
-        if record is None:
-            return
-        try:
-            if self.size != record.size:
-                raise CorruptCheckpointError(
-                    f"it has {self.size} bytes, {record.size} were written; if another library has saved into this "
-                    f"directory since, its checkpoint is read when {RECORD_NAME} is removed"
-                )
-            if verify:
-                self.segments = Segments.unpack(record.segments, record.digest, record.size)
-        except CorruptCheckpointError as exc:
-            self.close()
-            raise CorruptCheckpointError(f"{path}: {exc}") from exc
-
-    def open(self) -> None:
-        """Open it again."""
-        if self.is_open:
-            return
-        self.fd, size = open_existing(self.path)
-        self.is_open = True
-        if size != self.size:
-            raise CorruptCheckpointError(
-                f"{self.path}: it had {self.size} bytes and has {size}: something writes to it"
-            )
-
-    def close(self) -> None:
-        """Close it, for now or for good."""
-        if self.is_open:
-            self.is_open = False
-            close_file(self.fd)
+#: Bytes of a request to a store, and of a block of a file on one.
+BLOCK_BYTES = 4 * MAX_SEGMENT
+#: Bytes that one call reads, so that they are still in the processor's cache when they are checked and copied.
+_READ_BYTES = 1 << 20
+#: Bytes that a thread takes at a time.
+_BATCH_BYTES = 8 << 20
+#: Smaller items are read by the calling thread: handing them over costs more than reading them.
+_WORTH_A_THREAD = 256 << 10
+#: Less than this is read by the calling thread alone.
+_WORTH_THREADS = 4 << 20
+_ALIGNED = 64
 
 
 class CheckpointReader:
@@ -92,15 +61,19 @@ class CheckpointReader:
         self._verify = settings.verify_reads() if verify is None else verify
         record = manifest.record
         self._records = None if record is None else {file.name: file for file in record.files}
-        if record is not None and record.digest_algorithm != ALGORITHM and self._verify:
-            raise CorruptCheckpointError(
-                f"{directory / RECORD_NAME}: digests are {record.digest_algorithm!r}, this reader checks "
-                f"{ALGORITHM!r}; a newer shardckpt reads them, or {settings.VERIFY_READS}=0 loads without checking"
-            )
-        self._lock = threading.Lock()
-        self._files: dict[str, _OpenFile] = {}
-        #: Those that are open, the last used one last.
-        self._open: dict[str, _OpenFile] = {}
+        self._algorithm = record.digest_algorithm if record is not None and self._verify else None
+        if self._algorithm is not None:
+            try:
+                self._digest: Digest = digest_function(self._algorithm)
+            except CheckpointingException as exc:
+                raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
+        self._files = OpenFiles(self._opened)
+        self._is_remote = isinstance(directory, RemotePath)
+        self._threads = settings.remote_threads() if self._is_remote else settings.io_threads()
+        self._workers = Workers(self._threads, "shardckpt-read")
+        self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
+        self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
+        self._buffers = ReadBuffers(self._request_bytes + _ALIGNED)
         self._parsed: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
@@ -114,7 +87,7 @@ class CheckpointReader:
 
     def size(self, name: str) -> int:
         """Bytes of the file."""
-        return self._file(name).size
+        return self._files.get(name).size
 
     def read(self, name: str) -> bytes:
         """The whole file."""
@@ -122,19 +95,46 @@ class CheckpointReader:
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Bytes of a range; ``what`` (a key) is named in errors."""
-        file = self._file(name)
+        file = self._files.get(name)
         _check_range(file, offset, nbytes, what)
         buffer = bytearray(nbytes)
-        with self._in_use(file):
-            self._fill(file, offset, memoryview(buffer), what)
+        self._fill(file, offset, memoryview(buffer), what)
         return bytes(buffer)
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill writable memory from the range that begins at ``offset``."""
-        file = self._file(name)
+        """Fill writable memory from the range that begins at ``offset``; what is large is shared among threads."""
+        file = self._files.get(name)
         _check_range(file, offset, buffer.nbytes, what)
-        with self._in_use(file):
-            self._fill(file, offset, buffer.cast("B"), what)
+        self._fill(file, offset, buffer.cast("B"), what)
+
+    def read_pieces(
+        self,
+        name: str,
+        elements: Elements,
+        ranges: Iterable[tuple[int, int]],
+        take: Take,
+        what: str,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        """Read ranges of a file piece by piece through memory of the reader's; no byte is read twice.
+
+        Args:
+            name: The file.
+            elements: Where whole elements lie: each piece is of such.
+            ranges: (start, stop) of what is wanted of them, ascending and apart from each other; pieces may hold more.
+            take: Called for every piece, by several threads at a time, in any order.
+            what: A key, named in errors.
+            pinned: Whether a CUDA device shall copy from the memory behind the host's back.
+        """
+        file = self._files.get(name)
+        _check_range(file, elements.start, elements.stop - elements.start, what)
+
+        def pieces(batch: list[Span]) -> None:
+            self._deliver(file, batch, elements, take, what, pinned=pinned)
+
+        with self._files.in_use(file):
+            self._share(pieces, cut(file.segments, ranges, self._request_bytes, elements))
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
@@ -143,13 +143,11 @@ class CheckpointReader:
         """
         file = self._opened(name)
         try:
-            buffer = memoryview(bytearray(min(file.size, BLOCK_BYTES)))
-            start = 0
-            for stop in _block_ends(file):
-                block = buffer[: stop - start]
-                self._fill(file, start, block, name)
+            buffer = memoryview(bytearray(min(file.size, self._block_bytes)))
+            for span in cut(file.segments, [(0, file.size)], self._block_bytes, Elements(0, file.size)):
+                block = buffer[: span.stop - span.start]
+                self._read(file, span, block, name)
                 yield block
-                start = stop
         finally:
             file.close()
 
@@ -160,46 +158,30 @@ class CheckpointReader:
         return self._parsed[name]  # type: ignore[no-any-return]
 
     def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
-        """``function`` of every item: large ones by the file threads, small ones by this thread meanwhile.
+        """``function`` of every item: large ones by the file threads, small ones by this thread first.
 
-        What is on a store is read by threads alone, for each request waits.
+        What is on a store is read by all threads, for each request waits. A thread that finds no item any more helps
+        with the pieces of the large ones that others still read.
 
         After the first failure, or an interrupt, nothing more is begun; of several failures the first item's is raised.
 
         Args:
             function: Reads an item.
             items: What to read, in the order of the results.
-            size: Bytes of an item.
+            size: Bytes of an item that are read.
         """
-        remote = isinstance(self.directory, RemotePath)
-        threads, worth_a_thread = (settings.remote_threads(), 0) if remote else (settings.io_threads(), WORTH_A_THREAD)
-        if threads == 1:
+        sizes = [size(item) for item in items]
+        least, enough = (0, 0) if self._is_remote else (_WORTH_A_THREAD, _WORTH_THREADS)
+        large = [n for n, nbytes in enumerate(sizes) if nbytes >= least]
+        if self._threads == 1 or not large or sum(sizes[n] for n in large) < enough:
             return [function(item) for item in items]
-        failed = threading.Event()
-        pool = ThreadPoolExecutor(threads, "shardckpt-read")
-        large: dict[int, Future[_R]] = {}
-        small: dict[int, _R] = {}
-        try:
-            for n, item in enumerate(items):
-                if size(item) >= worth_a_thread:
-                    large[n] = pool.submit(_noting, failed, function, item)
-            for n, item in enumerate(items):
-                if n not in large and not failed.is_set():
-                    small[n] = function(item)
-            wait(large.values(), return_when=FIRST_EXCEPTION)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        if failed.is_set():
-            raise next(exc for future in large.values() if not future.cancelled() and (exc := future.exception()))
-        return [large[n].result() if n in large else small[n] for n in range(len(items))]
+        small = ((n, items[n]) for n, nbytes in enumerate(sizes) if nbytes < least)
+        results = self._workers.each(function, ((n, items[n]) for n in large), small)
+        return [results[n] for n in range(len(items))]
 
     def close(self) -> None:
         """Close all files."""
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
-            self._open.clear()
+        self._files.close()
 
     def __enter__(self) -> Self:
         return self
@@ -209,106 +191,97 @@ class CheckpointReader:
     ) -> None:
         self.close()
 
-    def _file(self, name: str) -> _OpenFile:
-        with self._lock:
-            file = self._files.get(name)
-            if file is None:
-                file = self._files[name] = self._opened(name)
-                self._used(file)
-            return file
-
-    @contextmanager
-    def _in_use(self, file: _OpenFile) -> Iterator[None]:
-        """Keep a file open as long as it is read."""
-        with self._lock:
-            file.open()
-            file.users += 1
-            self._used(file)
-        try:
-            yield
-        finally:
-            with self._lock:
-                file.users -= 1
-
-    def _used(self, file: _OpenFile) -> None:
-        """Note the last use of an open file; where too many are open, close those not used for longest."""
-        self._open.pop(file.path.name, None)
-        self._open[file.path.name] = file
-        if len(self._open) > OPEN_FILES:
-            for name, idle in list(self._open.items())[:-OPEN_FILES]:
-                if not idle.users:
-                    idle.close()
-                    del self._open[name]
-
-    def _opened(self, name: str) -> _OpenFile:
+    def _opened(self, name: str) -> OpenFile:
         path = self.directory / check_file_name(name)
         record = None if self._records is None else self._records.get(name)
         if self._records is not None and record is None:
             raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
-        return _OpenFile(path, record, verify=self._verify)
+        return OpenFile(path, record, self._algorithm)
 
-    def _fill(self, file: _OpenFile, offset: int, buffer: memoryview, what: str) -> None:
-        if file.segments is None:
-            read_into(file.fd, file.path, buffer, offset)
+    def _share(self, function: Callable[[list[Span]], None], spans: Iterator[Span]) -> None:
+        """``function`` of all spans in batches, by all threads if there are several batches."""
+        found = batches(spans, _BATCH_BYTES)
+        first, second = next(found, None), next(found, None)
+        if first is None:
             return
+        if second is None:
+            function(first)
+        elif self._threads == 1:
+            for batch in chain((first, second), found):
+                function(batch)
+        else:
+            self._workers.each(function, enumerate(chain((first, second), found)))
+
+    def _fill(self, file: OpenFile, offset: int, buffer: memoryview, what: str) -> None:
         stop = offset + buffer.nbytes
-        for group in _requests(file, file.segments.touching(offset, stop)):
-            first, last = group[0][0], group[-1][1]
-            low, high = max(first, offset), min(last, stop)
-            target = buffer[low - offset : high - offset]
-            whole = target if high - low == last - first else memoryview(bytearray(last - first))
-            read_into(file.fd, file.path, whole, first)
-            for start, end, digest in group:
-                if checksum(whole[start - first : end - first]) != digest:
-                    raise CorruptCheckpointError(
-                        f"{what}: bytes {start} to {end} of {file.path} are not those that were written (digest "
-                        "differs)"
-                    )
-            if whole is not target:
-                target[:] = whole[low - first : high - first]
+
+        def fill(batch: list[Span]) -> None:
+            for span in batch:
+                low, high = max(span.start, offset), min(span.stop, stop)
+                self._read_part(file, span, low, buffer[low - offset : high - offset], what)
+
+        with self._files.in_use(file):
+            self._share(fill, cut(file.segments, [(offset, stop)], self._request_bytes, Elements(offset, stop)))
+
+    def _read_part(self, file: OpenFile, span: Span, low: int, target: memoryview, what: str) -> None:
+        """Read a span of which the bytes from ``low`` on are wanted."""
+        nbytes = span.stop - span.start
+        if target.nbytes == nbytes:
+            self._read(file, span, target, what)
+            return
+        with self._buffers.lent(nbytes) as buffer:
+            self._read(file, span, buffer[:nbytes], what)
+            first = low - span.start
+            target[:] = buffer[first : first + target.nbytes]
+
+    def _deliver(
+        self, file: OpenFile, batch: list[Span], elements: Elements, take: Take, what: str, *, pinned: bool
+    ) -> None:
+        """Read spans one by one into a buffer, or into two in turn where what takes them needs time for it."""
+        nbytes = max(span.stop - span.start for span in batch) + _ALIGNED
+        with self._buffers.lent(nbytes, pinned=pinned) as one, self._buffers.lent(nbytes, pinned=pinned) as other:
+            ring = deque((one, other))
+            wait: Callable[[], None] | None = None
+            try:
+                for span in batch:
+                    position, memory = self._piece(file, span, elements, ring[0], what)
+                    before, wait = wait, take(position, memory)
+                    if before is not None:
+                        before()
+                    if wait is not None:
+                        ring.rotate()
+            finally:
+                if wait is not None:
+                    wait()
+
+    def _piece(
+        self, file: OpenFile, span: Span, elements: Elements, buffer: memoryview, what: str
+    ) -> tuple[int, memoryview]:
+        """The whole elements in a span, read into a buffer so that they are aligned there."""
+        low, high = elements.within(span.start, span.stop)
+        skip = (span.start - low) % _ALIGNED
+        memory = buffer[skip : skip + span.stop - span.start]
+        self._read(file, span, memory, what)
+        return low, memory[low - span.start : max(low, high) - span.start]
+
+    def _read(self, file: OpenFile, span: Span, memory: memoryview, what: str) -> None:
+        """Fill memory with a span, and check it."""
+        try:
+            read_into(file.fd, file.path, memory, span.start)
+        except CheckpointingException as exc:
+            raise type(exc)(f"{what}: {exc}") from exc
+        for start, stop, digest in span.segments:
+            if self._digest(memory[start - span.start : stop - span.start]) != digest:
+                raise CorruptCheckpointError(
+                    f"{what}: bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
+                )
 
 
-def _requests(file: _OpenFile, segments: Iterable[_Segment]) -> Iterator[list[_Segment]]:
-    """Segments that are read by one call: each by itself from a file, a block of them at most from a store."""
-    most = BLOCK_BYTES if isinstance(file.path, RemotePath) else 0
-    group: list[_Segment] = []
-    for segment in segments:
-        if group and segment[1] - group[0][0] > most:
-            yield group
-            group = []
-        group.append(segment)
-    if group:
-        yield group
-
-
-def _block_ends(file: _OpenFile) -> Iterator[int]:
-    """Where the blocks of a file end: with digests, where a segment ends, so that none is read twice."""
-    if file.segments is None:
-        yield from range(BLOCK_BYTES, file.size, BLOCK_BYTES)
-    else:
-        start = stop = 0
-        for length in file.segments.lengths:
-            if stop + length - start > BLOCK_BYTES:
-                yield stop
-                start = stop
-            stop += length
-    if file.size:
-        yield file.size
-
-
-def _noting(failed: threading.Event, function: Callable[[_T], _R], item: _T) -> _R:
-    try:
-        return function(item)
-    except BaseException:
-        failed.set()
-        raise
-
-
-def _check_range(file: _OpenFile, offset: int, nbytes: int, what: str) -> None:
+def _check_range(file: OpenFile, offset: int, nbytes: int, what: str) -> None:
     if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
         raise CorruptCheckpointError(
             f"{what}: bytes {offset} to {offset + nbytes} are outside {file.path} of {file.size} bytes"
         )
 
 
-__all__ = ["CheckpointReader"]
+__all__ = ["BLOCK_BYTES", "OPEN_FILES", "CheckpointReader", "Elements", "Take"]

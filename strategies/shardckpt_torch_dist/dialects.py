@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning.boxes import Box, Ints, flat_parts
 from shardckpt.storage.filesystem import check_file_name
-from shardckpt_torch_dist.stored import COMMON_KEY, Chunk, Item, StoredIndex, StoredTensor, object_key
+from shardckpt_torch_dist.index_file import INDEX_FILE, parse
+from shardckpt_torch_dist.stored import COMMON_KEY, Chunk, Item, StoredIndex, StoredTensor, columns_of, object_key
 from shardckpt_torch_dist.unpickle import load_metadata
 
 if TYPE_CHECKING:
@@ -30,8 +31,16 @@ _Places = dict[tuple[str, Ints | None], Item]
 
 
 def read_index(reader: CheckpointReader) -> StoredIndex:
-    """What the checkpoint stores; read once in the life of a reader."""
-    return reader.parsed(METADATA_FILE, lambda: _parse(reader.read(METADATA_FILE), str(reader.directory)))
+    """What the checkpoint stores; read once in the life of a reader, from our own index where we have written one."""
+    return reader.parsed(METADATA_FILE, lambda: _read(reader))
+
+
+def _read(reader: CheckpointReader) -> StoredIndex:
+    """The index that was written with the checkpoint; beside files of other libraries it may be from an older save."""
+    record = reader.manifest.record
+    if record is not None and any(file.name == INDEX_FILE for file in record.files):
+        return parse(reader.read(INDEX_FILE), f"{reader.directory}/{INDEX_FILE}")
+    return _parse(reader.read(METADATA_FILE), str(reader.directory))
 
 
 def _parse(pickled: bytes, directory: str) -> StoredIndex:
@@ -63,7 +72,8 @@ def _index(raw: Any) -> StoredIndex:
             objects[unique_key] = places[key, None]
         else:
             loose[tuple(paths.get(key, (key,)))] = places[key, None]
-    return StoredIndex(tensors, objects, common, loose)
+    dtypes, shapes = [tensor.dtype for tensor in tensors.values()], [tensor.shape for tensor in tensors.values()]
+    return StoredIndex(list(tensors), dtypes, shapes, *columns_of(tensors), objects, common, loose)
 
 
 def _places(raw: Any) -> _Places:

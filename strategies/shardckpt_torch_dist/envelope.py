@@ -21,7 +21,9 @@ import torch
 from shardckpt_torch_dist.dtypes import storage_name
 from shardckpt_torch_dist.torch_private import rebuild_tensor_v2, rebuild_tensor_v3
 
-_ALIGN_SMALL = 64
+#: Where every archive begins in its file, in bytes.
+ARCHIVE_ALIGN = 64
+_ALIGN_SMALL = ARCHIVE_ALIGN
 _ALIGN_LARGE = 4096
 _LARGE = 1 << 20
 _MAX32 = 0xFFFFFFFF
@@ -59,11 +61,16 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envel
         position: Where the archive will begin in its file: the payload is aligned in the file, to 64 bytes, or to a
             page if it is of 1 MiB or more.
     """
-    return _envelope(dtype, shape, position % _ALIGN_LARGE)
+    large = math.prod(shape) * dtype.itemsize >= _LARGE
+    return _made(dtype, shape, position % _ALIGN_LARGE) if large else _small(dtype, shape, position % _ALIGN_SMALL)
 
 
 @functools.lru_cache(4096)
-def _envelope(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envelope:
+def _small(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envelope:
+    return _made(dtype, shape, position)
+
+
+def _made(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envelope:
     nbytes = math.prod(shape) * dtype.itemsize
     prefix, members = _prefix(dtype, shape)
     header = _payload_header(nbytes, position + len(prefix))
@@ -158,4 +165,4 @@ class _EnvelopePickler(pickle.Pickler):
         return ("storage", obj.kind, "0", "cpu", obj.numel) if isinstance(obj, _StorageStub) else None
 
 
-__all__ = ["Envelope", "envelope", "row_major"]
+__all__ = ["ARCHIVE_ALIGN", "Envelope", "envelope", "row_major"]

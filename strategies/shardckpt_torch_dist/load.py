@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-
-from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import ShardedTensor
-from shardckpt.storage.memory import synchronize_devices
 from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
-from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
-from shardckpt_torch_dist.regions import Source, read_chunk, read_object
+from shardckpt_torch_dist.index_file import INDEX_FILE
+from shardckpt_torch_dist.load_plan import LoadPlan
+from shardckpt_torch_dist.regions import read_object
 from shardckpt_torch_dist.remove import leave_out
-from shardckpt_torch_dist.runs import Run, runs
-from shardckpt_torch_dist.stored import COMMON_FILE, Item, StoredIndex
+from shardckpt_torch_dist.stored import COMMON_FILE, StoredIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,21 +33,10 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Plan, and once every rank has a sound plan, read into the destinations."""
         index = read_index(context.reader)
-        planner = ShardedLoadPlanner(flatten_state_dict=False, allow_globals=context.allow_globals)
         with context.comm.phase("planning the load"):
-            _check_sizes(wanted, index, context.reader)
-            leaves = {str(number): shard for number, shard in enumerate(wanted)}
-            planner.set_up_planner(leaves, index.metadata(), context.comm.is_main)
-            plan = planner.create_local_plan()
+            plan = LoadPlan(wanted, index, context.reader, context.allow_globals)
         with context.comm.phase("reading shards"):
-            planner.finish_plan(plan)
-            synchronize_devices(s.data for s in wanted if isinstance(s, ShardedTensor) and s.data is not None)
-            ordered = sorted(plan.items, key=lambda item: _place(item, index))
-            context.reader.map(
-                lambda run: _read_run(run, planner, index, context.reader),
-                runs(planner.units(ordered), lambda item: _place(item, index)),
-                size=lambda run: 0 if run.small else run.span.length,  # small ones cost Python's time, not the disk's
-            )
+            plan.read()
         return [_value(shard) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
@@ -81,49 +65,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
     def owned_files(self, directory: Path) -> set[str]:
         """The files that any dialect writes."""
-        named = {METADATA_FILE, COMMON_FILE, MARKER_NAME, INTEGRITY_NAME}
+        named = {METADATA_FILE, INDEX_FILE, COMMON_FILE, MARKER_NAME, INTEGRITY_NAME}
         return {path.name for path in directory.iterdir() if path.name in named or path.suffix == ".distcp"}
-
-
-def _check_sizes(wanted: Sequence[ShardedBase], index: StoredIndex, reader: CheckpointReader) -> None:
-    """Whether the files have the bytes of the tensors that memory is to be allocated for."""
-    without_data = (shard.key for shard in wanted if isinstance(shard, ShardedTensor) and shard.data is None)
-    for key in dict.fromkeys(key for key in without_data if key in index.tensors):
-        for chunk in index.tensors[key].chunks.values():
-            file, offset, length = chunk.item
-            if offset < 0 or offset + length > reader.size(file):
-                raise CorruptCheckpointError(
-                    f"{key}: bytes {offset} to {offset + length} are outside {reader.directory / file} of "
-                    f"{reader.size(file)} bytes"
-                )
-
-
-def _read_run(run: Run, planner: ShardedLoadPlanner, index: StoredIndex, reader: CheckpointReader) -> None:
-    source = run.source(reader)
-    for item in run.items:
-        _read(item, planner, index, source)
-
-
-def _read(item: ReadItem, planner: ShardedLoadPlanner, index: StoredIndex, reader: Source) -> None:
-    key = item.storage_index.fqn
-    if item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(item, io.BytesIO(read_object(reader, index.objects[key], key)))
-        return
-    tensor = index.tensors[key]
-    chunk = tensor.chunks[tuple(item.storage_index.offset or ())]
-    target = planner.resolve_tensor(item)
-    read_chunk(reader, chunk, tuple(item.storage_offsets), target, tensor.dtype, key)
-    if target.device.type != "cpu":
-        synchronize_devices([target])  # this thread's stream is not the caller's
-    planner.commit_tensor(item, target)
-
-
-def _place(item: ReadItem, index: StoredIndex) -> Item:
-    """Where an item's archive is; places sort by file and offset, to read files from front to back."""
-    key = item.storage_index.fqn
-    if item.type == LoadItemType.BYTE_IO:
-        return index.objects[key]
-    return index.tensors[key].chunks[tuple(item.storage_index.offset or ())].item
 
 
 def _value(shard: ShardedBase) -> Any:

@@ -155,7 +155,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         shapes = {shard.key: tuple(self._stored[shard.key].size) for shard in self._tensors}
         check_shapes(self._tensors, shapes)
         for shard in self._tensors:
-            _check_cast(shard.key, self._stored[shard.key].properties.dtype, shard.dtype)
+            check_cast(shard.key, self._stored[shard.key].properties.dtype, shard.dtype)
 
     def _tensor_items(self, shard: ShardedTensor, finders: dict[str, BoxFinder]) -> Iterable[ReadItem]:
         if shard.key not in finders:
@@ -216,7 +216,8 @@ def _relative(inner: Box, outer: Box) -> torch.Size:
     return torch.Size(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
 
 
-def _check_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+def check_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+    """Raise :class:`ShardingError` if values as they are stored cannot be loaded as the wanted dtype."""
     if stored != wanted and not _casts(stored, wanted):
         raise ShardingError(f"{key!r} is stored as {stored}, which torch cannot turn into {wanted}: load it as that")
 
@@ -242,4 +243,4 @@ def _check_whole(key: str, wanted: Box, found: list[Box]) -> None:
         )
 
 
-__all__ = ["ShardedLoadPlanner"]
+__all__ = ["ShardedLoadPlanner", "check_cast"]

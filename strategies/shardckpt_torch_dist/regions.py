@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.memory import is_plain, tensor_bytes
+from shardckpt.storage import scatter
 from shardckpt_torch_dist.archive import Archive, StoredPayload
 from shardckpt_torch_dist.envelope import envelope, row_major
 
@@ -17,53 +17,15 @@ if TYPE_CHECKING:
 
     from shardckpt_torch_dist.stored import Chunk, Item
 
-#: Bytes that may be read at once into memory that is not the destination's.
-_PIECE = 16 << 20
 #: Items up to this size are read whole, in one call.
 SMALL_ITEM = 64 << 10
 
 
-class _Place(NamedTuple):
-    """Contiguous elements in a file."""
-
-    reader: Source
-    file: str
-    offset: int
-    dtype: torch.dtype
-    key: str
-
-
-class Source(Protocol):
+class Source(scatter.Source, Protocol):
     """What items are read from: a reader, or a run of a file that it has read ahead."""
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Bytes of a range."""
-
-    def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill memory from a range."""
-
-
-class ReadAhead:
-    """A run of a file, read at once for the small items in it."""
-
-    def __init__(self, reader: Source, span: Item) -> None:
-        self._reader = reader
-        self._file, self._offset, _ = span
-        try:
-            self._data = memoryview(reader.read_range(*span, "small items"))
-        except CorruptCheckpointError:  # each item by itself, then: the damaged one is named
-            self._data = memoryview(b"")
-
-    def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
-        """Bytes of a range, from the run where they lie in it."""
-        start = offset - self._offset
-        if name == self._file and start >= 0 and start + nbytes <= len(self._data):
-            return bytes(self._data[start : start + nbytes])
-        return self._reader.read_range(name, offset, nbytes, what)
-
-    def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill memory from a range."""
-        self._reader.read_into(name, offset, buffer, what)
 
 
 def read_chunk(
@@ -85,8 +47,7 @@ def read_chunk(
     if not target.numel():
         return
     if whole is not None or not stored.is_contiguous:
-        raw = whole or reader.read_range(item.file, item.offset, item.length, key)
-        flat = _tensor_in(raw, stored).reshape(-1)[chunk.first : chunk.first + chunk.box.volume]
+        flat = _tensor_in(reader, item, stored, whole, key).reshape(-1)[chunk.first : chunk.first + chunk.box.volume]
         box = flat.view(chunk.box.shape)
         if box.shape != target.shape:
             for axis, (first, length) in enumerate(zip(start, target.shape, strict=True)):
@@ -94,7 +55,8 @@ def read_chunk(
         target.copy_(box)
         return
     first_byte = item.offset + stored.offset + (stored.first + chunk.first) * dtype.itemsize
-    _read_box(_Place(reader, item.file, first_byte, dtype, key), chunk.box.shape, tuple(start), target)
+    array = scatter.StoredArray(item.file, first_byte, dtype, tuple(chunk.box.shape))
+    scatter.read_box(reader, array, tuple(start), target, key)
 
 
 def read_object(reader: Source, item: Item, key: str) -> bytes:
@@ -126,33 +88,15 @@ def _archive(reader: Source, item: Item, whole: bytes | None, key: str) -> Archi
     return Archive(read, item.length, f"{key}: {item.file} at {item.offset}")
 
 
-def _tensor_in(raw: bytes, stored: StoredPayload) -> torch.Tensor:
-    """The stored tensor as a view of the archive's bytes."""
-    payload = bytearray(raw[stored.offset : stored.offset + stored.nbytes])
+def _tensor_in(reader: Source, item: Item, stored: StoredPayload, whole: bytes | None, key: str) -> torch.Tensor:
+    """The stored tensor, with the strides that it was stored with."""
+    if whole is not None:
+        payload = bytearray(whole[stored.offset : stored.offset + stored.nbytes])
+    else:
+        payload = bytearray(stored.nbytes)
+        reader.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
     values = torch.frombuffer(payload, dtype=stored.dtype)
     return values.as_strided(stored.shape, stored.stride, stored.first)
 
 
-def _read_box(source: _Place, shape: tuple[int, ...], start: tuple[int, ...], target: torch.Tensor) -> None:
-    """Read a box of a row-major tensor of ``shape``; a box that spans too many bytes is halved first."""
-    steps = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    first = sum(index * step for index, step in zip(start, steps, strict=True))
-    count = 1 + sum((length - 1) * step for length, step in zip(target.shape, steps, strict=True))
-    offset = source.offset + first * source.dtype.itemsize
-    in_place = target.device.type == "cpu" and target.dtype == source.dtype and is_plain(target)
-    if in_place and target.is_contiguous() and count == target.numel():
-        source.reader.read_into(source.file, offset, tensor_bytes(target), source.key)
-        return
-    axis = next((axis for axis, length in enumerate(target.shape) if length > 1), None)
-    if axis is not None and count * source.dtype.itemsize > _PIECE:
-        half = target.shape[axis] // 2
-        second = (*start[:axis], start[axis] + half, *start[axis + 1 :])
-        _read_box(source, shape, start, target.narrow(axis, 0, half))
-        _read_box(source, shape, second, target.narrow(axis, half, target.shape[axis] - half))
-        return
-    buffer = torch.empty(count, dtype=source.dtype, device="cpu")
-    source.reader.read_into(source.file, offset, tensor_bytes(buffer), source.key)
-    target.copy_(buffer.as_strided(target.shape, steps))
-
-
-__all__ = ["SMALL_ITEM", "ReadAhead", "Source", "read_chunk", "read_object"]
+__all__ = ["SMALL_ITEM", "Source", "read_chunk", "read_object"]

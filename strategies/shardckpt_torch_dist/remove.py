@@ -1,8 +1,9 @@
-"""Leaving keys out of a stored checkpoint of any dialect: a new ``.metadata``, and the data files that it needs."""
+"""Leaving keys out of a stored checkpoint of any dialect: a new index, and the data files that it needs."""
 
 from __future__ import annotations
 
 import pickle
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.planning.table import Table, integers, spread
 from shardckpt.strategy import Removal
 from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
-from shardckpt_torch_dist.stored import COMMON_KEY, object_key
+from shardckpt_torch_dist.index_file import INDEX_FILE, dump
+from shardckpt_torch_dist.metadata_pickle import encode
+from shardckpt_torch_dist.stored import COMMON_KEY, Chunks, StoredIndex, object_key
 from shardckpt_torch_dist.torch_private import StorageInfo
 from shardckpt_torch_dist.unpickle import load_metadata
 
@@ -35,9 +39,52 @@ def leave_out(prefix: str, reader: CheckpointReader) -> Removal:
     """What changes in a checkpoint without the tensors and Megatron's objects whose keys begin with the prefix.
 
     Raises:
-        CorruptCheckpointError: ``.metadata`` is damaged, or is of no dialect that is known.
+        CorruptCheckpointError: the index is damaged, or is of no dialect that is known.
     """
-    read_index(reader)  # has every check of what is read below
+    index = read_index(reader)  # has every check of what is read below
+    record = reader.manifest.record
+    if record is not None and reader.has(INDEX_FILE):
+        return _of_ours(index, prefix, record.save_id)
+    return _of_others(prefix, reader)
+
+
+def _of_ours(index: StoredIndex, prefix: str, save_id: str) -> Removal:
+    keys = frozenset(key for key in (*index.keys, *index.objects) if key.startswith(prefix))
+    if not keys:
+        return Removal(keys, {}, frozenset())
+    kept = without(index, keys)
+    renewed = {METADATA_FILE: encode(kept, save_id), INDEX_FILE: dump(kept)}
+    return Removal(keys, renewed, frozenset(index.files).difference(kept.files))
+
+
+def without(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
+    """The same without some tensors and objects, and without files that hold nothing else."""
+    kept = [key not in keys for key in index.keys]
+    stays, counts = torch.tensor(kept, dtype=torch.bool, device="cpu"), index.bounds.diff()
+    rows = spread(stays, counts).nonzero().view(-1)
+    objects = {key: item for key, item in index.objects.items() if key not in keys}
+    numbers = set(index.chunks.file[rows].tolist())
+    needed = {item.file for item in objects.values()}.union(index.files[number] for number in numbers)
+    return StoredIndex(
+        list(compress(index.keys, kept)),
+        list(compress(index.dtypes, kept)),
+        list(compress(index.shapes, kept)),
+        torch.cat([index.bounds[:1], counts[stays].cumsum(0)]),
+        _rows(index.chunks, rows, stays.cumsum(0) - 1, [name in needed for name in index.files]),
+        [name for name in index.files if name in needed],
+        objects,
+    )
+
+
+def _rows(chunks: Chunks, rows: torch.Tensor, renumbered: torch.Tensor, needed: list[bool]) -> Chunks:
+    """Some of the chunks, with the new numbers of their tensors, and of their files among those that are needed."""
+    box, files = chunks.box.rows(rows), integers(list(accumulate(needed)))
+    box = Table(renumbered[box.whole], box.offset, box.extent)
+    others = (column[rows] for column in (chunks.start, chunks.length, chunks.first, chunks.volume))
+    return Chunks(box, files[chunks.file[rows]] - 1, *others)
+
+
+def _of_others(prefix: str, reader: CheckpointReader) -> Removal:
     source = f"{reader.directory}/{METADATA_FILE}"
     raw = load_metadata(reader.read(METADATA_FILE), source)
     try:
@@ -110,4 +157,4 @@ def _storage_meta(raw: Any) -> StorageMeta | None:
     )
 
 
-__all__ = ["leave_out"]
+__all__ = ["leave_out", "without"]

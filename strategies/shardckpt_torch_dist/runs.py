@@ -1,36 +1,49 @@
-"""Putting small items that follow each other in a file into runs, each of which is read at once."""
+"""Small items that follow each other in a file, put into runs, each of which is read at once."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import ctypes
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt_torch_dist.regions import SMALL_ITEM, ReadAhead, Source
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
+from shardckpt_torch_dist.envelope import envelope
+from shardckpt_torch_dist.regions import SMALL_ITEM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from types import TracebackType
 
-    from torch.distributed.checkpoint.planner import ReadItem
+    import torch
+    from typing_extensions import Self
 
+    from shardckpt.storage.reader import CheckpointReader, Take
+    from shardckpt.storage.spans import Elements
     from shardckpt_torch_dist.stored import Item
 
-#: Bytes of a run at most, and between two items of it.
-_RUN = 1 << 20
+#: Bytes between two items of a run at most.
 _GAP = 4 << 10
 
 
 class Run(NamedTuple):
-    """Items that are read one after the other by one thread; ``span`` is read ahead for them."""
+    """Items that are read one after the other by one thread.
 
-    items: list[ReadItem]
-    span: Item
+    Attributes:
+        items: They.
+        file: Where they are, if they are small.
+        start: Offset of the first one, in bytes, if they are small.
+        stop: Offset behind the last one, in bytes, if they are small.
+        small: Whether the whole is read ahead for them.
+    """
+
+    items: list[Any]
+    file: str
+    start: int
+    stop: int
     small: bool
 
-    def source(self, reader: Source) -> Source:
-        """What the items are read from."""
-        return ReadAhead(reader, self.span) if self.small and len(self.items) > 1 else reader
 
-
-def runs(units: Iterable[Sequence[ReadItem]], place: Callable[[ReadItem], Item]) -> list[Run]:
+def runs(units: Iterable[Sequence[Any]], place: Callable[[Any], Item]) -> list[Run]:
     """The units in their order, small ones that lie next to each other joined.
 
     Args:
@@ -38,23 +51,95 @@ def runs(units: Iterable[Sequence[ReadItem]], place: Callable[[ReadItem], Item])
         place: Where an item's archive is.
     """
     found: list[Run] = []
+    items: list[Any] = []
+    name, first, last = "", 0, 0
     for unit in units:
-        spot = place(unit[0])
-        small = len(unit) == 1 and spot.length <= SMALL_ITEM
-        last = found[-1] if found else None
-        if small and last is not None and last.small and _joins(last.span, spot):
-            last.items.append(unit[0])
-            end = max(last.span.offset + last.span.length, spot.offset + spot.length)
-            found[-1] = last._replace(span=spot._replace(offset=last.span.offset, length=end - last.span.offset))
-        else:
-            span = spot if len(unit) == 1 else spot._replace(length=sum(place(item).length for item in unit))
-            found.append(Run(list(unit), span, small))
+        file, start, length = place(unit[0])
+        if len(unit) > 1 or length > SMALL_ITEM:
+            found.append(Run(list(unit), file, start, start, small=False))
+            continue
+        if items and (file != name or not 0 <= start - last <= _GAP or start + length - first > BLOCK_BYTES):
+            found.append(Run(items, name, first, last, small=True))
+            items = []
+        if not items:
+            items, name, first = [], file, start
+        items.append(unit[0])
+        last = start + length
+    if items:
+        found.append(Run(items, name, first, last, small=True))
     return found
 
 
-def _joins(span: Item, spot: Item) -> bool:
-    gap = spot.offset - span.offset - span.length
-    return span.file == spot.file and gap <= _GAP and spot.offset + spot.length - span.offset <= _RUN
+class ReadAhead:
+    """A run in memory, read at once; a context manager. What does not lie in it is read as it is asked for.
+
+    Args:
+        reader: Reads the rest.
+        run: Of small items.
+    """
+
+    def __init__(self, reader: CheckpointReader, run: Run) -> None:
+        self._reader = reader
+        self._file, self._start = run.file, run.start
+        self._block = lease()
+        self._data = self._block.view[: run.stop - run.start]
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._block.memory))
+        try:
+            reader.read_into(run.file, run.start, self._data, "small items")
+        except CorruptCheckpointError:  # each item by itself, then: the damaged one is named
+            self._data = self._data[:0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        give_back(self._block)
+
+    def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
+        """Bytes of a range."""
+        place = offset - self._start
+        if name == self._file and 0 <= place <= len(self._data) - nbytes:
+            return bytes(self._data[place : place + nbytes])
+        return self._reader.read_range(name, offset, nbytes, what)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill memory from a range."""
+        self._reader.read_into(name, offset, buffer, what)
+
+    def read_pieces(
+        self,
+        name: str,
+        elements: Elements,
+        ranges: Iterable[tuple[int, int]],
+        take: Take,
+        what: str,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        """Read ranges piece by piece."""
+        self._reader.read_pieces(name, elements, ranges, take, what, pinned=pinned)
+
+    def copy(self, item: Item, shape: tuple[int, ...], target: torch.Tensor) -> bool:
+        """Fill a tensor with an archive's payload; False if that is not, byte for byte, one that we write.
+
+        Args:
+            item: The archive.
+            shape: Of the tensor in it, by what the index says.
+            target: Contiguous memory for it, of the stored dtype, on the CPU.
+        """
+        head, tail = envelope(target.dtype, shape, item.offset)
+        first = item.offset - self._start
+        payload = first + len(head)
+        end = first + item.length
+        nbytes = target.nbytes
+        if end > len(self._data) or payload + nbytes + len(tail) != end:
+            return False
+        if self._data[first:payload] != head or self._data[payload + nbytes : end] != tail:
+            return False
+        ctypes.memmove(target.data_ptr(), self._address + payload, nbytes)
+        return True
 
 
-__all__ = ["Run", "runs"]
+__all__ = ["ReadAhead", "Run", "runs"]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
+from shardckpt.planning.boxes import Box
+from shardckpt.planning.table import Boxes, integers
 
 if TYPE_CHECKING:
-    from shardckpt.planning.boxes import Box, Ints
+    import torch
+
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning.table import Table
 
 #: The object by which Megatron from 0.19 on stores the common state among the tensors.
 COMMON_KEY = "common_state/shard_0_1"
@@ -53,7 +50,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: its dtype, its true global shape, and the chunks that it is stored in."""
+    """A tensor: its dtype, its true global shape, and the chunks that it is stored in, by their offsets."""
 
     dtype: torch.dtype
     shape: Ints
@@ -61,33 +58,126 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """Chunks in columns of int64, a row a chunk; those of a tensor follow each other.
+
+    Attributes:
+        box: Their boxes; ``whole`` is the number of the tensor.
+        file: Number of the file that has the archive.
+        start: Where the archive begins in the file, in bytes.
+        length: Bytes of the archive.
+        first: Index of the box's first element in the archive's tensor.
+        volume: Elements of the archive's tensor.
+    """
+
+    box: Table
+    file: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
+    first: torch.Tensor
+    volume: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+@dataclass(frozen=True)
 class StoredIndex:
     """Everything that a checkpoint stores.
 
     Attributes:
-        tensors: By key.
+        keys: Of the tensors.
+        dtypes: Of every tensor.
+        shapes: Of every tensor, true and global.
+        bounds: int64 of shape (tensors + 1,): the chunks of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
+        chunks: Of all tensors.
+        files: Names of files.
         objects: Megatron's sharded objects, by unique key.
         common: The common state, where it is stored as an object.
         loose: Values that plain DCP stored one by one, by their path in the saved state dict.
     """
 
-    tensors: dict[str, StoredTensor]
-    objects: dict[str, Item]
+    keys: list[str]
+    dtypes: list[torch.dtype]
+    shapes: list[Ints]
+    bounds: torch.Tensor
+    chunks: Chunks
+    files: list[str]
+    objects: dict[str, Item] = field(default_factory=dict)
     common: Item | None = None
     loose: dict[tuple[Any, ...], Item] = field(default_factory=dict)
 
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of every tensor, by key."""
+        return {key: number for number, key in enumerate(self.keys)}
+
+    @cached_property
+    def _tensors(self) -> dict[int, StoredTensor]:
+        return {}
+
+    def rows(self, number: int) -> range:
+        """The rows of a tensor's chunks."""
+        return range(int(self.bounds[number]), int(self.bounds[number + 1]))
+
+    def tensor(self, number: int) -> StoredTensor:
+        """A tensor's chunks as objects, made once."""
+        if number not in self._tensors:
+            shape, rows = self.shapes[number], self.rows(number)
+            chunks = map(self.chunk, rows)
+            self._tensors[number] = StoredTensor(
+                self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
+            )
+        return self._tensors[number]
+
     def shards(self) -> list[ShardedBase]:
         """The tensors and objects as data-less descriptions of the whole."""
-        found: list[ShardedBase] = []
-        for key, tensor in self.tensors.items():
-            zeros, ones = (0,) * len(tensor.shape), (1,) * len(tensor.shape)
-            found.append(ShardedTensor(key, None, tensor.dtype, tensor.shape, tensor.shape, zeros, ones))
-        return found + [ShardedObject.empty_from_unique_key(key) for key in self.objects]
+        tensors = map(ShardedTensor.whole, self.keys, self.dtypes, self.shapes)
+        return [*tensors, *(ShardedObject.empty_from_unique_key(key) for key in self.objects)]
 
-    def metadata(self) -> Metadata:
-        """The same as DCP's Metadata, for planners; where bytes are is not in it."""
-        tensors: dict[str, Any] = {key: _dcp_tensor(tensor) for key, tensor in self.tensors.items()}
-        return Metadata(state_dict_metadata={**tensors, **{key: BytesStorageMetadata() for key in self.objects}})
+    def item(self, row: int) -> Item:
+        """Where a chunk's archive is."""
+        file, start, length = self._places[row]
+        return Item(self.files[file], start, length)
+
+    def chunk(self, row: int) -> Chunk:
+        """A chunk as an object."""
+        chunks, axes = self.chunks, len(self.shapes[self._whole[row]])
+        box = Box(tuple(chunks.box.offset[row, :axes].tolist()), tuple(chunks.box.extent[row, :axes].tolist()))
+        return Chunk(box, self.item(row), int(chunks.first[row]), int(chunks.volume[row]))
+
+    def key_of(self, row: int) -> str:
+        """The key of a chunk's tensor."""
+        return self.keys[self._whole[row]]
+
+    def dtype_of(self, row: int) -> torch.dtype:
+        """The dtype of a chunk's tensor."""
+        return self.dtypes[self._whole[row]]
+
+    @cached_property
+    def _whole(self) -> list[int]:
+        return self.chunks.box.whole.tolist()
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int]]:
+        chunks = self.chunks
+        return list(zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True))
+
+
+def columns_of(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, list[str]]:
+    """Tensors' bounds, their chunks in columns, and the names of files."""
+    boxes, files = Boxes(), dict[str, int]()
+    columns: list[list[int]] = [[], [], [], [], []]
+    bounds = [0]
+    for number, tensor in enumerate(tensors.values()):
+        for chunk in tensor.chunks.values():
+            boxes.add(number, *chunk.box)
+            file = files.setdefault(chunk.item.file, len(files))
+            row = (file, chunk.item.offset, chunk.item.length, chunk.first, chunk.volume)
+            for column, value in zip(columns, row, strict=True):
+                column.append(value)
+        bounds.append(bounds[-1] + len(tensor.chunks))
+    return integers(bounds), Chunks(boxes.table(), *map(integers, columns)), list(files)
 
 
 def object_key(key: str) -> str | None:
@@ -101,12 +191,14 @@ def object_key(key: str) -> str | None:
         return None
 
 
-def _dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(chunk.box.offset), torch.Size(chunk.box.shape))
-        for chunk in tensor.chunks.values()
-    ]
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
-
-
-__all__ = ["COMMON_FILE", "COMMON_KEY", "Chunk", "Item", "StoredIndex", "StoredTensor", "object_key"]
+__all__ = [
+    "COMMON_FILE",
+    "COMMON_KEY",
+    "Chunk",
+    "Chunks",
+    "Item",
+    "StoredIndex",
+    "StoredTensor",
+    "columns_of",
+    "object_key",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.manifest import FileRecord, Manifest, Record
-from shardckpt.storage.digest import ALGORITHM
+from shardckpt.storage.digest import preferred
 from shardckpt.storage.writer import CheckpointWriter
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def write(directory: Path, name: str, records: Sequence[Sequence[bytes]]) -> Fil
         return writer.finish(file)
 
 
-def manifest(*files: FileRecord, algorithm: str = ALGORITHM) -> Manifest:
+def manifest(*files: FileRecord, algorithm: str | None = None) -> Manifest:
     """A manifest that names the files."""
     record = Record(
         save_id="0",
@@ -32,7 +32,7 @@ def manifest(*files: FileRecord, algorithm: str = ALGORITHM) -> Manifest:
         reader="",
         writer={},
         world_size=1,
-        digest_algorithm=algorithm,
+        digest_algorithm=algorithm or preferred(),
         files=files,
     )
     return Manifest(backend="b", version=1, record=record)

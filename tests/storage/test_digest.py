@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import sys
 import zlib
+from array import array
 from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.digest import SEGMENT_BYTES, SMALL_RECORD, Segments, checksum, segment_record
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.storage.digest import CRC32, MAX_SEGMENT, XXH3, Segments, digest_function, preferred
 
-LENGTHS = st.lists(st.integers(1, SEGMENT_BYTES), max_size=30)
-DIGEST = st.integers(0, 2**32 - 1)
-TABLES = LENGTHS.flatmap(
-    lambda lengths: st.tuples(st.just(lengths), st.lists(DIGEST, min_size=len(lengths), max_size=len(lengths)))
+WIDTHS = {CRC32: 4, XXH3: 8}
+LENGTHS = st.lists(st.integers(1, MAX_SEGMENT), max_size=30)
+
+
+def digests(count: int, algorithm: str) -> st.SearchStrategy[list[int]]:
+    """As many digests as there are segments."""
+    return st.lists(st.integers(0, 256 ** WIDTHS[algorithm] - 1), min_size=count, max_size=count)
+
+
+TABLES = st.tuples(LENGTHS, st.sampled_from(sorted(WIDTHS))).flatmap(
+    lambda drawn: st.tuples(st.just(drawn[0]), digests(len(drawn[0]), drawn[1]), st.just(drawn[1]))
 )
+Table = tuple[list[int], list[int], str]
 
 
 @given(TABLES)
-def test_round_trip(table: tuple[list[int], list[int]]) -> None:
+def test_round_trip(table: Table) -> None:
     """A table is the same after pack and unpack, and its root is the SHA-256 of both columns, little-endian."""
     segments = Segments(*table)
-    found = Segments.unpack(segments.pack(), segments.root(), segments.size)
-    assert (list(found.lengths), list(found.digests)) == table
+    found = Segments.unpack(segments.pack(), segments.root(), segments.size, table[2])
+    assert (list(found.lengths), list(found.digests)) == table[:2]
     assert len(found) == len(table[0])
-    columns = b"".join(value.to_bytes(4, "little") for column in table for value in column)
+    columns = b"".join(value.to_bytes(4, "little") for value in table[0])
+    columns += b"".join(value.to_bytes(WIDTHS[table[2]], "little") for value in table[1])
     assert segments.root() == hashlib.sha256(columns).hexdigest()
 
 
 @given(TABLES, st.data())
-def test_segments_of_a_range(table: tuple[list[int], list[int]], data: st.DataObject) -> None:
+def test_segments_of_a_range(table: Table, data: st.DataObject) -> None:
     """A range gets exactly the segments that hold any byte of it, in order, with their bounds and digests."""
     segments = Segments(*table)
     start = data.draw(st.integers(0, segments.size))
@@ -41,23 +52,23 @@ def test_segments_of_a_range(table: tuple[list[int], list[int]], data: st.DataOb
     ends = list(accumulate(table[0]))
     expected = [
         (end - length, end, digest)
-        for end, length, digest in zip(ends, *table, strict=True)
+        for end, length, digest in zip(ends, *table[:2], strict=True)
         if start < stop and end - length < stop and start < end
     ]
     assert [found for found in segments.touching(start, stop) if start < stop] == expected
 
 
 @given(TABLES, st.integers(0), st.integers(0, 7))
-def test_every_flipped_bit_of_the_text_is_noticed(table: tuple[list[int], list[int]], place: int, bit: int) -> None:
+def test_every_flipped_bit_of_the_text_is_noticed(table: Table, place: int, bit: int) -> None:
     """A damaged table is refused, or is still the same table."""
     segments = Segments(*table)
     text = bytearray(segments.pack().encode())
     text[place % len(text)] ^= 1 << bit
     try:
-        found = Segments.unpack(text.decode("latin-1"), segments.root(), segments.size)
+        found = Segments.unpack(text.decode("latin-1"), segments.root(), segments.size, table[2])
     except CorruptCheckpointError:
         return
-    assert (list(found.lengths), list(found.digests)) == table
+    assert (list(found.lengths), list(found.digests)) == table[:2]
 
 
 def packed(raw: bytes) -> tuple[str, str]:
@@ -72,39 +83,60 @@ def packed(raw: bytes) -> tuple[str, str]:
         (b"\1\0\0\0" * 3, 1),  # columns of unequal length
         (b"\1\0\0", 1),  # not whole numbers
         (bytes(800_000_000 // 100), 10),  # a bomb: more segments than the file has bytes
-        ((SEGMENT_BYTES + 1).to_bytes(4, "little") * 2, SEGMENT_BYTES + 1),  # a segment that is too long to check
+        ((MAX_SEGMENT + 1).to_bytes(4, "little") * 2, MAX_SEGMENT + 1),  # a segment that is too long to check
     ],
 )
 def test_tables_for_another_file(raw: bytes, size: int) -> None:
     """A table that has its root and does not fit the file is refused, before more memory is taken than it needs."""
     with pytest.raises(CorruptCheckpointError, match="the table of digests is"):
-        Segments.unpack(*packed(raw), size)
+        Segments.unpack(*packed(raw), size, CRC32)
 
 
 def test_no_text() -> None:
     """What is neither base64 nor deflated is refused."""
     for text in ("§", "AAAA", "", "e\ud800"):
         with pytest.raises(CorruptCheckpointError, match="the table of digests is damaged"):
-            Segments.unpack(text, "00", 10)
+            Segments.unpack(text, "00", 10, CRC32)
 
 
-@given(st.lists(st.binary(max_size=200), max_size=6))
-def test_small_records_are_one_segment(parts: list[bytes]) -> None:
-    """A small record is one segment over all its parts, an empty one none."""
-    whole = b"".join(parts)
-    assert segment_record([memoryview(part) for part in parts]) == ([(len(whole), zlib.crc32(whole))] if whole else [])
+@given(LENGTHS)
+def test_tables_of_older_checkpoints(lengths: list[int]) -> None:
+    """A table whose CRCs are deflated with the lengths, as they once were, is read."""
+    crcs = [zlib.crc32(bytes([n])) for n in range(len(lengths))]
+    raw = b"".join(value.to_bytes(4, "little") for value in [*lengths, *crcs])
+    found = Segments.unpack(*packed(raw), sum(lengths), CRC32)
+    assert (list(found.lengths), list(found.digests)) == (lengths, crcs)
 
 
-def test_large_records_are_cut() -> None:
-    """A large record is cut at its parts, and each part at 4 MiB: together they are the record's bytes."""
-    head, body = b"h" * 100, bytes(range(256)) * (2 * SEGMENT_BYTES // 256 + 3)
-    found = segment_record([memoryview(head), memoryview(body)])
-    pieces = [head, *(body[start : start + SEGMENT_BYTES] for start in range(0, len(body), SEGMENT_BYTES))]
-    assert found == [(len(piece), zlib.crc32(piece)) for piece in pieces]
-    assert len(body) > SMALL_RECORD
+def test_digests_of_another_width() -> None:
+    """A table read as one of another algorithm is refused: its columns do not tile the file."""
+    table = Segments([5, 6, 7, 8], [1, 2, 3, 4], CRC32)
+    with pytest.raises(CorruptCheckpointError, match="the table of digests is"):
+        Segments.unpack(table.pack(), table.root(), table.size, XXH3)
 
 
-@given(st.binary(max_size=50), st.binary(max_size=50))
-def test_checksum_goes_on(first: bytes, second: bytes) -> None:
-    """The checksum of two pieces, one after the other, is that of the whole."""
-    assert checksum(second, checksum(first)) == checksum(first + second)
+def test_known_values() -> None:
+    """Digests are CRC-32 and XXH3-64 as everyone computes them, of bytes and of views."""
+    assert digest_function(CRC32)(b"123456789") == 0xCBF43926
+    xxhash = pytest.importorskip("xxhash")
+    assert preferred() == XXH3
+    assert digest_function(XXH3)(b"") == 0x2D06800538D394C2
+    data = array("f", range(1000))
+    assert digest_function(XXH3)(memoryview(data)) == xxhash.xxh3_64(data.tobytes()).intdigest()
+
+
+def test_without_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where xxhash cannot be imported CRC-32 is preferred, and XXH3 is an error that says what to install."""
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert preferred() == CRC32
+    with pytest.raises(CheckpointingException, match=r"pip install 'shardckpt\[xxhash\]'.* SHARDCKPT_VERIFY_READS=0"):
+        digest_function(XXH3)
+    table = Segments([3], [1 << 63], XXH3)
+    assert list(Segments.unpack(table.pack(), table.root(), 3, XXH3).digests) == [1 << 63]
+
+
+def test_unknown_algorithms() -> None:
+    """An algorithm of a newer release is refused with the way out."""
+    for call in (digest_function, lambda name: Segments([], [], name), lambda name: Segments.unpack("", "", 0, name)):
+        with pytest.raises(CorruptCheckpointError, match=r"digests are 'blake9'.*SHARDCKPT_VERIFY_READS=0"):
+            call("blake9")

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import threading
-import zlib
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
-from shardckpt.storage.digest import Segments
-from shardckpt.storage.writer import WORTH_A_THREAD, CheckpointWriter
+from shardckpt.storage.digest import Segments, digest_function, preferred
+from shardckpt.storage.stream import LARGE_PART
+from shardckpt.storage.writer import CheckpointWriter
 from tests.storage.files import write
 
 THREADS = ("1", "4")
-LARGE = WORTH_A_THREAD
+LARGE = LARGE_PART
+DIGEST = digest_function(preferred())
 
 
 @pytest.fixture(params=THREADS, autouse=True)
@@ -31,7 +33,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def segments_of(text: str, root: str, size: int) -> list[tuple[int, int]]:
     """(length, digest) of a record's table."""
-    table = Segments.unpack(text, root, size)
+    table = Segments.unpack(text, root, size, preferred())
     return list(zip(table.lengths, table.digests, strict=True))
 
 
@@ -44,7 +46,7 @@ def test_records_in_order(tmp_path_factory: pytest.TempPathFactory, records: lis
     whole = [b"".join(parts) for parts in records]
     assert (directory / "data").read_bytes() == b"".join(whole)
     assert (found.name, found.rank, found.keys, found.size) == ("data", 3, len(records), len(b"".join(whole)))
-    expected = [(len(record), zlib.crc32(record)) for record in whole if record]
+    expected = [(len(record), DIGEST(record)) for record in whole if record]
     assert segments_of(found.segments, found.digest, found.size) == expected
 
 
@@ -56,7 +58,7 @@ def test_large_and_small_records(tmp_path: Path) -> None:
     assert (tmp_path / "data").read_bytes() == content
     position = 0
     for length, digest in segments_of(found.segments, found.digest, found.size):
-        assert digest == zlib.crc32(content[position : position + length])
+        assert digest == DIGEST(content[position : position + length])
         position += length
     assert position == len(content)
 
@@ -73,12 +75,12 @@ def test_digest_is_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "pwritev", lying)
     found = write(tmp_path, "data", [[b"truth"]])
     assert (tmp_path / "data").read_bytes() == bytes(5)
-    assert segments_of(found.segments, found.digest, found.size) == [(5, zlib.crc32(b"truth"))]
+    assert segments_of(found.segments, found.digest, found.size) == [(5, DIGEST(b"truth"))]
 
 
 @pytest.mark.parametrize("nbytes", [10, LARGE])
 def test_error_in_a_producer(tmp_path: Path, nbytes: int) -> None:
-    """What a producer raises is raised when the file is finished; the file is none of the checkpoint's."""
+    """What a producer raises is raised by append and by finish; the file is none of the checkpoint's."""
 
     def produce() -> list[memoryview]:
         raise RuntimeError("the device is lost")
@@ -86,9 +88,9 @@ def test_error_in_a_producer(tmp_path: Path, nbytes: int) -> None:
     with CheckpointWriter(tmp_path, 0) as writer:
         file = writer.create("data")
         file.append(10, lambda: [memoryview(bytes(10))])
-        file.append(nbytes, produce)
-        with pytest.raises(RuntimeError, match="the device is lost"):
-            writer.finish(file)
+        for call in (lambda: file.append(nbytes, produce), lambda: writer.finish(file)):
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                call()
         assert writer.files == []
 
 
@@ -96,10 +98,8 @@ def test_error_in_a_producer(tmp_path: Path, nbytes: int) -> None:
 def test_nothing_is_written_after_a_failure(tmp_path: Path, nbytes: int) -> None:
     """Once a record has failed, the next one is refused with its error, and never asked for its bytes."""
     asked: list[int] = []
-    failed = threading.Event()
 
     def fail() -> list[memoryview]:
-        failed.set()
         raise RuntimeError("the device is lost")
 
     def give() -> list[memoryview]:
@@ -108,12 +108,12 @@ def test_nothing_is_written_after_a_failure(tmp_path: Path, nbytes: int) -> None
 
     with CheckpointWriter(tmp_path, 0) as writer:
         file = writer.create("data")
-        file.append(nbytes, fail)
-        assert failed.wait(5)
-        while not all(task.done() for task in file._tasks):
-            threading.Event().wait(0.01)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            file.append(nbytes, fail)
         with pytest.raises(RuntimeError, match="the device is lost"):
             file.append(10, give)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            file.append_small([b"x"])
     assert asked == []
 
 
@@ -124,8 +124,9 @@ def test_record_of_another_size(tmp_path: Path, nbytes: int) -> None:
         with CheckpointWriter(tmp_path, 0) as writer:
             file = writer.create(f"data{given_bytes}")
             file.append(5, lambda: [memoryview(bytes(5))])
-            file.append(nbytes, lambda count=given_bytes: [memoryview(bytes(count))])
             text = f"data{given_bytes}: a record at offset 5 was announced with {nbytes} bytes, has {given_bytes}"
+            with pytest.raises(StorageError, match=text):
+                file.append(nbytes, lambda count=given_bytes: [memoryview(bytes(count))])
             with pytest.raises(StorageError, match=text):
                 writer.finish(file)
 
@@ -140,7 +141,7 @@ def test_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     with CheckpointWriter(tmp_path, 0) as writer:
         file = writer.create("data")
         monkeypatch.setattr(os, call, failing)
-        file.append(LARGE, lambda: [memoryview(bytes(LARGE))])
+        file.append(LARGE, lambda: [memoryview(bytes(LARGE))], what="'layer'")
         with pytest.raises(StorageError, match=rf"{tmp_path / 'data'}: Input/output error \(EIO\)"):
             writer.finish(file)
         assert writer.files == []
@@ -207,21 +208,67 @@ def test_sha256_while_written(tmp_path: Path) -> None:
     assert hashes["small"] == hashlib.sha256(b"abc").hexdigest()
 
 
-def test_sha256_takes_one_record_after_the_other(tmp_path: Path) -> None:
-    """A record is asked for when all before it are written: a file's copies from a device never pile up."""
-    sizes = [LARGE, 20, LARGE, 30, 40, LARGE]
-    found: list[tuple[int, int]] = []
+class Copy(bytearray):
+    """What a producer has copied from a device: memory of which one can see that it is gone."""
 
-    def produce(number: int) -> list[memoryview]:
-        found.append((number, (tmp_path / "data").stat().st_size))
-        return [memoryview(bytes([number]) * sizes[number])]
 
-    with CheckpointWriter(tmp_path, 0, sha256=True) as writer:
-        file = writer.create("data")
-        for number, size in enumerate(sizes):
-            file.append(size, lambda number=number: produce(number))
-        writer.finish(file)
-    assert found == [(number, sum(sizes[:number])) for number in range(len(sizes))]
+@pytest.mark.parametrize("sha256", [False, True])
+@pytest.mark.parametrize("size", [LARGE, 5 * LARGE + 3])
+def test_few_records_exist_at_a_time(tmp_path: Path, threads: str, size: int, sha256: bool) -> None:
+    """However many records are appended to however many files, copies of one more than the threads exist at a time."""
+    lock, living, most = threading.Lock(), [0], [0]
+
+    def gone() -> None:
+        with lock:
+            living[0] -= 1
+
+    def produce() -> list[memoryview]:
+        copy = Copy(size)
+        weakref.finalize(copy, gone)
+        with lock:
+            living[0] += 1
+            most[0] = max(most[0], living[0])
+        return [memoryview(copy)]
+
+    with CheckpointWriter(tmp_path, 0, sha256=sha256) as writer:
+        files = [writer.create(name) for name in ("a", "b", "c")]
+        for _ in range(5):
+            for file in files:
+                file.append(size, produce)
+        assert [writer.finish(file).size for file in files] == [5 * size] * 3
+    assert living == [0]
+    assert 1 <= most[0] <= int(threads) + 1
+
+
+def test_ready_parts(tmp_path: Path) -> None:
+    """append_small writes what append writes, of any size, and says the same."""
+    records = [[b"head", bytes([n]) * size, b"tail"] for n, size in enumerate((0, 3, 5000, 70_000, LARGE + 1, 1))]
+    expected = write(tmp_path, "one", records)
+    for sha256 in (False, True):
+        name = f"other{sha256}"
+        with CheckpointWriter(tmp_path, 3, sha256=sha256) as writer:
+            file = writer.create(name)
+            places = [file.append_small([parts[0], memoryview(parts[1]), parts[2]]) for parts in records]
+            found = writer.finish(file)
+        assert (tmp_path / name).read_bytes() == (tmp_path / "one").read_bytes()
+        assert places == [sum(len(b"".join(parts)) for parts in records[:n]) for n in range(len(records))]
+        assert (found.size, found.keys) == (expected.size, expected.keys)
+        content = (tmp_path / name).read_bytes()
+        position = 0
+        for length, digest in segments_of(found.segments, found.digest, found.size):
+            assert DIGEST(content[position : position + length]) == digest
+            position += length
+
+
+@pytest.mark.parametrize("algorithm", ["crc32", "xxh3_64"])
+def test_the_algorithm_that_is_asked_for(tmp_path: Path, algorithm: str) -> None:
+    """Digests are of the algorithm that all ranks agreed on, whatever this one prefers."""
+    if algorithm != "crc32":
+        pytest.importorskip("xxhash")
+    with CheckpointWriter(tmp_path, 0, algorithm=algorithm) as writer:
+        found = writer.write("data", b"abc")
+    table = Segments.unpack(found.segments, found.digest, 3, algorithm)
+    assert list(table.digests) == [digest_function(algorithm)(b"abc")]
 
 
 @pytest.mark.parametrize("nbytes", [10, LARGE])
@@ -235,7 +282,7 @@ def test_no_sha256_of_a_file_that_failed(tmp_path: Path, nbytes: int) -> None:
     with CheckpointWriter(tmp_path, 0, sha256=True) as writer:
         file = writer.create("data")
         file.append(LARGE, lambda: [memoryview(bytes(LARGE))])
-        file.append(nbytes, fail)
+        file.append(nbytes, fail)  # in the thread that hashes
         with pytest.raises(RuntimeError, match="the device is lost"):
             writer.finish(file)
         writer.create("left").append(LARGE, lambda: [memoryview(bytes(LARGE))])

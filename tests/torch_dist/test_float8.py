@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor
-from shardckpt_torch_dist import regions
+from shardckpt.storage import reader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ def test_resharded_bit_for_bit(ranks: RankPool, tmp_path: Path, saved_by: int) -
 @pytest.mark.parametrize("name", NAMES)
 def test_slices_of_large_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A box of a tensor that is read in many small pieces has the stored bits."""
-    monkeypatch.setattr(regions, "_PIECE", 4 << 10)
+    monkeypatch.setattr(reader, "_READ_BYTES", 4 << 10)
     bits = torch.arange(400 * 300).to(torch.uint8).reshape(400, 300)
     dtype = getattr(torch, name)
     dc.save({"w": ShardedTensor.from_rank_offsets("w", bits.view(dtype))}, tmp_path / "c")

@@ -14,7 +14,6 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import reader as reader_module
-from shardckpt_torch_dist import regions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +49,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_box_in_small_pieces(stored: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
     """A box of any place and size, cast or not, is read right, however small the pieces that it is read in."""
-    monkeypatch.setattr(regions, "_PIECE", 8 << 10)
+    monkeypatch.setattr(reader_module, "_READ_BYTES", 8 << 10)
     start = tuple(data.draw(st.integers(0, size - 1)) for size in FULL.shape)
     shape = tuple(data.draw(st.integers(1, size - low)) for size, low in zip(FULL.shape, start, strict=True))
     dtype = data.draw(st.sampled_from([torch.int64, torch.float32]))

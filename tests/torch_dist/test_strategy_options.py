@@ -105,7 +105,7 @@ def _cached_saves(folder: str) -> list[tuple[int, int]]:
         if grown and dist.get_rank() == 1:
             state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((3,), float(step)))
         dc.save(state, f"{folder}/{step}", strategy)
-        counts.append((strategy.plans.gathered, strategy.plans.reused))
+        counts.append((strategy.plans.made, strategy.plans.reused))
         keys = set(dc.load_sharded_metadata(f"{folder}/{step}"))
         assert ("more" in keys) == grown
         _check(f"{folder}/{step}", state)
@@ -157,7 +157,7 @@ def _cached_in_the_background(folder: str) -> tuple[int, int]:
             queue.schedule_async_request(request)  # type: ignore[arg-type]
     for step in range(4):
         _check(f"{folder}/{step}", _state(first=10.0 * step))
-    return strategy.plans.gathered, strategy.plans.reused
+    return strategy.plans.made, strategy.plans.reused
 
 
 def test_a_cached_plan_serves_background_saves(ranks: RankPool, tmp_path: Path) -> None:

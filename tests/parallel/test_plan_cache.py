@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardckpt.comm import Comm
-from shardckpt.parallel.deal_cache import DealCache
+from shardckpt.parallel.plan_cache import PlanCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ class _Deals:
 
 def _deal(shares: list[list[Any]], enabled: bool) -> tuple[list[Any], list[int]]:
     comm = Comm()
-    cache: DealCache[list[Any]] = DealCache(enabled=enabled)
+    cache: PlanCache[list[Any]] = PlanCache(enabled=enabled)
     deals, got, counts = _Deals(comm), [], []
     for everyones in shares:
         got.append(cache.get(everyones[comm.rank], comm, deals.of(everyones[comm.rank])))
@@ -50,7 +50,7 @@ def test_a_change_on_one_rank_is_a_new_deal_on_all(ranks: RankPool) -> None:
 
 def _deal_that_fails_once() -> list[Any]:
     comm = Comm()
-    cache: DealCache[list[Any]] = DealCache(enabled=True)
+    cache: PlanCache[list[Any]] = PlanCache(enabled=True)
     cache.get("old", comm, _Deals(comm).of("old"))
 
     def failing() -> list[Any]:
@@ -71,7 +71,7 @@ def test_a_deal_that_fails_is_forgotten_everywhere(ranks: RankPool) -> None:
 
 
 def _deal_in_other_groups() -> list[list[int]]:
-    cache: DealCache[list[int]] = DealCache(enabled=True)
+    cache: PlanCache[list[int]] = PlanCache(enabled=True)
     rank, found = dist.get_rank(), []
     for pairs in ([[0, 1], [2, 3]], [[0, 3], [1, 2]]):
         groups = [dist.new_group(pair) for pair in pairs]

@@ -1,0 +1,96 @@
+"""Which stored boxes wanted ones share elements with: joined by arithmetic on columns, exact matches first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.planning.table import Table, distinct, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Pairs of boxes that are looked at together.
+_PAIRS = 1 << 20
+
+
+class Overlaps(NamedTuple):
+    """Regions that a wanted and a stored box share, in columns.
+
+    Attributes:
+        wanted: int64 of shape (n,): rows of the wanted boxes.
+        stored: int64 of shape (n,): rows of the stored boxes.
+        offset: int64 of shape (n, axes): of the common regions, global.
+        extent: int64 of shape (n, axes): of the common regions.
+    """
+
+    wanted: torch.Tensor
+    stored: torch.Tensor
+    offset: torch.Tensor
+    extent: torch.Tensor
+
+
+def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
+    """Every region that a wanted box shares with a stored one.
+
+    Args:
+        wanted: Boxes of the wholes that ``stored`` numbers.
+        stored: Boxes that do not overlap each other, by ascending number of their whole.
+        bounds: Rows ``bounds[n]`` to ``bounds[n + 1]`` of ``stored`` are those of whole ``n``.
+    """
+    axes = max(wanted.offset.shape[1], stored.offset.shape[1])
+    wanted, stored = wanted.widened(axes), stored.widened(axes)
+    rows = rows_of(distinct(wanted.whole), bounds)
+    match = _exact(wanted, stored.rows(rows))
+    found = match >= 0
+    left = (~found).nonzero().view(-1)
+    number = found.nonzero().view(-1)
+    parts = [Overlaps(number, rows[match[number]], wanted.offset[number], wanted.extent[number])]
+    parts += _joined(wanted, left, stored, bounds)
+    return Overlaps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def rows_of(wholes: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """The rows of some wholes, one after the other."""
+    first, counts = bounds[wholes], bounds[wholes + 1] - bounds[wholes]
+    return _ranges(first, counts)
+
+
+def _exact(wanted: Table, stored: Table) -> torch.Tensor:
+    """The row of the stored box that equals each wanted one; -1 for none."""
+    if not len(stored.whole):
+        return torch.full_like(wanted.whole, -1)
+    hashes, order = stored.hashes().sort()
+    place = torch.searchsorted(hashes, wanted.hashes()).clamp(max=len(hashes) - 1)
+    row = order[place]
+    same = (stored.whole[row] == wanted.whole) & (stored.offset[row] == wanted.offset).all(1)
+    return torch.where(same & (stored.extent[row] == wanted.extent).all(1), row, -1)
+
+
+def _joined(wanted: Table, rows: torch.Tensor, stored: Table, bounds: torch.Tensor) -> Iterator[Overlaps]:
+    """The overlaps of some wanted boxes with all stored ones of their wholes."""
+    counts = bounds[wanted.whole[rows] + 1] - bounds[wanted.whole[rows]]
+    ends = counts.cumsum(0)
+    start = 0
+    while start < len(rows):
+        before = int(ends[start] - counts[start])
+        stop = max(start + 1, int(torch.searchsorted(ends, before + _PAIRS, right=True)))
+        some = slice(start, stop)
+        one = spread(rows[some], counts[some])
+        other = _ranges(bounds[wanted.whole[rows[some]]], counts[some])
+        low = torch.maximum(wanted.offset[one], stored.offset[other])
+        high = torch.minimum(wanted.offset[one] + wanted.extent[one], stored.offset[other] + stored.extent[other])
+        hit = (low < high).all(1)
+        yield Overlaps(one[hit], other[hit], low[hit], (high - low)[hit])
+        start = stop
+
+
+def _ranges(first: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """``first[i]``, ``first[i] + 1``, ... up to ``counts[i]`` values, for every ``i`` in turn."""
+    begins = counts.cumsum(0) - counts
+    total = int(counts.sum())
+    return torch.arange(total, device="cpu") + spread(first - begins, counts)
+
+
+__all__ = ["Overlaps", "overlaps", "rows_of"]

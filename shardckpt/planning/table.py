@@ -1,0 +1,228 @@
+"""Boxes of many tensors in columns: one row a box, so that a million of them are compared and checked by arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.planning.boxes import Ints
+
+#: Of a prime field whose products fit into an int64.
+_PRIME = (1 << 31) - 1
+#: Sums that are compared; one alone errs once in 2^31 / axes.
+LANES = 2
+_MIX = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))
+_STEP = -0x61C8864680B583EB
+
+
+class Whole(NamedTuple):
+    """What a box is a part of: all that its holders must agree on."""
+
+    kind: str
+    key: str
+    dtype: str
+    shape: Ints
+
+
+@dataclass
+class Boxes:
+    """Rows that are being collected."""
+
+    whole: list[int] = field(default_factory=list)
+    offsets: list[Ints] = field(default_factory=list)
+    extents: list[Ints] = field(default_factory=list)
+
+    def add(self, whole: int, offset: Ints, extent: Ints) -> None:
+        """A box of the whole with that number."""
+        self.whole.append(whole)
+        self.offsets.append(offset)
+        self.extents.append(extent)
+
+    def table(self) -> Table:
+        """The rows as columns."""
+        axes = max(map(len, self.offsets), default=0)
+        return Table(integers(self.whole), matrix(self.offsets, axes, 0), matrix(self.extents, axes, 1))
+
+
+class Table(NamedTuple):
+    """Boxes in columns.
+
+    Attributes:
+        whole: int64 of shape (n,): numbers of what the boxes are parts of.
+        offset: int64 of shape (n, axes): their offsets; 0 along axes that a whole does not have.
+        extent: int64 of shape (n, axes): their extents; 1 along those.
+    """
+
+    whole: torch.Tensor
+    offset: torch.Tensor
+    extent: torch.Tensor
+
+    def volume(self) -> torch.Tensor:
+        """Elements of every box."""
+        return self.extent.prod(1)
+
+    def rows(self, which: torch.Tensor) -> Table:
+        """Some of the rows."""
+        return Table(self.whole[which], self.offset[which], self.extent[which])
+
+    def widened(self, axes: int) -> Table:
+        """The same boxes with at least so many axes."""
+        return Table(self.whole, _widened(self.offset, axes, 0), _widened(self.extent, axes, 1))
+
+    def hashes(self) -> torch.Tensor:
+        """A number a row, equal where rows are: for sorting and matching, not for trust."""
+        found = _mixed(self.whole)
+        for axis in range(self.offset.shape[1]):
+            found = _mixed(found + _mixed(self.offset[:, axis]) * 3 + _mixed(self.extent[:, axis] + axis))
+        return found
+
+
+def joined(tables: list[Table]) -> Table:
+    """The rows of all tables, with as many axes as the widest has."""
+    axes = max((table.offset.shape[1] for table in tables), default=0)
+    wide = [table.widened(axes) for table in tables]
+    return Table(
+        torch.cat([table.whole for table in wide]),
+        torch.cat([table.offset for table in wide]),
+        torch.cat([table.extent for table in wide]),
+    )
+
+
+def integers(values: list[int]) -> torch.Tensor:
+    """A column of the values."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64) if values else _empty(0)
+
+
+def distinct(column: torch.Tensor) -> torch.Tensor:
+    """The values of a column, ascending, each once."""
+    return column.unique()  # type: ignore[no-untyped-call,no-any-return]
+
+
+def spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Every value as often as its count says; ``repeat_interleave`` wakes torch's threads for a handful already."""
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    return values[torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)]
+
+
+def matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
+    """Rows of at most ``axes`` values as a matrix, shorter ones filled up."""
+    if not rows or not axes:
+        return _empty(len(rows), axes)
+    if min(map(len, rows)) != axes:
+        fillers = [(filler,) * (axes - count) for count in range(axes + 1)]
+        rows = [(*row, *fillers[len(row)]) for row in rows]
+    return torch.frombuffer(array("q", chain.from_iterable(rows)), dtype=torch.int64).view(-1, axes)
+
+
+def weigh(wholes: list[Whole]) -> torch.Tensor:
+    """A random element of the field for every whole and lane, the same on every rank: int64 of shape (n, lanes)."""
+    digests = [hashlib.blake2b(repr(whole).encode(), digest_size=8).digest() for whole in wholes]
+    if not digests:
+        return _empty(0, LANES)
+    words = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, LANES)
+    return 1 + (words.to(torch.int64) & _PRIME) % (_PRIME - 1)
+
+
+def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
+    """Sums that are those of :func:`expected` if, but for odds of 1 in 10^16, the boxes fill their wholes exactly.
+
+    A box is the product over its axes of (end - start). With every coordinate replaced by a random element of a prime
+    field, the products of boxes add up to that of the whole only where all inner faces cancel: nothing is missing,
+    nothing twice (Schwartz-Zippel). Sums of ranks add up as those of rows do, so that no rank needs another's boxes.
+
+    Args:
+        table: Boxes.
+        weights: Of their wholes, by :func:`weigh`.
+    """
+    return [
+        int((_products(table, lane) * weights[:, lane][table.whole] % _PRIME).sum()) % _PRIME for lane in range(LANES)
+    ]
+
+
+def misfits(table: Table, shapes: list[Ints]) -> list[int]:
+    """Numbers of the wholes, of these shapes, that their boxes do not fill exactly."""
+    wholes = _filled(shapes)
+    wrong = torch.zeros(len(shapes), dtype=torch.bool, device="cpu")
+    for lane in range(LANES):
+        sums = torch.zeros(len(shapes), dtype=torch.int64, device="cpu")
+        sums.index_add_(0, table.whole, _products(table, lane))
+        wrong |= sums % _PRIME != _products(wholes, lane)
+    return wrong.nonzero().view(-1).tolist()
+
+
+def expected(wholes: list[Whole], weights: torch.Tensor) -> list[int]:
+    """The :func:`fingerprint` of boxes that fill all wholes."""
+    return fingerprint(_filled([whole.shape for whole in wholes]), weights)
+
+
+def same(found: list[int], wanted: list[int]) -> bool:
+    """Whether sums of fingerprints are equal in their field."""
+    return all((one - other) % _PRIME == 0 for one, other in zip(found, wanted, strict=True))
+
+
+def _widened(column: torch.Tensor, axes: int, filler: int) -> torch.Tensor:
+    more = axes - column.shape[1]
+    return torch.cat([column, column.new_full((len(column), more), filler)], 1) if more > 0 else column
+
+
+def _filled(shapes: list[Ints]) -> Table:
+    """One box for every whole."""
+    boxes = Boxes()
+    for number, shape in enumerate(shapes):
+        boxes.add(number, (0,) * len(shape), shape)
+    return boxes.table()
+
+
+def _products(table: Table, lane: int) -> torch.Tensor:
+    """The product of every box in the field; an axis of offset 0 and extent 1 counts as 1, as one that is not there."""
+    found = torch.ones_like(table.whole)
+    ends = torch.arange(2, device="cpu")
+    for axis in range(table.offset.shape[1]):
+        salt = lane * 1000 + axis
+        start, end = _element(ends, salt).tolist()
+        scale = pow(end - start, -1, _PRIME)
+        low, high = table.offset[:, axis], table.offset[:, axis] + table.extent[:, axis]
+        face = (_element(high, salt) - _element(low, salt)) % _PRIME
+        found = found * (face * scale % _PRIME) % _PRIME
+    return found
+
+
+def _element(values: torch.Tensor, salt: int) -> torch.Tensor:
+    """A random element of the field for every value."""
+    return (_mixed(values + (salt << 40)) & ((1 << 62) - 1)) % _PRIME
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """The finalizer of splitmix64 (https://prng.di.unimi.it/splitmix64.c), in wrapping int64."""
+    found = values * _STEP + _STEP
+    for shift, factor in _MIX:
+        found = (found ^ ((found >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return found
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="cpu")
+
+
+__all__ = [
+    "LANES",
+    "Boxes",
+    "Table",
+    "Whole",
+    "expected",
+    "fingerprint",
+    "integers",
+    "joined",
+    "matrix",
+    "misfits",
+    "same",
+]

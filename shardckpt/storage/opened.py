@@ -1,0 +1,131 @@
+"""The files of a checkpoint that are open for reading, few at a time however many there are."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.manifest import RECORD_NAME
+from shardckpt.storage.digest import Segments
+from shardckpt.storage.filesystem import close_file, open_existing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from shardckpt.manifest import FileRecord
+
+#: Files that a reader keeps open; more are opened again when they are read again.
+OPEN_FILES = 64
+
+
+class OpenFile:
+    """A file open for reading.
+
+    Args:
+        path: The file.
+        record: What was written, if that is known.
+        algorithm: Of its digests, if they are to be checked.
+    """
+
+    def __init__(self, path: Path, record: FileRecord | None, algorithm: str | None) -> None:
+        self.path = path
+        self.fd, self.size = open_existing(path)
+        self.is_open = True
+        self.users = 0
+        self._record = record
+        self._algorithm = algorithm
+        self._segments: Segments | None = None
+        if record is not None and self.size != record.size:
+            self.close()
+            raise CorruptCheckpointError(
+                f"{path}: it has {self.size} bytes, {record.size} were written; if another library has saved into this "
+                f"directory since, its checkpoint is read when {RECORD_NAME} is removed"
+            )
+
+    @property
+    def segments(self) -> Segments | None:
+        """Its table of digests, unpacked when it is first asked for; None if they are not checked."""
+        if self._segments is None and self._record is not None and self._algorithm is not None:
+            record = self._record
+            try:
+                self._segments = Segments.unpack(record.segments, record.digest, record.size, self._algorithm)
+            except CorruptCheckpointError as exc:
+                raise CorruptCheckpointError(f"{self.path}: {exc}") from exc
+        return self._segments
+
+    def open(self) -> None:
+        """Open it again."""
+        if self.is_open:
+            return
+        self.fd, size = open_existing(self.path)
+        self.is_open = True
+        if size != self.size:
+            raise CorruptCheckpointError(
+                f"{self.path}: it had {self.size} bytes and has {size}: something writes to it"
+            )
+
+    def close(self) -> None:
+        """Close it, for now or for good."""
+        if self.is_open:
+            self.is_open = False
+            close_file(self.fd)
+
+
+class OpenFiles:
+    """Files by name, those not used for longest closed where too many are open; for several threads.
+
+    Args:
+        open_one: Opens a file by its name.
+    """
+
+    def __init__(self, open_one: Callable[[str], OpenFile]) -> None:
+        self._open_one = open_one
+        self._lock = threading.Lock()
+        self._files: dict[str, OpenFile] = {}
+        #: Those that are open, the last used one last.
+        self._open: dict[str, OpenFile] = {}
+
+    def get(self, name: str) -> OpenFile:
+        """The file, opened when it is first asked for."""
+        with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = self._open_one(name)
+                self._used(file)
+            return file
+
+    @contextmanager
+    def in_use(self, file: OpenFile) -> Iterator[None]:
+        """Keep a file open as long as it is read."""
+        with self._lock:
+            file.open()
+            file.users += 1
+            self._used(file)
+        try:
+            yield
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+            self._open.clear()
+
+    def _used(self, file: OpenFile) -> None:
+        self._open.pop(file.path.name, None)
+        self._open[file.path.name] = file
+        if len(self._open) > OPEN_FILES:
+            for name, idle in list(self._open.items())[:-OPEN_FILES]:
+                if not idle.users:
+                    idle.close()
+                    del self._open[name]
+
+
+__all__ = ["OPEN_FILES", "OpenFile", "OpenFiles"]

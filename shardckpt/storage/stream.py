@@ -1,0 +1,288 @@
+"""The bytes of a new file in their order: small parts joined into blocks, large ones cut into pieces, all digested.
+
+A file is tiled by blocks and pieces that begin on pages, so that all of them may be written at the same time and past
+the page cache. Blocks are of reused memory; pieces are written from where they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.storage.buffers import BLOCK_BYTES, Block, give_back, lease
+from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
+from shardckpt.storage.direct import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from shardckpt.storage.new_file import NewFile
+
+#: Parts from this size on are not joined with others; smaller ones are one segment.
+LARGE_PART = SEGMENT_BYTES
+#: What one thread takes of a large part.
+PIECE_BYTES = 4 << 20
+#: Less than this goes through the page cache at once: a write past it would take longer.
+_WORTH_A_WRITE = 64 << 10
+
+
+class Crew:
+    """The threads that write, and what they may have in hand: one more than they are, of records and of blocks.
+
+    Args:
+        threads: How many; 1 is none, and the caller writes.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "shardckpt-write") if threads > 1 else None
+        #: Large records whose bytes exist.
+        self.records = threading.Semaphore(threads + 1)
+        #: Blocks that wait to be written.
+        self.blocks = threading.Semaphore(threads + 1)
+
+    def start(self, task: Callable[[], None]) -> Future[None] | None:
+        """Let a thread do the task, or do it now."""
+        if self._pool is not None:
+            return self._pool.submit(task)
+        task()
+        return None
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class _Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a part, to be digested; those of them on the part's whole pages, to be written.
+
+    Attributes:
+        part: The part.
+        offset: Where it begins in the file.
+        start: Where the piece begins in it.
+        stop: Where it ends.
+        segment: Number of its first segment in the table.
+        what: What the part is (a key).
+    """
+
+    part: memoryview
+    offset: int
+    start: int
+    stop: int
+    segment: int
+    what: str
+
+
+class Uses:
+    """Calls ``release`` when the last of ``count`` uses has ended."""
+
+    def __init__(self, count: int, release: Callable[[], None]) -> None:
+        self._left = count
+        self._release = release
+        self._lock = threading.Lock()
+        if not count:
+            release()
+
+    def end(self) -> None:
+        """One use has ended."""
+        with self._lock:
+            self._left -= 1
+            left = self._left
+        if not left:
+            self._release()
+
+
+class FileStream:
+    """The content of a new file, put in order by one thread at a time.
+
+    Args:
+        file: The file.
+        crew: Who writes.
+        algorithm: Of the digests.
+    """
+
+    def __init__(self, file: NewFile, crew: Crew, algorithm: str) -> None:
+        self._file = file
+        self._crew = crew
+        self._digest = digest_function(algorithm)
+        self._algorithm = algorithm
+        self._table = Segments(algorithm=algorithm)
+        self._lengths, self._digests = self._table.lengths, self._table.digests
+        #: Where the block begins in the file: on a page. All that comes before it is handed over.
+        self._start = 0
+        self._block: Block | None = None
+        self._filled = 0
+        self._room = 0
+        self._tasks: list[Future[None]] = []
+        self._stopped = False
+        #: What writing has failed with first.
+        self.error: BaseException | None = None
+
+    def put_small(self, data: bytes) -> None:
+        """A record of at most ``SMALL_RECORD`` bytes."""
+        if data:
+            self._lengths.append(len(data))
+            self._digests.append(self._digest(data))
+            self._fill(data)
+
+    def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:
+        """A record of more than ``SMALL_RECORD`` bytes.
+
+        Args:
+            parts: Its bytes, which must stay as they are until they are written.
+            release: Called when they are.
+            what: What they are (a key), named in errors.
+        """
+        pieces: list[_Piece] = []
+        try:
+            for part in parts:
+                pieces += self._put_large(part, what) if part.nbytes >= LARGE_PART else self._put_medium(part)
+        except BaseException:
+            release()
+            raise
+        uses = Uses(len(pieces), release)
+        for piece in pieces:
+            self._hand_over(partial(self._write_piece, [piece]), uses.end)
+
+    def finish(self) -> Segments:
+        """Wait until all is written and durable; the table of digests."""
+        if self.error is None and self._start:
+            self._flush()
+        elif self.error is None:
+            self._flush_small()  # all that the file has
+        self._wait()
+        if self.error is not None:
+            raise self.error
+        self._file.finish(self._start)
+        return Segments(self._lengths, self._digests, self._algorithm)
+
+    def fail(self, error: BaseException) -> None:
+        """Give the file up."""
+        self.error = self.error or error
+
+    def stop(self) -> None:
+        """Begin nothing more, and wait for what was begun."""
+        self._stopped = True
+        self._wait()
+        if self._block is not None:
+            give_back(self._block)
+        self._block, self._filled, self._room = None, 0, 0
+
+    def _put_medium(self, part: memoryview) -> list[_Piece]:
+        if part.nbytes:
+            self._lengths.append(part.nbytes)
+            self._digests.append(self._digest(part))
+            self._fill(part)
+        return []
+
+    def _put_large(self, part: memoryview, what: str) -> list[_Piece]:
+        """Place a large part: its ends on pages that it shares with others go into blocks."""
+        offset, nbytes, segment = self._start + self._filled, part.nbytes, len(self._lengths)
+        for start in range(0, nbytes, SEGMENT_BYTES):
+            self._lengths.append(min(SEGMENT_BYTES, nbytes - start))
+            self._digests.append(0)  # until its piece is written
+        low, high = _whole_pages(offset, nbytes)
+        self._fill(part[:low])
+        self._flush()
+        self._start = offset + high
+        self._fill(part[high:])
+        self._file.reserve(offset + high)
+        per_piece = PIECE_BYTES // SEGMENT_BYTES
+        return [
+            _Piece(part, offset, start, min(start + PIECE_BYTES, nbytes), segment + number * per_piece, what)
+            for number, start in enumerate(range(0, nbytes, PIECE_BYTES))
+        ]
+
+    def _fill(self, data: bytes | memoryview) -> None:
+        """Put bytes into the block, and into as many new ones as it takes."""
+        end = self._filled + len(data)
+        if end <= self._room and self._block is not None:
+            self._block.memory[self._filled : end] = data
+            self._filled = end
+        else:
+            view = memoryview(data)
+            while view.nbytes:
+                view = view[self._fill_some(view) :]
+
+    def _fill_some(self, view: memoryview) -> int:
+        if self._block is None or self._filled == self._room:
+            self._flush()
+            self._block = self._block or lease()
+            self._room = BLOCK_BYTES
+        count = min(self._room - self._filled, view.nbytes)
+        self._block.view[self._filled : self._filled + count] = view[:count]
+        self._filled += count
+        return count
+
+    def _flush(self) -> None:
+        """Hand the block over; it ends on a page, or the file ends with it."""
+        if self._block is None or self._filled < _WORTH_A_WRITE:
+            self._flush_small()
+            return
+        block, start, filled = self._block, self._start, self._filled
+        self._crew.blocks.acquire()
+        self._block, self._start, self._filled, self._room = None, start + filled, 0, 0
+        self._file.reserve(self._start)
+        self._hand_over(partial(self._write_block, block.view[:filled], start), partial(self._free, block))
+
+    def _flush_small(self) -> None:
+        """Write what is in the block now."""
+        if self._block is not None:
+            self._file.write(self._block.view[: self._filled], self._start)
+            self._start, self._filled = self._start + self._filled, 0
+
+    def _free(self, block: Block) -> None:
+        give_back(block)
+        self._crew.blocks.release()
+
+    def _hand_over(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
+        found = self._crew.start(partial(self._do, task, ended))
+        if found is not None:
+            self._tasks.append(found)
+
+    def _do(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Do a task unless the file is given up."""
+        try:
+            if self.error is None and not self._stopped:
+                task()
+        except BaseException as exc:  # noqa: BLE001 - it is raised by the next record, or by finish()
+            self.fail(exc)
+        finally:
+            ended()
+
+    def _wait(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.exception()
+
+    def _write_block(self, view: memoryview, offset: int) -> None:
+        whole = view.nbytes // PAGE * PAGE
+        self._file.write_pages(view[:whole], offset)
+        self._file.write(view[whole:], offset + whole)
+
+    def _write_piece(self, hand: list[_Piece]) -> None:
+        """Digest and write a piece: at once, or in steps that stay in the cache where the processor copies it.
+
+        It is taken out of the hand that the pool still holds: when this returns nothing refers to the bytes.
+        """
+        part, offset, begin, end, segment, what = hand.pop()
+        low, high = _whole_pages(offset, part.nbytes)
+        step = SEGMENT_BYTES if self._file.copies(part, offset) else PIECE_BYTES
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            for at in range(start, stop, SEGMENT_BYTES):
+                number = segment + (at - begin) // SEGMENT_BYTES
+                self._digests[number] = self._digest(part[at : min(at + SEGMENT_BYTES, stop)])
+            first, last = low + start, min(low + stop, high)
+            self._file.write_pages(part[first:last], offset + first, what)
+
+
+def _whole_pages(offset: int, nbytes: int) -> tuple[int, int]:
+    """First and last byte, of that many at an offset in the file, that make up whole pages."""
+    return -offset % PAGE, (offset + nbytes) // PAGE * PAGE - offset
+
+
+__all__ = ["LARGE_PART", "Crew", "FileStream", "Uses"]

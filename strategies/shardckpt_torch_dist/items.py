@@ -1,0 +1,90 @@
+"""What one rank stores: a row a box of a main replica, its tensors and objects beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import ShardingError
+from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.planning.boxes import part_view, shard_parts
+from shardckpt.planning.table import Boxes
+from shardckpt_torch_dist.pickled import archived, check_loadable
+from shardckpt_torch_dist.stored import COMMON_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from shardckpt.mapping import ShardedBase
+    from shardckpt.planning.boxes import Ints
+
+
+@dataclass
+class LocalItems:
+    """A rank's items.
+
+    Attributes:
+        keys: Of the tensors that it has a part of.
+        dtypes: Of every such tensor.
+        shapes: Their global shapes.
+        boxes: The parts that it stores.
+        tensors: What is in every box.
+        objects: Archives by unique key.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    shapes: list[Ints] = field(default_factory=list)
+    boxes: Boxes = field(default_factory=Boxes)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)
+
+
+def local_items(shards: Sequence[ShardedBase], allow_globals: Iterable[Any]) -> LocalItems:
+    """The items of the main replicas among the shards; objects are pickled here.
+
+    Raises:
+        ShardingError: a tensor has no data, or an object cannot be pickled.
+        UnsafePickleError: a load would refuse an object.
+    """
+    items = LocalItems()
+    numbers: dict[tuple[str, torch.dtype, Ints], int] = {}
+    for shard in shards:
+        if not is_main_replica(shard.replica_id):
+            continue
+        if isinstance(shard, ShardedTensor):
+            _add_tensor(shard, items, numbers)
+        elif isinstance(shard, ShardedObject):
+            items.objects[shard.unique_key] = _archive(shard, allow_globals)
+        else:
+            raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
+    return items
+
+
+def _add_tensor(shard: ShardedTensor, items: LocalItems, numbers: dict[tuple[str, torch.dtype, Ints], int]) -> None:
+    if shard.data is None:
+        raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
+    shape = tuple(shard.global_shape)
+    number = numbers.setdefault((shard.key, shard.dtype, shape), len(numbers))
+    if number == len(items.keys):
+        items.keys.append(shard.key)
+        items.dtypes.append(shard.dtype)
+        items.shapes.append(shape)
+    for part in shard_parts(shard):
+        if 0 not in part.box.shape or 0 in shape:
+            items.boxes.add(number, *part.box)
+            items.tensors.append(part_view(shard, part))
+
+
+def _archive(shard: ShardedObject, allow_globals: Iterable[Any]) -> bytes:
+    if shard.unique_key == COMMON_KEY:
+        raise ShardingError(f"object {shard.key!r}: the common state has that name; give another key")
+    what = f"object {shard.unique_key!r}"
+    archive = archived([shard.data], what)  # Megatron stores a list of the objects that share the key
+    check_loadable(archive, what, allow_globals)
+    return archive.getvalue()
+
+
+__all__ = ["LocalItems", "local_items"]

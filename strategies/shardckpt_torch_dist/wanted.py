@@ -1,0 +1,125 @@
+"""Wanted tensors matched with what is stored, by columns: which elements of which chunk go where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.planning.boxes import FlatPart, part_view, whole_box
+from shardckpt.planning.intersect import Overlaps, overlaps, rows_of
+from shardckpt.planning.table import Boxes, distinct, misfits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.mapping import ShardedTensor
+    from shardckpt.planning.table import Table
+    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt_torch_dist.stored import StoredIndex
+
+
+class Region(NamedTuple):
+    """Elements of a stored chunk, and the tensor that they go to.
+
+    Attributes:
+        row: Of the chunk.
+        start: Where they begin in the chunk, along every axis.
+        target: Of their shape.
+        whole: Whether they are all elements of the chunk.
+    """
+
+    row: int
+    start: tuple[int, ...]
+    target: torch.Tensor
+    whole: bool
+
+
+class WantedTensors:
+    """Shards whose every element is stored exactly once.
+
+    Args:
+        shards: Unflattened shards of tensors that are stored, under the same global shape.
+        index: What is stored.
+    """
+
+    def __init__(self, shards: Sequence[ShardedTensor], index: StoredIndex) -> None:
+        self._index = index
+        boxes = Boxes()
+        for shard in shards:
+            boxes.add(index.numbers[shard.key], *whole_box(shard))
+        wanted = boxes.table()
+        found = overlaps(wanted, index.chunks.box, index.bounds)
+        sound = _covered(wanted, found, index)
+        #: Those that are stored so, and the others.
+        self.shards = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if good]
+        self.others = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if not good]
+        number = sound.cumsum(0) - 1
+        kept = sound[found.wanted]
+        self._found = Overlaps(number[found.wanted[kept]], found.stored[kept], found.offset[kept], found.extent[kept])
+        self._wanted = wanted.rows(sound).widened(found.offset.shape[1])
+
+    def check_sizes(self, reader: CheckpointReader) -> None:
+        """Whether the files have the bytes of the tensors that memory is to be allocated for.
+
+        Raises:
+            CorruptCheckpointError: they do not.
+        """
+        without = torch.tensor([shard.data is None for shard in self.shards], dtype=torch.bool, device="cpu")
+        chunks = self._index.chunks
+        rows = rows_of(distinct(self._wanted.whole[without]), self._index.bounds)
+        for number in distinct(chunks.file[rows]).tolist():
+            here = rows[chunks.file[rows] == number]
+            size = reader.size(self._index.files[number])
+            outside = here[chunks.start[here] + chunks.length[here] > size].tolist()
+            if outside:
+                start, length = int(chunks.start[outside[0]]), int(chunks.length[outside[0]])
+                raise CorruptCheckpointError(
+                    f"{self._index.keys[int(chunks.box.whole[outside[0]])]}: bytes {start} to {start + length} are "
+                    f"outside {reader.directory / self._index.files[number]} of {size} bytes"
+                )
+
+    def regions(self) -> list[Region]:
+        """All regions, in the order of the files; shards that have no memory get some."""
+        for shard in self.shards:
+            shard.init_data("cpu")
+        views = [part_view(shard, FlatPart(whole_box(shard), 0)) for shard in self.shards]
+        found, chunks = self._in_file_order(), self._index.chunks
+        stored = chunks.box.rows(found.stored).widened(found.offset.shape[1])
+        entire = (found.extent == stored.extent).all(1).tolist()
+        filled = (found.extent == self._wanted.extent[found.wanted]).all(1).tolist()
+        start = (found.offset - stored.offset).tolist()
+        low = (found.offset - self._wanted.offset[found.wanted]).tolist()
+        extent = found.extent.tolist()
+        regions = []
+        for place, (number, row) in enumerate(zip(found.wanted.tolist(), found.stored.tolist(), strict=True)):
+            target = views[number]
+            if not filled[place]:
+                for axis in range(target.dim()):
+                    target = target.narrow(axis, low[place][axis], extent[place][axis])
+            regions.append(Region(row, tuple(start[place][: target.dim()]), target, entire[place]))
+        return regions
+
+    def _in_file_order(self) -> Overlaps:
+        chunks, stored = self._index.chunks, self._found.stored
+        order = chunks.start[stored].argsort(stable=True)
+        order = order[chunks.file[stored[order]].argsort(stable=True)]
+        return Overlaps(*(column[order] for column in self._found))
+
+
+def _covered(wanted: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor:
+    """Whether every element of each wanted box is stored once: in a chunk of that box, or in chunks that tile all."""
+    volume = torch.zeros_like(wanted.whole).index_add_(0, found.wanted, found.extent.prod(1))
+    sound = volume == wanted.volume()
+    apart = (found.extent != wanted.widened(found.extent.shape[1]).extent[found.wanted]).any(1)
+    wholes = distinct(wanted.whole[found.wanted[apart]])
+    if len(wholes):
+        stored = index.chunks.box.rows(rows_of(wholes, index.bounds))
+        numbered = stored._replace(whole=torch.searchsorted(wholes, stored.whole))
+        wrong = misfits(numbered, [index.shapes[number] for number in wholes.tolist()])
+        sound &= ~torch.isin(wanted.whole, wholes[wrong])
+    return sound
+
+
+__all__ = ["Region", "WantedTensors"]

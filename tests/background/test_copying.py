@@ -1,0 +1,74 @@
+"""Copying tensors into staging memory: any tensor, right, by threads where that pays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from shardckpt.background import copying
+from shardckpt.background.copying import Copies
+from shardckpt.errors import ShardingError
+
+
+def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    copies = Copies([f"key{n}" for n in range(len(tensors))], tensors)
+    memory = torch.full((copies.layout.nbytes,), 255, dtype=torch.uint8)
+    copies.run(memory)
+    return copies.layout.views(memory)
+
+
+@pytest.mark.parametrize("threads", ["1", "2", "4"])
+@pytest.mark.parametrize("large", [1 << 20, 1])
+def test_any_tensor_is_copied_as_it_shows(monkeypatch: pytest.MonkeyPatch, threads: str, large: int) -> None:
+    """Views, strides, conj and neg bits, parameters, 0-D and empty ones: the copies are equal and their own."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", threads)
+    monkeypatch.setattr(copying, "_LARGE", large)
+    monkeypatch.setattr(copying, "_PIECE", 1000)
+    values = torch.randn(40, 50)
+    tensors = [
+        values,
+        values.t(),
+        values[3:7],
+        values[:, 5:9],
+        torch.complex(values, values + 1).conj(),
+        torch._neg_view(values),
+        torch.nn.Parameter(values + 2),
+        torch.tensor(3.5),
+        torch.zeros(0, 7),
+        torch.tensor([True, False, True]),
+        values.to(torch.float8_e4m3fn),
+        values.to(torch.bfloat16)[::2],
+        torch.arange(5).expand(3, 5),
+        values + 1j,
+    ]
+    copies = _copied(tensors)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert copy.dtype == tensor.dtype
+        assert torch.equal(copy.to(torch.complex64), tensor.detach().to(torch.complex64))
+    values.zero_()
+    assert copies[0].ne(0).all()
+    assert copies[2].ne(0).all()
+
+
+def test_large_ones_begin_on_pages() -> None:
+    """Large tensors are at page boundaries, from where files can be written past the page cache; small ones at 64."""
+    layout = Copies(["a", "b", "c"], [torch.ones(5), torch.ones(1 << 18), torch.ones(3)]).layout
+    assert layout.offsets == [0, 4096, 4096 + (1 << 20)]
+    assert layout.nbytes == 4096 + (1 << 20) + 64
+
+
+def test_freed_memory_is_refused() -> None:
+    """A tensor whose storage was freed, as FSDP does, is an error with its key and not a crash, views of it as well."""
+    for low in (0, 7):
+        tensor = torch.ones(100)
+        part = tensor[low:]
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(ShardingError, match=r"'key1'.*no memory"):
+            _copied([torch.ones(3), part])
+
+
+def test_wrappers_are_refused_with_their_key() -> None:
+    """A tensor that wraps others has no memory of its own: it is not taken for its address."""
+    with pytest.raises(ShardingError, match="'key0'"):
+        _copied([TwoTensor(torch.ones(3), torch.ones(3))])

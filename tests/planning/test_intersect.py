@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt.planning import boxes, intersect
+from shardckpt.planning.boxes import Box
+from shardckpt.planning.intersect import overlaps, rows_of
+from shardckpt.planning.table import Boxes, integers
+from tests.planning.cuts import random_cut
+
+if TYPE_CHECKING:
+    from tests.planning.cuts import Cut
+
+
+def _brute(wanted: list[tuple[int, Box]], stored: list[tuple[int, Box]], axes: int) -> set[tuple[object, ...]]:
+    found: set[tuple[object, ...]] = set()
+    for one, (whole, box) in enumerate(wanted):
+        for other, (number, chunk) in enumerate(stored):
+            common = boxes.intersect(box, chunk) if whole == number else None
+            if common is not None:
+                pad = axes - len(common.offset)
+                found.add((one, other, (*common.offset, *(0,) * pad), (*common.shape, *(1,) * pad)))
+    return found
+
+
+def _pieces(cuts: list[Cut]) -> list[tuple[int, Box]]:
+    return [(number, Box(*box)) for number, cut in enumerate(cuts) for box in cut.boxes]
+
+
+def _boxes(pieces: list[tuple[int, Box]]) -> Boxes:
+    collected = Boxes()
+    for number, box in pieces:
+        collected.add(number, *box)
+    return collected
+
+
+@pytest.mark.parametrize("pairs", [1 << 20, 7], ids=["at once", "in slabs"])
+@pytest.mark.parametrize("seed", range(25))
+def test_overlaps_are_those_of_every_pair(seed: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes of two random cuts of the same tensors share what comparing each pair says, equal boxes among them."""
+    monkeypatch.setattr(intersect, "_PAIRS", pairs)
+    rng = random.Random(seed)
+    stored = [random_cut(rng) for _ in range(rng.randint(1, 6))]
+    pieces = _pieces(stored)
+    counts = [len(cut.boxes) for cut in stored]
+    bounds = integers([sum(counts[:number]) for number in range(len(counts) + 1)])
+    wanted = [piece for piece in pieces if rng.random() < 0.4]
+    for number, cut in enumerate(stored):
+        corner = tuple(rng.randint(0, size) for size in cut.shape)
+        wanted.append(
+            (number, Box(corner, tuple(rng.randint(0, s - c) for s, c in zip(cut.shape, corner, strict=True))))
+        )
+    rng.shuffle(wanted)
+    found = overlaps(_boxes(wanted).table(), _boxes(pieces).table(), bounds)
+    rows = zip(*(column.tolist() for column in found), strict=True)
+    got = [(one, other, tuple(offset), tuple(extent)) for one, other, offset, extent in rows if 0 not in extent]
+    assert set(got) == _brute(wanted, pieces, found.offset.shape[1])
+    assert len(got) == len(set(got))
+
+
+def test_rows_of_wholes_follow_each_other() -> None:
+    """Wholes without rows have none, and the others theirs in order."""
+    bounds = integers([0, 2, 2, 5])
+    assert rows_of(torch.tensor([2, 1, 0]), bounds).tolist() == [2, 3, 4, 0, 1]
+    assert rows_of(torch.tensor([1]), bounds).tolist() == []

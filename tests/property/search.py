@@ -1,0 +1,55 @@
+"""How many examples are drawn, and that the same ones are drawn each time."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hypothesis.strategies import SearchStrategy
+
+T = TypeVar("T")
+
+#: A factor for the number of examples of every property: SHARDCKPT_PROPERTY_EXAMPLES=50 pytest tests/property
+FACTOR = int(os.environ.get("SHARDCKPT_PROPERTY_EXAMPLES", "1"))
+#: Another number draws other examples.
+SEED = os.environ.get("SHARDCKPT_PROPERTY_SEED", "0")
+#: 1 looks for the smallest example that fails, for minutes.
+PHASES = (Phase.generate, Phase.shrink) if os.environ.get("SHARDCKPT_PROPERTY_SHRINK") == "1" else (Phase.generate,)
+#: How many more examples the slow tests draw.
+SLOW = 15
+
+
+def drawn(count: int) -> Any:
+    """Parametrizes a test by its number of examples: some by default, many more in the slow tests."""
+    return pytest.mark.parametrize(
+        "count", [count * FACTOR, pytest.param(count * FACTOR * SLOW, marks=pytest.mark.slow)]
+    )
+
+
+def for_all(cases: SearchStrategy[T], count: int, check: Callable[[T], Any]) -> None:
+    """Call ``check`` with ``count`` examples; one that it fails with is reported."""
+
+    @seed(zlib.crc32(f"{os.environ['PYTEST_CURRENT_TEST']} {SEED}".encode()))
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=PHASES,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @given(cases)
+    def run(case: T) -> None:
+        check(case)
+
+    run()
+
+
+__all__ = ["drawn", "for_all"]

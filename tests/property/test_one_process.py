@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import strategies as st
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.mapping import ShardedObject
+from shardckpt.verifying import verify_checkpoint
+from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
+from tests.property.batches import Batch, batches
+from tests.property.layouts import boxes_in
+from tests.property.memory import WAYS, bits, garbage, lay, plain
+from tests.property.search import drawn, for_all
+from tests.property.states import Wanted, check_region, to_save
+from tests.property.tensors import Whole, wholes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.property.layouts import Ints
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A directory for all examples of a test."""
+    with tempfile.TemporaryDirectory(prefix="shardckpt-property-") as path:
+        yield Path(path)
+
+
+def _new(folder: Path) -> Path:
+    """The directory of one example."""
+    return Path(tempfile.mkdtemp(dir=folder)) / "checkpoint"
+
+
+def _load(batch: Batch, path: Path) -> None:
+    wanted = Wanted(batch)
+    wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))
+
+
+@drawn(20)
+def test_any_layout_loads_as_any_other(folder: Path, count: int) -> None:
+    """Saved under one layout and loaded under another, every element is the global tensor's, bit for bit."""
+
+    def check(batch: Batch) -> None:
+        path = _new(folder)
+        state = to_save(batch)
+        dc.save(state, path)
+        _load(batch, path)
+        assert not [result for result in verify_checkpoint(path) if result.fault or result.foreign]
+
+    for_all(batches(1, 1), count, check)
+
+
+@st.composite
+def _sliced(draw: st.DrawFn) -> tuple[Batch, list[list[tuple[Ints, Ints]]]]:
+    batch = draw(batches(1, 1, plain=True))
+    return batch, [draw(st.lists(boxes_in(case.whole.shape), max_size=3)) for case in batch.cases]
+
+
+@drawn(10)
+def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
+    """open_checkpoint()[key][region] is the global tensor's region, whatever the layout that was saved."""
+
+    def check(example: tuple[Batch, list[list[tuple[Ints, Ints]]]]) -> None:
+        batch, regions = example
+        path = _new(folder)
+        dc.save(to_save(batch), path)
+        with dc.open_checkpoint(path) as checkpoint:
+            assert set(checkpoint) == {case.key for case in batch.cases}
+            for case, boxes in zip(batch.cases, regions, strict=True):
+                for offset, shape in boxes:
+                    region = tuple(slice(lo, lo + size) for lo, size in zip(offset, shape, strict=True))
+                    check_region(case, region, checkpoint[case.key][region])
+                check_region(case, (), checkpoint[case.key].read())
+
+    for_all(_sliced(), count, check)
+
+
+@drawn(10)
+def test_stock_dcp_reads_any_layout(folder: Path, count: int) -> None:
+    """Stock dcp.load fills whole tensors from what any layout saved."""
+
+    def check(batch: Batch) -> None:
+        path = _new(folder)
+        dc.save(to_save(batch), path)
+        state = {case.key: torch.empty_like(case.whole.values()) for case in batch.cases}
+        dcp.load(state, checkpoint_id=path)
+        for case in batch.cases:
+            check_region(case, (), state[case.key])
+
+    for_all(batches(1, 1, plain=True), count, check)
+
+
+@drawn(10)
+def test_every_item_is_a_torch_archive(folder: Path, count: int) -> None:
+    """torch.load(weights_only=True) reads every stored chunk by itself, and the chunks are the whole tensor's parts."""
+
+    def check(batch: Batch) -> None:
+        path = _new(folder)
+        dc.save(to_save(batch), path)
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        cases = {case.key: case for case in batch.cases}
+        seen = dict.fromkeys(cases, 0)
+        for index, place in metadata.storage_data.items():
+            item = (path / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+            value = torch.load(io.BytesIO(item), weights_only=True)
+            if index.fqn in cases:
+                spans = tuple(slice(lo, lo + n) for lo, n in zip(index.offset, value.shape, strict=True))
+                check_region(cases[index.fqn], spans, value)
+                seen[index.fqn] += value.numel()
+        assert seen == {key: case.whole.values().numel() for key, case in cases.items()}
+
+    for_all(batches(1, 1, plain=True), count, check)
+
+
+@drawn(10)
+def test_the_planners_serve_dcp(folder: Path, count: int) -> None:
+    """dcp.save and dcp.load with our planners take any layout; dist_checkpointing.load reads the same directory."""
+
+    def check(batch: Batch) -> None:
+        path, wanted = _new(folder), Wanted(batch)
+        dcp.save(to_save(batch), checkpoint_id=path, planner=ShardedSavePlanner())
+        dcp.load(wanted.state(), checkpoint_id=path, planner=ShardedLoadPlanner())
+        wanted.check_memory()
+        again = Wanted(batch)
+        again.check(dc.load(again.state(), path, validate_access_integrity=batch.validate))
+
+    for_all(batches(1, 1), count, check)
+
+
+@drawn(5)
+@pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+def test_background_saves_of_any_layout(folder: Path, count: int, persistent: bool) -> None:
+    """What is saved behind the training is what the tensors said when it was scheduled, under any layout."""
+    with AsyncCallsQueue(persistent) as queue:
+
+        def check(batch: Batch) -> None:
+            path, state = _new(folder), to_save(batch)
+            queue.schedule_async_request(dc.save(state, path, async_sharded_save=True))
+            _spoil(state)
+            queue.maybe_finalize_async_calls(blocking=True)
+            _load(batch, path)
+
+        for_all(batches(1, 1), count, check)
+
+
+def _spoil(state: dict[str, Any]) -> None:
+    """What a training does after it has scheduled a save."""
+    for shards in state["tensors"].values():
+        for shard in shards:
+            if 0 not in shard.data.stride():  # expanded memory cannot be written to
+                plain(shard.data).copy_(plain(garbage(1, shard.dtype))[0])
+    for shard in state["objects"]:
+        shard.data.clear()
+
+
+@drawn(6)
+def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
+    """After the keys of one prefix are removed, all others load under any layout, and those are gone."""
+
+    def check(batch: Batch) -> None:
+        path = _new(folder)
+        dc.save(to_save(batch), path)
+        dc.remove_sharded_tensors(path, "optimizer.")
+        kept = tuple(case for case in batch.cases if case.key.startswith("model."))
+        _load(Batch(kept, batch.objects, batch.grid, batch.validate), path)
+        assert set(dc.load_tensors_metadata(path)) == {case.key for case in kept}
+
+    for_all(batches(1, 1, prefixes=("model", "optimizer")), count, check)
+
+
+@drawn(10)
+def test_tensors_in_objects_and_common_state(folder: Path, count: int) -> None:
+    """Tensors of any dtype and in any memory come back bit for bit from objects and from the common state too."""
+
+    def check(wanted: list[Whole]) -> None:
+        path = _new(folder)
+        views = [[lay(whole.values(), way).view for way in WAYS] for whole in wanted]
+        dc.save({"common": views, "object": ShardedObject("object", views, (1,), (0,))}, path)
+        loaded = dc.load({"object": ShardedObject("object", None, (1,), (0,))}, path)
+        for whole, *values in zip(wanted, loaded["common"], loaded["object"], strict=True):
+            for value in (*values[0], *values[1]):
+                assert (value.dtype, tuple(value.shape)) == (whole.dtype, whole.shape), whole
+                assert torch.equal(bits(value), bits(whole.values())), whole
+
+    for_all(st.lists(wholes("any"), min_size=2, max_size=6), count, check)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
+from shardckpt.verifying import verify_checkpoint
+from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
+from tests.property.batches import Batch, batches
+from tests.property.search import drawn, for_all
+from tests.property.states import Wanted, check_region, to_save
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.ranks import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+MANY = 16
+WORLDS = pytest.mark.parametrize(("save_world", "load_world"), [(1, 4), (2, 3), (4, 2)])
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who writes what several ranks have, and how what several want goes from one to the others.
+
+    Attributes:
+        parallel: Whether copies share the writing.
+        background: Whether a thread writes.
+        exchange: Algorithm of the parallel load, or None: every rank reads for itself.
+    """
+
+    parallel: bool
+    background: bool
+    exchange: str | None
+
+
+ROUTES = st.builds(
+    Route,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((None, "broadcast", "gather_rounds", "direct")),
+)
+
+
+def _save(path: str, batch: Batch, route: Route) -> None:
+    strategy = dc.get_default_save_sharded_strategy()
+    saver = FullyParallelSaveStrategyWrapper(strategy) if route.parallel else strategy
+    if not route.background:
+        dc.save(to_save(batch), path, saver)
+        return
+    with AsyncCallsQueue() as queue:
+        queue.schedule_async_request(dc.save(to_save(batch), path, saver, async_sharded_save=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+
+
+def _load(path: str, batch: Batch, route: Route) -> None:
+    reader = dc.get_default_load_sharded_strategy(path)
+    if route.exchange:
+        reader = FullyParallelLoadStrategyWrapper(reader, exchange_algo=route.exchange)
+    wanted = Wanted(batch)
+    wanted.check(dc.load(wanted.state(), path, reader, validate_access_integrity=batch.validate))
+
+
+@drawn(3)
+@WORLDS
+def test_any_layout_loads_as_any_other(ranks: RankPool, count: int, save_world: int, load_world: int) -> None:
+    """Saved by n ranks and loaded by m, each in its own layouts, every element is the global tensor's."""
+
+    def check(example: tuple[Batch, Route]) -> None:
+        with tempfile.TemporaryDirectory(prefix="shardckpt-property-") as folder:
+            path = f"{folder}/checkpoint"
+            ranks.run(save_world, _save, path, *example)
+            ranks.run(load_world, _load, path, *example)
+            assert not [result for result in verify_checkpoint(path) if result.fault or result.foreign]
+            whole = dc.load_plain_tensors(path)
+            for case in example[0].cases:
+                check_region(case, (), whole[case.key])
+
+    for_all(st.tuples(batches(save_world, load_world, most=MANY), ROUTES), count, check)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Stock DCP's error, which is a BaseException, as one that ends no worker."""
+    try:
+        yield
+    except CheckpointException as exc:
+        raise RuntimeError(str(exc)) from exc
+
+
+@_errors()
+def _dcp_save(path: str, batch: Batch) -> None:
+    dcp.save({"tensors": to_save(batch)["tensors"]}, checkpoint_id=path, planner=ShardedSavePlanner())
+
+
+@_errors()
+def _dcp_load(path: str, batch: Batch) -> None:
+    wanted = Wanted(batch)
+    dcp.load({"tensors": wanted.state()["tensors"]}, checkpoint_id=path, planner=ShardedLoadPlanner())
+    wanted.check_memory()
+
+
+def _stock_load(path: str, batch: Batch) -> None:
+    state = {case.key: torch.empty_like(case.whole.values()) for case in batch.cases}
+    dcp.load(state, checkpoint_id=path)
+    for case in batch.cases:
+        check_region(case, (), state[case.key])
+
+
+@drawn(2)
+@WORLDS
+def test_the_planners_serve_dcp(ranks: RankPool, count: int, save_world: int, load_world: int) -> None:
+    """dcp.save by n ranks and dcp.load by m take any layouts with our planners; stock planners read the same."""
+
+    def check(batch: Batch) -> None:
+        with tempfile.TemporaryDirectory(prefix="shardckpt-property-") as folder:
+            ranks.run(save_world, _dcp_save, f"{folder}/checkpoint", batch)
+            ranks.run(load_world, _dcp_load, f"{folder}/checkpoint", batch)
+            _stock_load(str(Path(folder) / "checkpoint"), batch)
+
+    for_all(batches(save_world, load_world, most=MANY), count, check)

@@ -1,0 +1,276 @@
+"""Boxes of stored tensors, read into tensors of any strides and dtype: right, checked, and no byte twice."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.manifest import Manifest
+from shardckpt.storage import reader as reader_module
+from shardckpt.storage import scatter
+from shardckpt.storage.memory import tensor_bytes
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.scatter import StoredArray, read_box
+from tests.storage.files import manifest, write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+FOREIGN = Manifest(backend="b", version=1)
+DTYPES = [
+    torch.uint8,
+    torch.bool,
+    torch.int16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+HEAD = b"head!"
+
+
+class Reads:
+    """What is read from files: (offset, bytes) of each call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 1 << 62) -> None:
+        self.calls: list[tuple[int, int]] = []
+        call = os.preadv
+
+        def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
+            done = call(fd, [buffers[0][:most]], offset)
+            self.calls.append((offset, done))
+            return done
+
+        monkeypatch.setattr(os, "preadv", counting)
+
+    def total(self) -> int:
+        """Bytes of all calls."""
+        return sum(nbytes for _, nbytes in self.calls)
+
+
+def _random(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Any bits that are values of the dtype; no NaN, which is not equal to itself."""
+    count = math.prod(shape)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,)).bool().view(tuple(shape))
+    bits = torch.randint(0, 56, (count * dtype.itemsize,), dtype=torch.uint8)
+    return bits.view(dtype).view(tuple(shape))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype.itemsize == 1:
+        return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a, b)
+
+
+def _store(directory: Path, whole: torch.Tensor, cuts: Sequence[int]) -> Manifest:
+    """The tensor's bytes behind a head and before a tail, in records (and so segments) that end at the cuts."""
+    raw = HEAD + bytes(tensor_bytes(whole)) + b"tail"
+    ends = sorted({min(cut, len(raw)) for cut in cuts} | {len(raw)})
+    return manifest(write(directory, "data", [[raw[a:b]] for a, b in zip([0, *ends], ends, strict=False) if a < b]))
+
+
+def _strided(shape: Sequence[int], dtype: torch.dtype, order: Sequence[int], margin: int) -> torch.Tensor:
+    """A tensor of the shape inside a larger one, its axes in another order in memory."""
+    outer = torch.zeros([shape[axis] + margin for axis in order], dtype=dtype)
+    for position, axis in enumerate(order):
+        outer = outer.narrow(position, margin, shape[axis])
+    return outer.permute([list(order).index(axis) for axis in range(len(shape))])
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=120)
+def test_any_box_into_any_strides(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Boxes of tensors of any dtype arrive as slicing the tensor gives them, wherever segments and pieces end."""
+    shape = data.draw(st.lists(st.integers(1, 7), max_size=4))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    start = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    extent = tuple(data.draw(st.integers(1, size - low)) for size, low in zip(shape, start, strict=True))
+    whole = _random(dtype, shape)
+    directory = tmp_path_factory.mktemp("box")
+    found = _store(directory, whole, data.draw(st.lists(st.integers(1, 3000), max_size=12)))
+    into = data.draw(st.sampled_from([dtype, torch.float64 if not dtype.is_complex else torch.complex128]))
+    target = _strided(extent, into, data.draw(st.permutations(range(len(shape)))), data.draw(st.integers(0, 2)))
+    stored = StoredArray("data", len(HEAD), dtype, tuple(shape))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module, "_READ_BYTES", data.draw(st.sampled_from([16, 48, 400, 1 << 20])))
+        patch.setattr(reader_module, "_BATCH_BYTES", data.draw(st.sampled_from([32, 8 << 20])))
+        patch.setattr(scatter, "_GAP", data.draw(st.sampled_from([1, 24, 64 << 10])))
+        for kind in (found, FOREIGN):
+            target.zero_()
+            with CheckpointReader(directory, kind, verify=True) as reader:
+                read_box(reader, stored, start, target, "key")
+            box = whole[tuple(slice(low, low + size) for low, size in zip(start, extent, strict=True))]
+            assert _same(target, box.to(into))
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_no_byte_is_read_twice(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever the box: no byte twice, with digests the touched segments alone, without them next to nothing more."""
+    shape = (data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40)))
+    start = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    extent = tuple(data.draw(st.integers(1, size - low)) for size, low in zip(shape, start, strict=True))
+    whole = _random(torch.float32, shape)
+    directory = tmp_path_factory.mktemp("once")
+    cuts = [len(HEAD), *range(len(HEAD) + 64, 20000, 64)]
+    found = _store(directory, whole, cuts)
+    target = torch.zeros(*extent, dtype=torch.float64)
+    wanted = torch.zeros(*shape, dtype=torch.bool)
+    wanted[tuple(slice(low, low + size) for low, size in zip(start, extent, strict=True))] = True
+    elements = wanted.flatten().nonzero().flatten().tolist()
+    touched = {(4 * element) // 64 for element in elements}
+    for kind, most in ((found, 64 * len(touched)), (FOREIGN, 4 * len(elements))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reader_module, "_READ_BYTES", 256)
+            patch.setattr(scatter, "_GAP", 1)
+            reads = Reads(patch)
+            with CheckpointReader(directory, kind, verify=True) as reader:
+                read_box(reader, StoredArray("data", len(HEAD), torch.float32, shape), start, target, "key")
+        assert reads.total() <= most
+        spans = sorted(reads.calls)
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+        assert torch.equal(target[0, 0, 0], whole[start].double())
+
+
+def test_columns_are_one_pass_over_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the columns is one sequential pass, not a request a row; rows far apart are read one by one."""
+    whole = _random(torch.float32, (1024, 1024))
+    found = _store(tmp_path, whole, [len(HEAD)])
+    for kind in (found, FOREIGN):
+        with pytest.MonkeyPatch.context() as patch, CheckpointReader(tmp_path, kind, verify=True) as reader:
+            reads = Reads(patch)
+            target = torch.zeros(1024, 512)
+            read_box(reader, StoredArray("data", len(HEAD), torch.float32, (1024, 1024)), (0, 512), target, "key")
+            assert torch.equal(target, whole[:, 512:])
+            assert reads.total() <= whole.nbytes
+            assert len(reads.calls) <= 5
+    with CheckpointReader(tmp_path, FOREIGN) as reader:
+        reads = Reads(monkeypatch)
+        target = torch.zeros(8, 100)
+        read_box(reader, StoredArray("data", len(HEAD), torch.float32, (8, 128 << 10)), (0, 7), target, "key")
+        assert torch.equal(target, whole.view(8, -1)[:, 7:107])
+        assert [nbytes for _, nbytes in reads.calls] == [400] * 8
+
+
+def test_buffers_are_small_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cast of a large tensor goes through one buffer a thread, each of about a request's size."""
+    made: list[int] = []
+    new = torch.empty
+
+    def counting(nbytes: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(nbytes)
+        return new(nbytes, *args, **kwargs)
+
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
+    whole = _random(torch.int16, (4096, 4096))
+    found = _store(tmp_path, whole, [len(HEAD)])
+    target = torch.zeros(4096, 4096)
+    monkeypatch.setattr(torch, "empty", counting)
+    with CheckpointReader(tmp_path, found, verify=True) as reader:
+        read_box(reader, StoredArray("data", len(HEAD), torch.int16, (4096, 4096)), (0, 0), target, "key")
+    assert torch.equal(target, whole.float())
+    assert sum(made) <= 2 * 2 * ((1 << 20) + 64)
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_damage_is_found_and_named_on_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
+    """A flipped bit stops a whole read, a strided one and a casting one, and is named; a part without it is read."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", threads)
+    whole = _random(torch.float32, (4096, 3000))
+    found = _store(tmp_path, whole, [len(HEAD)])
+    place = len(HEAD) + 4 * (2000 * 3000 + 2999)
+    raw = bytearray((tmp_path / "data").read_bytes())
+    raw[place] ^= 4
+    (tmp_path / "data").write_bytes(raw)
+    stored = StoredArray("data", len(HEAD), torch.float32, (4096, 3000))
+    text = rf"layer\.weight: bytes \d+ to \d+ of {tmp_path / 'data'} are not those that were written"
+    with CheckpointReader(tmp_path, found, verify=True) as reader:
+        for start, target in (
+            ((0, 0), torch.zeros(4096, 3000)),
+            ((0, 0), torch.zeros(3000, 4096).t()),
+            ((0, 0), torch.zeros(4096, 3000, dtype=torch.float64)),
+            ((0, 1500), torch.zeros(4096, 1500)),
+            ((2000, 2990), torch.zeros(1, 10)),
+        ):
+            with pytest.raises(CorruptCheckpointError, match=text):
+                read_box(reader, stored, start, target, "layer.weight")
+        target = torch.zeros(1000, 1500)
+        read_box(reader, stored, (0, 1500), target, "layer.weight")
+        assert torch.equal(target, whole[:1000, 1500:])
+
+
+def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that gives at most 1000 bytes a call is asked again until all are there."""
+    whole = _random(torch.float32, (300, 100))
+    found = _store(tmp_path, whole, [len(HEAD)])
+    Reads(monkeypatch, most=1000)
+    with CheckpointReader(tmp_path, found, verify=True) as reader:
+        for target in (torch.zeros(300, 100), torch.zeros(100, 300).t()):
+            read_box(reader, StoredArray("data", len(HEAD), torch.float32, (300, 100)), (0, 0), target, "key")
+            assert torch.equal(target, whole)
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EAGAIN, False), (errno.EINTR, False), (errno.EIO, True)])
+def test_transient_errors_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails: bool
+) -> None:
+    """EAGAIN and EINTR pass; EIO is raised at once, with key, file, offset and its name."""
+    whole = _random(torch.float32, (30, 10))
+    found = _store(tmp_path, whole, [len(HEAD)])
+    call, calls = os.preadv, [0]
+
+    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls[0] += 1
+        if calls[0] <= 2:
+            raise OSError(number, os.strerror(number))
+        return call(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    target = torch.zeros(30, 10)
+    stored = StoredArray("data", len(HEAD), torch.float32, (30, 10))
+    with CheckpointReader(tmp_path, found, verify=True) as reader:
+        if fails:
+            with pytest.raises(StorageError, match=rf"key: cannot read at offset 5 of {tmp_path / 'data'}: .*\(EIO\)"):
+                read_box(reader, stored, (0, 0), target, "key")
+            assert calls[0] == 1
+        else:
+            read_box(reader, stored, (0, 0), target, "key")
+            assert torch.equal(target, whole)
+
+
+def test_what_takes_pieces_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a piece that is still copied from is not read into: two buffers take turns, and all is awaited."""
+    monkeypatch.setattr(reader_module, "_READ_BYTES", 64)
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "1")
+    content = bytes(range(256)) * 2
+    found = manifest(write(tmp_path, "data", [[content[a : a + 32]] for a in range(0, 512, 32)]))
+    late: list[tuple[int, memoryview]] = []
+    seen: dict[int, bytes] = {}
+
+    def take(position: int, memory: memoryview) -> Any:
+        late.append((position, memory))
+
+        def wait() -> None:
+            place, view = late.pop(0)
+            seen[place] = bytes(view)
+
+        return wait
+
+    with CheckpointReader(tmp_path, found, verify=True) as reader:
+        reader.read_pieces("data", reader_module.Elements(0, 512, 4), [(0, 512)], take, "key")
+    assert not late
+    assert b"".join(seen[place] for place in sorted(seen)) == content

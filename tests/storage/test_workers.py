@@ -1,0 +1,125 @@
+"""Workers: threads that share items, and the pieces of items, and end with the work."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.storage.workers import Workers
+
+
+def test_results_by_number_in_any_thread() -> None:
+    """Every item is done once, whoever does it, and its result has its number; own items are the caller's."""
+    own: set[int] = set()
+
+    def square(number: int) -> int:
+        if number >= 100:
+            own.add(threading.get_ident())
+        return number * number
+
+    found = Workers(4, "w").each(square, enumerate(range(100)), [(n, n) for n in range(100, 120)])
+    assert found == {n: n * n for n in range(120)}
+    assert own == {threading.get_ident()}
+    assert Workers(4, "w").each(square, []) == {}
+
+
+def test_a_thread_without_items_helps_with_the_pieces_of_anothers() -> None:
+    """The pieces of the only item are done by both threads: each waits for the other to have one too."""
+    workers = Workers(2, "w")
+    met = threading.Barrier(2)
+
+    def whole(item: int) -> list[int]:
+        pieces = workers.each(piece, enumerate([item, item + 1]))
+        return [pieces[n] for n in sorted(pieces)]
+
+    def piece(number: int) -> int:
+        met.wait(10)
+        return number
+
+    assert workers.each(whole, [(0, 7)]) == {0: [7, 8]}
+
+
+def test_pieces_of_many_items_at_once() -> None:
+    """Items that are all cut into pieces by threads that share them come out whole: nobody waits for himself."""
+    workers = Workers(3, "w")
+
+    def whole(item: int) -> int:
+        return sum(workers.each(lambda number: number * item, enumerate(range(50))).values())
+
+    assert workers.each(whole, enumerate(range(40))) == {n: n * 1225 for n in range(40)}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_lowest_error_is_raised_and_nothing_begun_after_it(threads: int) -> None:
+    """An error in a piece is its item's; of several errors that with the lowest number is raised, at the end."""
+    workers = Workers(threads, "w")
+    begun: list[int] = []
+    failed = threading.Event()
+
+    def fail(number: int) -> None:
+        begun.append(number)
+        failed.set()
+        raise CheckpointingException(f"piece {number}")
+
+    def item(number: int) -> None:
+        if number == 0:
+            workers.each(fail, enumerate([5, 6]))
+        begun.append(number)
+        assert failed.wait(10)
+
+    with pytest.raises(CheckpointingException, match="piece"):
+        workers.each(item, enumerate(range(1000)))
+    assert len(begun) < 20
+    assert not [thread for thread in threading.enumerate() if thread.name == "w"]
+
+
+def test_the_first_of_several_errors() -> None:
+    """If two items fail at the same time, the one that comes first is raised."""
+    met = threading.Barrier(2)
+
+    def item(number: int) -> None:
+        met.wait(10)
+        raise CheckpointingException(f"item {number}")
+
+    with pytest.raises(CheckpointingException, match="item 3"):
+        Workers(2, "w").each(item, [(3, 3), (4, 4)])
+
+
+def test_an_interrupt_ends_it_once_what_was_begun_has_ended() -> None:
+    """Ctrl-C in the caller begins nothing more and waits for the others; their threads end."""
+    running = threading.Event()
+    ended: list[int] = []
+    main = threading.get_ident()
+
+    def item(number: int) -> None:
+        if threading.get_ident() == main:
+            assert running.wait(10)
+            signal.raise_signal(signal.SIGINT)
+        running.set()
+        threading.Event().wait(0.2)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        Workers(2, "w").each(item, enumerate(range(100)))
+    assert len(ended) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "w"]
+
+
+def test_two_callers_at_once() -> None:
+    """Threads of the user's that share workers each get their own results."""
+    workers = Workers(3, "w")
+    found: list[dict[int, int]] = []
+
+    def call(factor: int) -> None:
+        found.append(workers.each(lambda number: number * factor, enumerate(range(300))))
+
+    callers = [threading.Thread(target=call, args=(factor,)) for factor in (1, 2, 3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(20)
+    assert sorted(result[1] for result in found) == [1, 2, 3]
+    assert all(result == {n: n * result[1] for n in range(300)} for result in found)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import strategies as st
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
+from shardckpt.manifest import RECORD_NAME, Record
+from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+from shardckpt_torch_dist.index_file import INDEX_FILE, dump, parse
+from shardckpt_torch_dist.remove import without
+from tests.property.search import drawn, for_all
+from tests.torch_dist.indexes import INDEXES, content
+from tests.torch_dist.test_metadata_pickle import stock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardckpt_torch_dist.stored import StoredIndex
+
+
+def save(directory: Path) -> None:
+    """Tensors and objects of two groups, the second in a file of its own."""
+    state = {
+        "w": ShardedTensor.from_rank_offsets("model.w", torch.arange(12.0).view(4, 3)),
+        "b": ShardedTensor.from_rank_offsets("model.b", torch.ones(3)),
+        "m": ShardedTensor.from_rank_offsets("optim.m", torch.zeros(4, 3)),
+        "group": ShardedObject("optim.group", {"lr": 1}, (1,), (0,)),
+        "rng": ShardedObject("rng", [1, 2], (1,), (0,)),
+    }
+    dc.save(state, directory, TorchDistSaveShardedStrategy(separation_hint="optim"))
+
+
+def check_indexes(directory: Path, keys: set[str]) -> StoredIndex:
+    """Our index and DCP's have these keys and say the same."""
+    index = parse((directory / INDEX_FILE).read_bytes(), INDEX_FILE)
+    record = Record.parse((directory / RECORD_NAME).read_bytes())
+    found = pickle.loads((directory / ".metadata").read_bytes())
+    assert {*index.keys, *index.objects} == keys
+    assert (found.state_dict_metadata, found.storage_data) == (
+        stock(index, "").state_dict_metadata,
+        stock(index, "").storage_data,
+    )
+    assert found.storage_meta.save_id == record.save_id
+    return index
+
+
+@drawn(150)
+def test_what_is_kept_stays_as_it_was(count: int) -> None:
+    """Without some keys, an index says of the others what it said, and names the files that they are in."""
+
+    def check(case: tuple[StoredIndex, set[int]]) -> None:
+        index, numbers = case
+        keys = {key for number, key in enumerate([*index.keys, *index.objects]) if number in numbers}
+        found = without(index, keys)
+        tensors, objects = ({k: v for k, v in part.items() if k not in keys} for part in content(index))
+        assert content(found) == content(parse(dump(found), "kept")) == (tensors, objects)
+        chunks = (chunk for tensor in tensors.values() for chunk in tensor.chunks.values())
+        assert set(found.files) == {item.file for item in (*objects.values(), *(chunk.item for chunk in chunks))}
+
+    for_all(st.tuples(INDEXES, st.sets(st.integers(0, 11))), count, check)
+
+
+def test_both_indexes_are_renewed(tmp_path: Path) -> None:
+    """A removal takes the keys out of our index and out of DCP's, and drops the file that only they needed."""
+    target = tmp_path / "ckpt"
+    save(target)
+    check_indexes(target, {"model.w", "model.b", "optim.m", "optim.group/shard_0_1", "rng/shard_0_1"})
+    assert (target / "optim__0_0.distcp").exists()
+    dc.remove_sharded_tensors(target, "optim")
+    assert check_indexes(target, {"model.w", "model.b", "rng/shard_0_1"}).files == ["__0_0.distcp"]
+    assert not (target / "optim__0_0.distcp").exists()
+    assert dc.load_plain_tensors(target).keys() == {"model.w", "model.b"}
+
+
+def test_all_keys_can_go(tmp_path: Path) -> None:
+    """An index without any key is one, too."""
+    target = tmp_path / "ckpt"
+    save(target)
+    for prefix in ("model", "optim", "rng"):
+        dc.remove_sharded_tensors(target, prefix)
+    assert check_indexes(target, set()).files == []
+    assert dc.load_plain_tensors(target) == {}
+
+
+def test_an_index_that_the_record_does_not_vouch_for_is_not_used(tmp_path: Path) -> None:
+    """Beside another library's checkpoint our index may be older: there .metadata alone counts, and is renewed."""
+    target = tmp_path / "ckpt"
+    save(target)
+    (target / RECORD_NAME).unlink()
+    stale = (target / INDEX_FILE).read_bytes()
+    dc.remove_sharded_tensors(target, "optim")
+    assert (target / INDEX_FILE).read_bytes() == stale
+    assert dc.load_plain_tensors(target).keys() == {"model.w", "model.b"}
