@@ -51,7 +51,14 @@ def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
     if is_quantized(destination):
         requantize(key, destination, values)
     else:
-        destination.detach().copy_(values)
+        copy_values(destination.detach(), values)
+
+
+def copy_values(destination: torch.Tensor, values: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy plain values, cast to the destination's dtype; torch loses signs where it casts into a negated view."""
+    if destination.is_neg() and values.dtype != destination.dtype:
+        values = values.to(destination.dtype)
+    destination.copy_(values, non_blocking=non_blocking)
 
 
 def requantize(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
@@ -183,4 +190,13 @@ def _refusal(key: str, destination: torch.Tensor, why: str) -> str:
     )
 
 
-__all__ = ["check_outward_dtype", "dequantized", "fill", "inner_tensors", "is_quantized", "kind", "requantize"]
+__all__ = [
+    "check_outward_dtype",
+    "copy_values",
+    "dequantized",
+    "fill",
+    "inner_tensors",
+    "is_quantized",
+    "kind",
+    "requantize",
+]

@@ -107,6 +107,7 @@ def _serve(pipe: Any) -> None:
 
 def _outcome(rank: int, world_size: int, store: str, function: Any, args: tuple[Any, ...]) -> Any:
     import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
 
     dist.init_process_group(
         "gloo",
@@ -117,7 +118,7 @@ def _outcome(rank: int, world_size: int, store: str, function: Any, args: tuple[
     )
     try:
         return function(*args)
-    except Exception as exc:  # noqa: BLE001 - the test decides
+    except (Exception, CheckpointException) as exc:  # noqa: BLE001 - the test decides; DCP's is no Exception
         return Failure(type(exc).__name__, str(exc), traceback.format_exc())
     finally:
         dist.destroy_process_group()

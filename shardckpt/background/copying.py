@@ -10,7 +10,7 @@ import torch
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage.memory import is_plain, plain_cpu, synchronize_devices
+from shardckpt.storage.memory import PAGE, is_plain, page_place, plain_cpu, synchronize_devices
 from shardckpt.storage.workers import Workers
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 #: Where a tensor begins, in bytes: torch's own allocator aligns to it, and so do the largest elements.
 _ALIGNED = 64
-#: Where a large one begins, so that files can be written from there past the page cache.
-_PAGE = 4096
 #: Smaller tensors are copied by the calling thread: handing them over costs more than copying them.
 _LARGE = 1 << 20
 #: Bytes that a thread takes at a time.
@@ -49,13 +47,16 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
-        """Places for copies of the tensors, one after the other."""
+        """Places for copies of the tensors, one after the other; a large one lies in its page as the tensor does.
+
+        (Files are laid out so that they can be written from such a place past the page cache.)
+        """
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         offsets = []
         end = 0
-        for nbytes in sizes:
+        for tensor, nbytes in zip(tensors, sizes, strict=True):
             if nbytes >= _LARGE:
-                end = -(-end // _PAGE) * _PAGE
+                end += (page_place(tensor) - end) % PAGE
             offsets.append(end)
             end += -(-nbytes // _ALIGNED) * _ALIGNED
         return cls(offsets, sizes, [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors], end)

@@ -13,6 +13,8 @@ from shardckpt.wrappers import dequantized, is_quantized, kind
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+#: Bytes of a page.
+PAGE = 4096
 _WITHOUT_QUEUE = ("cpu", "meta")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
@@ -63,6 +65,11 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
         and not (tensor.is_conj() or tensor.is_neg())
         and _has_memory(tensor)
     )
+
+
+def page_place(tensor: torch.Tensor) -> int:
+    """Where in its page a CPU tensor's memory begins, in bytes; 0 for any other, which is copied to a page's start."""
+    return tensor.data_ptr() % PAGE if tensor.nbytes >= PAGE and is_ordinary(tensor) else 0
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -116,4 +123,4 @@ def _refusal(tensor: torch.Tensor) -> str:
     )
 
 
-__all__ = ["is_ordinary", "is_plain", "plain_cpu", "synchronize_devices", "tensor_bytes"]
+__all__ = ["PAGE", "is_ordinary", "is_plain", "page_place", "plain_cpu", "synchronize_devices", "tensor_bytes"]

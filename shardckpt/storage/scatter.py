@@ -12,6 +12,7 @@ import torch
 from shardckpt.planning.boxes import Box, flat_parts, intersect
 from shardckpt.storage.memory import is_plain, tensor_bytes
 from shardckpt.storage.spans import Elements
+from shardckpt.wrappers import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -107,7 +108,7 @@ class _Scatter:
             common = intersect(box, self.wanted)
             if common is not None:
                 part = values[begin : begin + box.volume].view(box.shape)
-                _part(self.target, common, self.wanted).copy_(_part(part, common, box), non_blocking=True)
+                copy_values(_part(self.target, common, self.wanted), _part(part, common, box), non_blocking=True)
         return _waiter(self.target.device)
 
 

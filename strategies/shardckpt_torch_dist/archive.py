@@ -69,6 +69,7 @@ class StoredPayload:
         first: Index of its first element in the storage.
         offset: Where the storage begins in the archive, in bytes.
         nbytes: Bytes of the storage.
+        lazy: ``conj`` and ``neg``, where the values are those of such a view.
     """
 
     dtype: torch.dtype
@@ -77,10 +78,13 @@ class StoredPayload:
     first: int
     offset: int
     nbytes: int
+    lazy: frozenset[str] = frozenset()
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements follow each other in row-major order."""
+        """Whether the values follow each other in row-major order, as they are."""
+        if self.lazy:
+            return False
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected and 0 not in self.shape:
@@ -113,11 +117,11 @@ class Archive:
     def payload(self) -> StoredPayload:
         """The one tensor of the archive, located but not read."""
         try:
-            storage, dtype, shape, stride, first = one_tensor(self._pickled())
+            storage, dtype, shape, stride, first, lazy = one_tensor(self._pickled())
         except CheckpointingException as exc:
             raise type(exc)(f"{self._source}: {exc}") from exc
         record = self._record(storage)
-        return StoredPayload(dtype, shape, stride, first, record.offset, record.size)
+        return StoredPayload(dtype, shape, stride, first, record.offset, record.size, lazy)
 
     def load(self, allow_globals: Iterable[Any] = ()) -> Any:
         """The object of the archive."""

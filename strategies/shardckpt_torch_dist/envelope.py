@@ -23,8 +23,7 @@ from shardckpt_torch_dist.torch_private import rebuild_tensor_v2, rebuild_tensor
 
 #: Where every archive begins in its file, in bytes.
 ARCHIVE_ALIGN = 64
-_ALIGN_SMALL = ARCHIVE_ALIGN
-_ALIGN_LARGE = 4096
+_PAGE = 4096
 _LARGE = 1 << 20
 _MAX32 = 0xFFFFFFFF
 _DATE = 0x21  # 1 January 1980, the zip epoch
@@ -52,30 +51,57 @@ class _Member(NamedTuple):
     offset: int
 
 
-def envelope(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envelope:
-    """The archive around a contiguous tensor.
+def fitted(dtype: torch.dtype, shape: tuple[int, ...], position: int, address: int = 0) -> Envelope:
+    """The archive around a contiguous tensor, for a place in a file.
 
     Args:
         dtype: The tensor's dtype.
         shape: Its shape.
-        position: Where the archive will begin in its file: the payload is aligned in the file, to 64 bytes, or to a
-            page if it is of 1 MiB or more.
+        position: Where the archive will begin in its file, in bytes: the payload lies on a multiple of 64.
+        address: Of the tensor's memory: a payload of 1 MiB or more lies in its page of the file as it does in its page
+            of memory, so that the pages can be written as they are.
     """
-    large = math.prod(shape) * dtype.itemsize >= _LARGE
-    return _made(dtype, shape, position % _ALIGN_LARGE) if large else _small(dtype, shape, position % _ALIGN_SMALL)
+    bare = _bare(dtype, shape)
+    large = bare.nbytes >= _LARGE
+    align, start = (_PAGE, address if address % ARCHIVE_ALIGN == 0 else 0) if large else (ARCHIVE_ALIGN, 0)
+    return _made(dtype, shape, (start - position - bare.head) % align)
+
+
+def of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> Envelope | None:
+    """The archive of so many bytes, payload included, that :func:`fitted` makes somewhere; None if it makes none."""
+    bare = _bare(dtype, shape)
+    gap = length - bare.head - bare.nbytes - bare.tail
+    return _made(dtype, shape, gap) if 0 <= gap < _PAGE else None
+
+
+class _Bare(NamedTuple):
+    """Lengths of an archive's parts without a gap before the payload."""
+
+    head: int
+    nbytes: int
+    tail: int
 
 
 @functools.lru_cache(4096)
-def _small(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envelope:
-    return _made(dtype, shape, position)
+def _bare(dtype: torch.dtype, shape: tuple[int, ...]) -> _Bare:
+    head, tail = _archive(dtype, shape, 0)
+    return _Bare(len(head), math.prod(shape) * dtype.itemsize, len(tail))
 
 
-def _made(dtype: torch.dtype, shape: tuple[int, ...], position: int) -> Envelope:
+def _made(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> Envelope:
+    return _small(dtype, shape, gap) if gap < ARCHIVE_ALIGN else _archive(dtype, shape, gap)
+
+
+@functools.lru_cache(4096)
+def _small(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> Envelope:
+    return _archive(dtype, shape, gap)
+
+
+def _archive(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> Envelope:
     nbytes = math.prod(shape) * dtype.itemsize
     prefix, members = _prefix(dtype, shape)
-    header = _payload_header(nbytes, position + len(prefix))
     members = (*members, _Member(b"a/data/0", 0, nbytes, len(prefix)))
-    head = prefix + header
+    head = prefix + _payload_header(nbytes, gap)
     return Envelope(head, _tail(members, len(head) + nbytes))
 
 
@@ -95,11 +121,9 @@ def _prefix(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[_M
     return data, tuple(members)
 
 
-def _payload_header(nbytes: int, offset: int) -> bytes:
+def _payload_header(nbytes: int, gap: int) -> bytes:
     member = _Member(b"a/data/0", 0, nbytes, 0)
     extra = struct.pack("<HHQQ", _ZIP64_ID, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
-    align = _ALIGN_LARGE if nbytes >= _LARGE else _ALIGN_SMALL
-    gap = -(offset + _LOCAL.size + len(member.name) + len(extra) + 4) % align
     return _local(member, extra + struct.pack("<HH", _PADDING_ID, gap) + bytes(gap))
 
 
@@ -165,4 +189,4 @@ class _EnvelopePickler(pickle.Pickler):
         return ("storage", obj.kind, "0", "cpu", obj.numel) if isinstance(obj, _StorageStub) else None
 
 
-__all__ = ["ARCHIVE_ALIGN", "Envelope", "envelope", "row_major"]
+__all__ = ["ARCHIVE_ALIGN", "Envelope", "fitted", "of_length", "row_major"]

@@ -31,7 +31,8 @@ class LocalItems:
         shapes: Their global shapes.
         boxes: The parts that it stores.
         tensors: What is in every box.
-        objects: Archives by unique key.
+        values: Objects by unique key.
+        objects: Archives of them, once :meth:`pickle_objects` was called.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -39,15 +40,28 @@ class LocalItems:
     shapes: list[Ints] = field(default_factory=list)
     boxes: Boxes = field(default_factory=Boxes)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
 
+    def pickle_objects(self, allow_globals: Iterable[Any]) -> None:
+        """Make the archives of the objects.
 
-def local_items(shards: Sequence[ShardedBase], allow_globals: Iterable[Any]) -> LocalItems:
-    """The items of the main replicas among the shards; objects are pickled here.
+        Raises:
+            ShardingError: an object cannot be pickled.
+            UnsafePickleError: a load would refuse it.
+        """
+        for key, value in self.values.items():
+            what = f"object {key!r}"
+            archive = archived([value], what)  # Megatron stores a list of the objects that share the key
+            check_loadable(archive, what, allow_globals)
+            self.objects[key] = archive.getvalue()
+
+
+def local_items(shards: Sequence[ShardedBase]) -> LocalItems:
+    """The items of the main replicas among the shards.
 
     Raises:
-        ShardingError: a tensor has no data, or an object cannot be pickled.
-        UnsafePickleError: a load would refuse an object.
+        ShardingError: a tensor has no data, or an object has the name of the common state.
     """
     items = LocalItems()
     numbers: dict[tuple[str, torch.dtype, Ints], int] = {}
@@ -57,7 +71,9 @@ def local_items(shards: Sequence[ShardedBase], allow_globals: Iterable[Any]) -> 
         if isinstance(shard, ShardedTensor):
             _add_tensor(shard, items, numbers)
         elif isinstance(shard, ShardedObject):
-            items.objects[shard.unique_key] = _archive(shard, allow_globals)
+            if shard.unique_key == COMMON_KEY:
+                raise ShardingError(f"object {shard.key!r}: the common state has that name; give another key")
+            items.values[shard.unique_key] = shard.data
         else:
             raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
     return items
@@ -76,15 +92,6 @@ def _add_tensor(shard: ShardedTensor, items: LocalItems, numbers: dict[tuple[str
         if 0 not in part.box.shape or 0 in shape:
             items.boxes.add(number, *part.box)
             items.tensors.append(part_view(shard, part))
-
-
-def _archive(shard: ShardedObject, allow_globals: Iterable[Any]) -> bytes:
-    if shard.unique_key == COMMON_KEY:
-        raise ShardingError(f"object {shard.key!r}: the common state has that name; give another key")
-    what = f"object {shard.unique_key!r}"
-    archive = archived([shard.data], what)  # Megatron stores a list of the objects that share the key
-    check_loadable(archive, what, allow_globals)
-    return archive.getvalue()
 
 
 __all__ = ["LocalItems", "local_items"]

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import ShardedObject, ShardedTensor
 
+#: dtypes of two values a byte, as far as this torch has them.
+_PACKED = {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
+
 
 class ShardedLoadPlanner(DefaultLoadPlanner):
     """Fills the ``data`` of ShardedTensors and ShardedObjects of any sharding; other leaves as DCP does.
@@ -103,7 +106,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """All ranks have planned: zero what the checkpoint may not cover."""
         for target in self._to_zero:
-            target.zero_()
+            (target.view(torch.uint8) if target.dtype == getattr(torch, "float4_e2m1fn_x2", None) else target).zero_()
         for staged in self._staged:
             staged.zero_if_empty()
         return super().finish_plan(new_plan)
@@ -189,6 +192,11 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         for chunk, common in found:
             stored = finder.box(chunk)
             yield _tensor_item(_Target(shard.key, torch.Size(part.box.offset), number), part.box, stored, common)
+
+
+def _zero(target: torch.Tensor) -> None:
+    """Fill with zeros; torch has no such kernel for packed dtypes, whose zeros are bytes of zeros."""
+    (target.view(torch.uint8) if target.dtype in _PACKED else target).zero_()
 
 
 class _Target(MetadataIndex):

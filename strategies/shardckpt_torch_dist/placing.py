@@ -7,7 +7,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.planning.balance import deal
-from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN, envelope
+from shardckpt.storage.memory import page_place
+from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN, fitted
 from shardckpt_torch_dist.stored import Item
 from shardckpt_torch_dist.work import PlannedFile, SaveWork
 
@@ -49,7 +50,7 @@ def place(items: LocalItems, rank: int, count: int, hint: str | None) -> Placed:
         bins = deal([tuple(range(count))] * len(numbers), [sizes[n] for n in numbers]) if count > 1 else None
         for number, bucket in zip(numbers, bins or itertools.repeat(0), strict=False):
             chosen[number] = files[bucket]
-    work = SaveWork([], items.tensors, keys)
+    work = SaveWork([], items.tensors, keys, [])
     placed = Placed(work, list(dict.fromkeys(chosen)), [], {})
     by_name = {name: PlannedFile(name) for name in placed.files}
     work.files.extend(by_name.values())
@@ -62,8 +63,9 @@ def place(items: LocalItems, rank: int, count: int, hint: str | None) -> Placed:
     numbered = {name: number for number, name in enumerate(placed.files)}
     for number, (tensor, file) in enumerate(zip(items.tensors, chosen, strict=False)):
         start = ends[file]
-        head, tail = envelope(tensor.dtype, tuple(tensor.shape), start)
+        head, tail = fitted(tensor.dtype, tuple(tensor.shape), start, page_place(tensor))
         length = len(head) + sizes[number] + len(tail)
+        work.lengths.append(length)
         by_name[file].tensors.append(number)
         placed.boxes.append((numbered[file], start, length))
         ends[file] = start + padded(length)

@@ -9,8 +9,10 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import scatter
+from shardckpt.wrappers import copy_values
 from shardckpt_torch_dist.archive import Archive, StoredPayload
-from shardckpt_torch_dist.envelope import envelope, row_major
+from shardckpt_torch_dist.envelope import of_length, row_major
+from shardckpt_torch_dist.tensor_pickles import resolved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +54,7 @@ def read_chunk(
         if box.shape != target.shape:
             for axis, (first, length) in enumerate(zip(start, target.shape, strict=True)):
                 box = box.narrow(axis, first, length)
-        target.copy_(box)
+        copy_values(target, box)
         return
     first_byte = item.offset + stored.offset + (stored.first + chunk.first) * dtype.itemsize
     array = scatter.StoredArray(item.file, first_byte, dtype, tuple(chunk.box.shape))
@@ -67,10 +69,11 @@ def read_object(reader: Source, item: Item, key: str) -> bytes:
 def _ours(reader: Source, chunk: Chunk, whole: bytes | None, dtype: torch.dtype, key: str) -> StoredPayload | None:
     """The payload of an archive that is, byte for byte, the one that we write; None for any other."""
     item, shape = chunk.item, chunk.box.shape
-    head, tail = envelope(dtype, shape, item.offset)
-    nbytes = chunk.box.volume * dtype.itemsize
-    if chunk.first or item.length != len(head) + nbytes + len(tail):
+    envelope = of_length(dtype, tuple(shape), item.length)
+    if chunk.first or envelope is None:
         return None
+    head, tail = envelope
+    nbytes = chunk.box.volume * dtype.itemsize
     if whole is None:
         if reader.read_range(item.file, item.offset, len(head), key) != head:
             return None
@@ -96,7 +99,7 @@ def _tensor_in(reader: Source, item: Item, stored: StoredPayload, whole: bytes |
         payload = bytearray(stored.nbytes)
         reader.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
     values = torch.frombuffer(payload, dtype=stored.dtype)
-    return values.as_strided(stored.shape, stored.stride, stored.first)
+    return resolved(values.as_strided(stored.shape, stored.stride, stored.first), stored.lazy)
 
 
 __all__ = ["SMALL_ITEM", "Source", "read_chunk", "read_object"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
-from shardckpt_torch_dist.envelope import envelope
+from shardckpt_torch_dist.envelope import of_length
 from shardckpt_torch_dist.regions import SMALL_ITEM
 
 if TYPE_CHECKING:
@@ -129,7 +129,10 @@ class ReadAhead:
             shape: Of the tensor in it, by what the index says.
             target: Contiguous memory for it, of the stored dtype, on the CPU.
         """
-        head, tail = envelope(target.dtype, shape, item.offset)
+        envelope = of_length(target.dtype, shape, item.length)
+        if envelope is None:
+            return False
+        head, tail = envelope
         first = item.offset - self._start
         payload = first + len(head)
         end = first + item.length

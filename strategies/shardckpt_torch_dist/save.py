@@ -76,7 +76,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         with comm.phase("pickling the common state"):
             stored_common = pickled(common, "the common state", context.allow_globals) if comm.is_main else b""
         with comm.phase("planning"):
-            items = local_items(shards, context.allow_globals)
+            items = local_items(shards)
+        with comm.phase("pickling objects"):
+            items.pickle_objects(context.allow_globals)
+        with comm.phase("placing items in files"):
             placed = place(items, comm.rank, self._files, self._hint)
             local = local_plan(items, placed)
         plan = self.plans.get(local, comm, lambda: _global_plan(local, comm))

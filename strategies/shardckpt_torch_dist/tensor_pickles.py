@@ -42,6 +42,7 @@ class Geometry(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     first: int
+    lazy: frozenset[str] = frozenset()
 
 
 def unpickle(
@@ -104,6 +105,7 @@ class TensorRebuilder:
         found = _geometry(storage, first, shape, stride, more)
         memory = self._memory(storage)
         tensor = torch.empty(0, dtype=found.dtype, device="cpu").set_(memory, found.first, found.shape, found.stride)
+        tensor = resolved(tensor, found.lazy)
         return tensor.requires_grad_(bool(grad)) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
@@ -131,6 +133,18 @@ def _described(storage: Storage, first: Any, shape: Any, stride: Any, _grad: Any
     return _geometry(storage, first, shape, stride, more)
 
 
+def lazy_bits(more: tuple[Any, ...]) -> frozenset[str]:
+    """The bits that torch.save notes of a view: ``conj``, ``neg``."""
+    said = next((value for value in more if isinstance(value, dict)), {})
+    return frozenset(name for name in ("conj", "neg") if said.get(name))
+
+
+def resolved(tensor: torch.Tensor, lazy: frozenset[str]) -> torch.Tensor:
+    """The values that a view with those bits has."""
+    tensor = tensor.conj_physical() if "conj" in lazy else tensor
+    return tensor.neg() if "neg" in lazy else tensor
+
+
 def _geometry(storage: Storage, first: int, shape: Any, stride: Any, more: tuple[Any, ...]) -> Geometry:
     """How the tensor lies in its storage, once it is known to lie inside it."""
     if not isinstance(shape, (tuple, list)) or not isinstance(stride, (tuple, list)) or type(first) is not int:
@@ -142,7 +156,7 @@ def _geometry(storage: Storage, first: int, shape: Any, stride: Any, more: tuple
     last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if math.prod(shape) and (last + 1) * dtype.itemsize > storage.nbytes:
         raise CorruptCheckpointError(f"a tensor of shape {shape} and {dtype} does not fit its storage")
-    return Geometry(storage, dtype, shape, stride, first)
+    return Geometry(storage, dtype, shape, stride, first, lazy_bits(more))
 
 
 __all__ = ["Geometry", "Storage", "TensorRebuilder", "one_tensor", "unpickle"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.storage.digest import SMALL_RECORD
 from shardckpt.storage.memory import is_ordinary, plain_cpu, synchronize_devices, tensor_bytes
-from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN, envelope
+from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN, of_length
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,8 @@ class SaveWork:
     files: list[PlannedFile]
     tensors: list[torch.Tensor]
     keys: list[str]
+    #: Bytes of every tensor's archive.
+    lengths: list[int]
 
     def write(self, writer: CheckpointWriter) -> None:
         """Write all files, side by side; everything lies where it was planned to."""
@@ -53,8 +55,11 @@ class SaveWork:
 
     def _append_tensor(self, file: FileWriter, number: int) -> None:
         tensor, key = self.tensors[number], self.keys[number]
-        head, tail = envelope(tensor.dtype, tuple(tensor.shape), file.position)
-        nbytes = len(head) + tensor.nbytes + len(tail)
+        nbytes = self.lengths[number]
+        envelope = of_length(tensor.dtype, tuple(tensor.shape), nbytes)
+        if envelope is None:
+            raise ShardingError(f"tensor {key!r} is no longer the {nbytes} bytes that were planned for it")
+        head, tail = envelope
         filler = bytes(-nbytes % ARCHIVE_ALIGN)
         if nbytes <= SMALL_RECORD and is_ordinary(tensor):
             file.append_small((head, tensor_bytes(tensor), tail, filler))

@@ -133,16 +133,11 @@ def _destinations(case: Case, rank: int) -> list[Destination]:
 
 def _destination(case: Case, piece: Piece) -> Destination:
     shape = piece.local_shape if piece.flat is None else (piece.size,)
-    memory = None if piece.thin else lay(_blank(shape, case.dtype), _way(case, piece))
+    memory = None if piece.thin else lay(_blank(shape, case.dtype), piece.way)
     other = case.shape != case.whole.shape
     data = None if memory is None else memory.view
     shard = describe(case.key, piece, case.dtype, case.shape, data, allow_shape_mismatch=other)
     return Destination(piece, shard, memory)
-
-
-def _way(case: Case, piece: Piece) -> str:
-    """How a destination lies; torch 2.13 itself forgets the sign where copy_ casts float16 into a negated view."""
-    return "offset" if piece.way == "negated" and case.dtype != case.whole.dtype else piece.way
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -157,7 +152,7 @@ def _check_filled(case: Case, place: Destination, value: torch.Tensor, expected:
         return
     assert torch.equal(bits(value), bits(expected)), context
     if place.memory is not None:
-        untouched = lay(expected, _way(case, place.piece))
+        untouched = lay(expected, place.piece.way)
         assert torch.equal(bits(place.memory.base), bits(untouched.base)), context
 
 

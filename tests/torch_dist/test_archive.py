@@ -11,7 +11,7 @@ import torch
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.memory import tensor_bytes
 from shardckpt_torch_dist.archive import Archive, load_bytes
-from shardckpt_torch_dist.envelope import envelope
+from shardckpt_torch_dist.envelope import fitted, of_length
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,8 +39,8 @@ def test_what_we_write_torch_reads(dtype: torch.dtype) -> None:
     """Our archive around a tensor's memory is one that torch.load(weights_only=True) and our reader understand."""
     for shape in SHAPES:
         tensor = _sample(dtype, shape)
-        for position in (0, 13, 4095):
-            head, tail = envelope(dtype, shape, position)
+        for position, address in ((0, 0), (13, 4160), (4095, 64 << 10), (64, 128)):
+            head, tail = fitted(dtype, shape, position, address)
             data = head + bytes(tensor_bytes(tensor)) + tail
             loaded = torch.load(io.BytesIO(data), weights_only=True)
             assert _same(loaded, tensor)
@@ -49,7 +49,9 @@ def test_what_we_write_torch_reads(dtype: torch.dtype) -> None:
             payload = Archive(lambda o, n, data=data: data[o : o + n], len(data), "ours").payload()
             assert payload.is_contiguous
             assert (payload.dtype, payload.shape) == (dtype, shape)
-            assert (position + payload.offset) % (4096 if tensor.nbytes >= 1 << 20 else 64) == 0
+            place = position + payload.offset
+            assert (place - address) % 4096 == 0 if tensor.nbytes >= 1 << 20 else place % 64 == 0
+            assert of_length(dtype, shape, len(data)) == (head, tail)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -109,7 +111,7 @@ def test_a_compressed_archive_is_refused() -> None:
 def test_four_gibibytes_need_zip64(tmp_path: Path) -> None:
     """A payload above 4 GiB is written with zip64 fields that torch and our reader follow (a sparse file here)."""
     count = (1 << 32) + 64
-    head, tail = envelope(torch.uint8, (count,), 0)
+    head, tail = fitted(torch.uint8, (count,), 0)
     path, size = tmp_path / "big", len(head) + count + len(tail)
     with path.open("wb") as file:
         file.write(head)
