@@ -15,7 +15,7 @@ from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning.boxes import Box, Ints, shard_parts, whole_box
 from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.planning.table import Boxes, Table, Whole, expected, fingerprint, same, weigh
+from shardckpt.planning.table import LANES, PRIME, Boxes, Table, Whole, expected, fingerprint, same, weigh
 from shardckpt.state_dict import map_reduce
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
     with comm.phase("describing shards"):
         wholes, table = _described(shards)
         weights = weigh(wholes)
-    if not _fit(wholes, weights, fingerprint(table, weights), comm):
+        sums = fingerprint(table, weights)
+    if not _fit(wholes, weights, sums, comm):
         everyone = comm.gather([_claim(shard) for shard in shards])
         with comm.phase("checking the shards of all ranks"):
             if comm.is_main:
@@ -58,19 +59,37 @@ def refuse_misfits(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> None:
 
 def _fit(wholes: list[Whole], weights: torch.Tensor, sums: list[int], comm: Comm) -> bool:
     """Whether the boxes of all ranks add up to what they are parts of."""
-    with comm.phase("describing shards"):
-        digest = hashlib.sha256(repr(wholes).encode()).digest() if comm.world_size > 1 else b""
-    digests = comm.gather(digest)
-    speakers = comm.broadcast({digest: rank for rank, digest in reversed(list(enumerate(digests)))})
-    told = comm.gather_some(wholes, given=speakers[digest] == comm.rank)
-    total = comm.total(*sums)
-    fit = False
-    with comm.phase("checking the shards of all ranks"):
-        if comm.is_main:
-            known = list(dict.fromkeys(whole for part in told for whole in part))
-            unlike = len({(whole.kind, whole.key) for whole in known}) < len(known)
-            fit = not unlike and same(total, expected(known, weights if known == wholes else weigh(known)))
-    return bool(comm.largest(fit)[0])
+    mine = _marks(wholes)
+    squares = [mark * mark % PRIME for mark in mine]
+    total = comm.total(*sums, *mine, *squares)
+    if _all_equal(total[LANES : 2 * LANES], total[2 * LANES :], comm.world_size):
+        return _agree(wholes) and same(total[:LANES], expected(wholes, weights))
+    known = _everyones(wholes, mine, comm)
+    return bool(comm.largest(comm.is_main and _agree(known) and same(total[:LANES], expected(known, weigh(known))))[0])
+
+
+def _marks(wholes: list[Whole]) -> list[int]:
+    """Random elements of the field, equal where ranks have the same wholes in the same order."""
+    digest = hashlib.sha256(repr(wholes).encode()).digest()
+    return [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
+
+
+def _all_equal(sums: list[int], sums_of_squares: list[int], count: int) -> bool:
+    """Whether ``count`` random numbers are equal, by their sums: only then is count times the squares' the sum's."""
+    return same([count * square for square in sums_of_squares], [sum_ * sum_ for sum_ in sums])
+
+
+def _agree(wholes: list[Whole]) -> bool:
+    """Whether nothing is said twice, in different ways."""
+    return len({(whole.kind, whole.key) for whole in wholes}) == len(wholes)
+
+
+def _everyones(wholes: list[Whole], mine: list[int], comm: Comm) -> list[Whole]:
+    """On the main rank, the wholes of all ranks; of ranks with the same ones, one tells them."""
+    everyone = comm.gather(tuple(mine))
+    speakers = comm.broadcast({marks: rank for rank, marks in reversed(list(enumerate(everyone)))})
+    told = comm.gather_some(wholes, given=speakers[tuple(mine)] == comm.rank)
+    return list(dict.fromkeys(whole for part in told for whole in part))
 
 
 def _described(shards: Sequence[ShardedBase]) -> tuple[list[Whole], Table]:

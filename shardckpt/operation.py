@@ -62,7 +62,8 @@ class Operation:
         self._started = time.perf_counter()
         self._emit(phase="", state="start", nbytes=0)
         try:
-            yield
+            with held_back():
+                yield
         except Exception as exc:
             self.ended(exc)
             raise
@@ -90,8 +91,11 @@ class Operation:
         self._emit(phase=phase, state="end", seconds=time.perf_counter() - start)
 
     def _emit(self, **changes: Any) -> None:
+        hook = self.host.hook.shardckpt_event
+        if not hook.get_hookimpls():
+            return
         try:
-            self.host.hook.shardckpt_event(event=replace(self._base, **changes))
+            hook(event=replace(self._base, **changes))
         except Exception:  # who watches a save must not be able to end it on one rank
             logger.warning("a plugin's shardckpt_event failed", exc_info=True)
 

@@ -19,6 +19,7 @@ from shardckpt.integrity import save_integrity_manifest, verify_integrity_manife
 from shardckpt.manifest import INTEGRITY_LIMIT
 from shardckpt.storage.reader import BLOCK_BYTES
 from shardckpt.verifying import verify_checkpoint
+from tests.names import SHARED, data_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,7 +191,7 @@ def test_our_own_digests_are_enough(ours: Path) -> None:
     """A checkpoint of ours is verified as a whole without ``integrity.json``: bytes that nobody loads, too."""
     assert load(ours, "w", 100).tolist() == list(range(100))
     flip(ours / "common.pt")
-    with pytest.raises(CorruptCheckpointError, match=r"of 3 files 1 .*\n  common.pt: .* \(digest differs\)"):
+    with pytest.raises(CorruptCheckpointError, match=r"of 4 files 1 .*\n  common.pt: .* \(digest differs\)"):
         load(ours, "w", 100)
 
 
@@ -284,9 +285,7 @@ def test_saved_while_written(ranks: RankPool, tmp_path: Path, world: int) -> Non
     ranks.run(world, _save, str(path))
     found = json.loads((path / "integrity.json").read_text())
     assert found == {"algorithm": "sha256", "files": hashes(path)}
-    assert {"metadata.json", ".metadata", "common.pt", "shardckpt.json", f"__{world - 1}_0.distcp"} <= found[
-        "files"
-    ].keys()
+    assert found["files"].keys() >= {*SHARED, data_file(world - 1)}
     for loaders in (world, 3):
         values = ranks.run(loaders, _load, str(path))
         assert [fault for fault, _ in values] == [""] * loaders
@@ -326,7 +325,7 @@ def test_errors_are_the_same_on_all_ranks(ranks: RankPool, tmp_path: Path) -> No
     outcomes = ranks.run(4, _load, str(path))
     assert len({fault for fault, _ in outcomes}) == 1
     fault = outcomes[0][0]
-    assert "of 8 files 3 are not as written" in fault
+    assert f"of {len(SHARED) + 4} files 3 are not as written" in fault
     assert all(f"\n  {name}: " in fault for name in ("__1_0.distcp", "__2_0.distcp", "metadata.json"))
     assert [values for _, values in outcomes] == [[-1.0]] * 4
     (path / "integrity.json").write_text("{")

@@ -41,13 +41,18 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     """
     axes = max(wanted.offset.shape[1], stored.offset.shape[1])
     wanted, stored = wanted.widened(axes), stored.widened(axes)
-    rows = rows_of(distinct(wanted.whole), bounds)
-    match = _exact(wanted, stored.rows(rows))
-    found = match >= 0
-    left = (~found).nonzero().view(-1)
-    number = found.nonzero().view(-1)
-    parts = [Overlaps(number, rows[match[number]], wanted.offset[number], wanted.extent[number])]
+    counts = bounds[wanted.whole + 1] - bounds[wanted.whole]
+    if int(counts.sum()) <= 2 * len(counts):  # hardly more chunks than wanted boxes: there is nothing to look up
+        left, parts = torch.arange(len(counts), device="cpu"), []
+    else:
+        rows = rows_of(distinct(wanted.whole), bounds)
+        match = _exact(wanted, stored.rows(rows))
+        found = match >= 0
+        left, number = (~found).nonzero().view(-1), found.nonzero().view(-1)
+        parts = [Overlaps(number, rows[match[number]], wanted.offset[number], wanted.extent[number])]
     parts += _joined(wanted, left, stored, bounds)
+    if not parts:
+        return Overlaps(left, left, wanted.offset, wanted.extent)
     return Overlaps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardckpt.planning.boxes import Ints
 
 #: Of a prime field whose products fit into an int64.
-_PRIME = (1 << 31) - 1
+PRIME = (1 << 31) - 1
 #: Sums that are compared; one alone errs once in 2^31 / axes.
 LANES = 2
 _MIX = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))
@@ -129,7 +129,7 @@ def weigh(wholes: list[Whole]) -> torch.Tensor:
     if not digests:
         return _empty(0, LANES)
     words = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, LANES)
-    return 1 + (words.to(torch.int64) & _PRIME) % (_PRIME - 1)
+    return 1 + (words.to(torch.int64) & PRIME) % (PRIME - 1)
 
 
 def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
@@ -144,7 +144,7 @@ def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
         weights: Of their wholes, by :func:`weigh`.
     """
     return [
-        int((_products(table, lane) * weights[:, lane][table.whole] % _PRIME).sum()) % _PRIME for lane in range(LANES)
+        int((_products(table, lane) * weights[:, lane][table.whole] % PRIME).sum()) % PRIME for lane in range(LANES)
     ]
 
 
@@ -155,7 +155,7 @@ def misfits(table: Table, shapes: list[Ints]) -> list[int]:
     for lane in range(LANES):
         sums = torch.zeros(len(shapes), dtype=torch.int64, device="cpu")
         sums.index_add_(0, table.whole, _products(table, lane))
-        wrong |= sums % _PRIME != _products(wholes, lane)
+        wrong |= sums % PRIME != _products(wholes, lane)
     return wrong.nonzero().view(-1).tolist()
 
 
@@ -166,7 +166,7 @@ def expected(wholes: list[Whole], weights: torch.Tensor) -> list[int]:
 
 def same(found: list[int], wanted: list[int]) -> bool:
     """Whether sums of fingerprints are equal in their field."""
-    return all((one - other) % _PRIME == 0 for one, other in zip(found, wanted, strict=True))
+    return all((one - other) % PRIME == 0 for one, other in zip(found, wanted, strict=True))
 
 
 def _widened(column: torch.Tensor, axes: int, filler: int) -> torch.Tensor:
@@ -189,16 +189,16 @@ def _products(table: Table, lane: int) -> torch.Tensor:
     for axis in range(table.offset.shape[1]):
         salt = lane * 1000 + axis
         start, end = _element(ends, salt).tolist()
-        scale = pow(end - start, -1, _PRIME)
+        scale = pow(end - start, -1, PRIME)
         low, high = table.offset[:, axis], table.offset[:, axis] + table.extent[:, axis]
-        face = (_element(high, salt) - _element(low, salt)) % _PRIME
-        found = found * (face * scale % _PRIME) % _PRIME
+        face = (_element(high, salt) - _element(low, salt)) % PRIME
+        found = found * (face * scale % PRIME) % PRIME
     return found
 
 
 def _element(values: torch.Tensor, salt: int) -> torch.Tensor:
     """A random element of the field for every value."""
-    return (_mixed(values + (salt << 40)) & ((1 << 62) - 1)) % _PRIME
+    return (_mixed(values + (salt << 40)) & ((1 << 62) - 1)) % PRIME
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:

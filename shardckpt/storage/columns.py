@@ -57,7 +57,8 @@ class Columns:
     def __init__(self, data: bytes, source: str) -> None:
         self._source = source
         try:
-            self._found = safetensors.torch.load(data)
+            with torch.device("cpu"):  # empty ones are made on the caller's default device else
+                self._found = safetensors.torch.load(data)
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as exc:
             raise CorruptCheckpointError(f"{source} is not a table of columns: {exc}") from exc
 

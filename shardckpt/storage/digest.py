@@ -63,8 +63,8 @@ def digest_function(algorithm: str) -> Digest:
         from xxhash import xxh3_64_intdigest
     except ImportError as exc:
         raise CheckpointingException(
-            f"digests are {algorithm!r}, which needs xxhash: pip install 'shardckpt[xxhash]', or set "
-            f"{settings.VERIFY_READS}=0 to load without checking ({exc})"
+            f"digests are {algorithm!r}, which needs xxhash on every rank: pip install 'shardckpt[xxhash]'; "
+            f"{settings.VERIFY_READS}=0 loads without checking ({exc})"
         ) from exc
     return xxh3_64_intdigest
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 #: Bytes of a page.
 PAGE = 4096
+_ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
@@ -68,8 +69,12 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def page_place(tensor: torch.Tensor) -> int:
-    """Where in its page a CPU tensor's memory begins, in bytes; 0 for any other, which is copied to a page's start."""
-    return tensor.data_ptr() % PAGE if tensor.nbytes >= PAGE and is_ordinary(tensor) else 0
+    """Where in its page a CPU tensor's memory begins, in bytes; 0 for any other, which is copied to a page's start.
+
+    It is a multiple of 64, so that what follows is aligned: memory that is not (of a slice) counts as any other.
+    """
+    place = tensor.data_ptr() % PAGE if tensor.nbytes >= PAGE and is_ordinary(tensor) else 0
+    return place if place % _ALIGNED == 0 else 0
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ _BATCH_BYTES = 8 << 20
 #: Smaller items are read by the calling thread: handing them over costs more than reading them.
 _WORTH_A_THREAD = 256 << 10
 #: Less than this is read by the calling thread alone.
-_WORTH_THREADS = 4 << 20
+_WORTH_THREADS = 32 << 20
 _ALIGNED = 64
 
 

@@ -90,7 +90,7 @@ class LoadPlan:
     def _place(self, item: Region | ReadItem) -> Item:
         """Where an item's archive is; places sort by file and offset, to read files from front to back."""
         if isinstance(item, Region):
-            return self._index.item(item.row)
+            return item.chunk.item
         if item.type == LoadItemType.BYTE_IO:
             return self._index.objects[item.storage_index.fqn]
         return self._stored(item).chunks[tuple(item.storage_index.offset or ())].item
@@ -110,16 +110,15 @@ class LoadPlan:
 
     def _copied(self, region: Region, ahead: ReadAhead) -> bool:
         """Whether a whole chunk could be copied as its bytes are."""
-        target, index = region.target, self._index
-        if not region.whole or target.dtype != index.dtype_of(region.row) or not is_ordinary(target):
+        target = region.target
+        if not region.whole or target.dtype != self._index.dtypes[region.number] or not is_ordinary(target):
             return False
-        return ahead.copy(index.item(region.row), tuple(target.shape), target)
+        return ahead.copy(region.chunk.item, region.chunk.box.shape, target)
 
     def _read(self, item: Region | ReadItem, source: Source) -> None:
         if isinstance(item, Region):
-            chunk = self._index.chunk(item.row)
-            key, dtype = self._index.key_of(item.row), self._index.dtype_of(item.row)
-            read_chunk(source, chunk, item.start, item.target, dtype, key)
+            key, dtype = self._index.keys[item.number], self._index.dtypes[item.number]
+            read_chunk(source, item.chunk, item.start, item.target, dtype, key)
             _settle(item.target)
             return
         key = item.storage_index.fqn

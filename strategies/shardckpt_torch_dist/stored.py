@@ -12,6 +12,8 @@ from shardckpt.planning.boxes import Box
 from shardckpt.planning.table import Boxes, integers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from shardckpt.planning.boxes import Ints
@@ -31,8 +33,7 @@ class Item(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, and where its elements are.
 
     Attributes:
@@ -116,15 +117,23 @@ class StoredIndex:
     def _tensors(self) -> dict[int, StoredTensor]:
         return {}
 
-    def rows(self, number: int) -> range:
-        """The rows of a tensor's chunks."""
-        return range(int(self.bounds[number]), int(self.bounds[number + 1]))
+    def chunks_of(self, rows: torch.Tensor | slice, axes: int) -> Iterator[Chunk]:
+        """Some rows as objects, their boxes with so many axes."""
+        columns, box = self.chunks, self.chunks.box
+        items = map(
+            Item,
+            map(self.files.__getitem__, columns.file[rows].tolist()),
+            columns.start[rows].tolist(),
+            columns.length[rows].tolist(),
+        )
+        corners = (map(tuple, column[rows, :axes].tolist()) for column in (box.offset, box.extent))
+        return map(Chunk, map(Box, *corners), items, columns.first[rows].tolist(), columns.volume[rows].tolist())
 
     def tensor(self, number: int) -> StoredTensor:
         """A tensor's chunks as objects, made once."""
         if number not in self._tensors:
-            shape, rows = self.shapes[number], self.rows(number)
-            chunks = map(self.chunk, rows)
+            shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
+            chunks = self.chunks_of(rows, len(shape))
             self._tensors[number] = StoredTensor(
                 self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
             )
@@ -134,34 +143,6 @@ class StoredIndex:
         """The tensors and objects as data-less descriptions of the whole."""
         tensors = map(ShardedTensor.whole, self.keys, self.dtypes, self.shapes)
         return [*tensors, *(ShardedObject.empty_from_unique_key(key) for key in self.objects)]
-
-    def item(self, row: int) -> Item:
-        """Where a chunk's archive is."""
-        file, start, length = self._places[row]
-        return Item(self.files[file], start, length)
-
-    def chunk(self, row: int) -> Chunk:
-        """A chunk as an object."""
-        chunks, axes = self.chunks, len(self.shapes[self._whole[row]])
-        box = Box(tuple(chunks.box.offset[row, :axes].tolist()), tuple(chunks.box.extent[row, :axes].tolist()))
-        return Chunk(box, self.item(row), int(chunks.first[row]), int(chunks.volume[row]))
-
-    def key_of(self, row: int) -> str:
-        """The key of a chunk's tensor."""
-        return self.keys[self._whole[row]]
-
-    def dtype_of(self, row: int) -> torch.dtype:
-        """The dtype of a chunk's tensor."""
-        return self.dtypes[self._whole[row]]
-
-    @cached_property
-    def _whole(self) -> list[int]:
-        return self.chunks.box.whole.tolist()
-
-    @cached_property
-    def _places(self) -> list[tuple[int, int, int]]:
-        chunks = self.chunks
-        return list(zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True))
 
 
 def columns_of(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, list[str]]:

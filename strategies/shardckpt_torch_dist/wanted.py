@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning.boxes import FlatPart, part_view, whole_box
+from shardckpt.planning.boxes import Box, FlatPart, part_view, whole_box
 from shardckpt.planning.intersect import Overlaps, overlaps, rows_of
 from shardckpt.planning.table import Boxes, distinct, misfits
 
@@ -17,20 +17,22 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedTensor
     from shardckpt.planning.table import Table
     from shardckpt.storage.reader import CheckpointReader
-    from shardckpt_torch_dist.stored import StoredIndex
+    from shardckpt_torch_dist.stored import Chunk, StoredIndex
 
 
 class Region(NamedTuple):
     """Elements of a stored chunk, and the tensor that they go to.
 
     Attributes:
-        row: Of the chunk.
+        number: Of the stored tensor.
+        chunk: The chunk.
         start: Where they begin in the chunk, along every axis.
         target: Of their shape.
         whole: Whether they are all elements of the chunk.
     """
 
-    row: int
+    number: int
+    chunk: Chunk
     start: tuple[int, ...]
     target: torch.Tensor
     whole: bool
@@ -85,20 +87,25 @@ class WantedTensors:
         for shard in self.shards:
             shard.init_data("cpu")
         views = [part_view(shard, FlatPart(whole_box(shard), 0)) for shard in self.shards]
-        found, chunks = self._in_file_order(), self._index.chunks
-        stored = chunks.box.rows(found.stored).widened(found.offset.shape[1])
+        found, axes = self._in_file_order(), self._wanted.offset.shape[1]
+        stored = self._index.chunks.box.rows(found.stored).widened(axes)
         entire = (found.extent == stored.extent).all(1).tolist()
         filled = (found.extent == self._wanted.extent[found.wanted]).all(1).tolist()
         start = (found.offset - stored.offset).tolist()
         low = (found.offset - self._wanted.offset[found.wanted]).tolist()
         extent = found.extent.tolist()
+        chunks = self._index.chunks_of(found.stored, axes)
         regions = []
-        for place, (number, row) in enumerate(zip(found.wanted.tolist(), found.stored.tolist(), strict=True)):
-            target = views[number]
+        for place, (wanted, number, chunk) in enumerate(
+            zip(found.wanted.tolist(), stored.whole.tolist(), chunks, strict=True)
+        ):
+            target = views[wanted]
+            dims = target.dim()
             if not filled[place]:
-                for axis in range(target.dim()):
+                for axis in range(dims):
                     target = target.narrow(axis, low[place][axis], extent[place][axis])
-            regions.append(Region(row, tuple(start[place][: target.dim()]), target, entire[place]))
+            box = Box(chunk.box.offset[:dims], chunk.box.shape[:dims])
+            regions.append(Region(number, chunk._replace(box=box), tuple(start[place][:dims]), target, entire[place]))
         return regions
 
     def _in_file_order(self) -> Overlaps:

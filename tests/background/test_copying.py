@@ -51,11 +51,21 @@ def test_any_tensor_is_copied_as_it_shows(monkeypatch: pytest.MonkeyPatch, threa
     assert copies[2].ne(0).all()
 
 
-def test_large_ones_begin_on_pages() -> None:
-    """Large tensors are at page boundaries, from where files can be written past the page cache; small ones at 64."""
-    layout = Copies(["a", "b", "c"], [torch.ones(5), torch.ones(1 << 18), torch.ones(3)]).layout
-    assert layout.offsets == [0, 4096, 4096 + (1 << 20)]
-    assert layout.nbytes == 4096 + (1 << 20) + 64
+def _large_at(place: int) -> torch.Tensor:
+    """1 MiB that begins so many bytes behind a page boundary."""
+    memory = torch.randint(256, ((1 << 20) + 8192,), dtype=torch.uint8)
+    start = (place - memory.data_ptr()) % 4096
+    return memory[start : start + (1 << 20)]
+
+
+@pytest.mark.parametrize(("place", "first"), [(0, 4096), (64, 64), (4032, 4032), (1, 4096), (8, 4096), (100, 4096)])
+def test_large_ones_keep_their_place_in_the_page(place: int, first: int) -> None:
+    """Large copies are where their tensors are in a page, for writes past the page cache; all are at 64s."""
+    tensors = [torch.ones(5), _large_at(place), torch.ones(3, dtype=torch.complex128)]
+    layout = Copies(["a", "b", "c"], tensors).layout
+    assert layout.offsets == [0, first, first + (1 << 20)]
+    assert layout.nbytes == first + (1 << 20) + 64
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(_copied(tensors), tensors, strict=True))
 
 
 def test_freed_memory_is_refused() -> None:

@@ -6,8 +6,7 @@ It is executed in the foreground: strace counts the calls of every thread by its
 from __future__ import annotations
 
 from shardckpt import dist_checkpointing
-from tests.faults import samples
-from tests.faults.killer import NEW, Killer, main
+from tests.faults.killer import NEW, Killer, main, state_dict
 
 
 class AsyncKiller(Killer):
@@ -15,7 +14,7 @@ class AsyncKiller(Killer):
 
     def _change(self) -> None:
         overwrite = self._case != "fresh"
-        state = samples.state_dict(NEW)
+        state = state_dict(NEW)
         request = dist_checkpointing.save(state, self._target(), async_sharded_save=True, overwrite=overwrite)
         if request is None:
             raise SystemExit("no request")
@@ -23,7 +22,7 @@ class AsyncKiller(Killer):
 
     def _warm_up(self) -> None:
         super()._warm_up()
-        state = samples.state_dict(NEW)
+        state = state_dict(NEW)
         request = dist_checkpointing.save(state, self._folder / "warm", async_sharded_save=True, overwrite=True)
         if request is not None:
             request.execute_sync()

@@ -16,11 +16,12 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardckpt import dist_checkpointing
+from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, NotACheckpointError
 from shardckpt.storage.commit import replaced_of
 from tests.faults import samples
@@ -39,7 +40,11 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 _CALL = re.compile(r"^\d+ +(\w+)\(")
-_CHANGES = re.compile(r"^(mkdir|write|pwrite|fsync|fdatasync|rename|link|unlink|rmdir|symlink|truncate|ftruncate)")
+_CHANGES = re.compile(
+    r"^(mkdir|write|pwrite|fallocate|fsync|fdatasync|rename|link|unlink|rmdir|symlink|truncate|ftruncate)"
+)
+#: Elements of a tensor of 3 MiB: what holds it is allocated ahead, written past the page cache, and cut in the end.
+_LARGE = 3 << 18
 
 
 class Point(NamedTuple):
@@ -136,11 +141,11 @@ class Killer:
     def _prepare(self) -> None:
         """Make what stands at the target before."""
         if self._case != "fresh":
-            dist_checkpointing.save(samples.state_dict(OLD), self._pristine / "ckpt")
+            dist_checkpointing.save(state_dict(OLD), self._pristine / "ckpt")
 
     def _change(self) -> None:
         """What is killed."""
-        dist_checkpointing.save(samples.state_dict(NEW), self._target(), overwrite=self._case != "fresh")
+        dist_checkpointing.save(state_dict(NEW), self._target(), overwrite=self._case != "fresh")
 
     def _state(self) -> str:
         """What the target holds, as a load sees it."""
@@ -158,11 +163,11 @@ class Killer:
 
     def _found(self) -> str:
         """What a load gives: old, new, or how it is neither."""
-        loaded = samples.load(self._target())
+        loaded = load(self._target())
         for name, version in (("old", OLD), ("new", NEW)):
-            if not samples.differences(loaded, version):
+            if not differences(loaded, version):
                 return name
-        return f"mixed: not new in {samples.differences(loaded, NEW)}"
+        return f"mixed: not new in {differences(loaded, NEW)}"
 
     def _incomplete(self, message: str) -> str:
         """After a save that was not published: nothing stands at the target, and the message says what to do."""
@@ -184,8 +189,8 @@ class Killer:
     def _later(self) -> str:
         """Nothing if the next save to the path succeeds and loads, else what is wrong."""
         try:
-            dist_checkpointing.save(samples.state_dict(LATER), self._target(), overwrite=True)
-            wrong = samples.differences(samples.load(self._target()), LATER)
+            dist_checkpointing.save(state_dict(LATER), self._target(), overwrite=True)
+            wrong = differences(load(self._target()), LATER)
         except CheckpointingException as exc:
             return f"{type(exc).__name__}: {exc}"
         lost = "" if self._foreign_kept() else "other files are lost"
@@ -200,8 +205,30 @@ class Killer:
         """Do everything once that a first save or load does lazily, in this process."""
         scratch = self._folder / "warm"
         for overwrite in (False, True):
-            dist_checkpointing.save(samples.state_dict(OLD), scratch, overwrite=overwrite)
-        samples.load(scratch)
+            dist_checkpointing.save(state_dict(OLD), scratch, overwrite=overwrite)
+        load(scratch)
+
+
+def state_dict(version: int) -> dict[str, Any]:
+    """The samples of save number ``version``, and a large tensor."""
+    return {**samples.state_dict(version), "large": ShardedTensor.from_rank_offsets("large", _large(version))}
+
+
+def load(directory: Path) -> dict[str, Any]:
+    """What the checkpoint stores of them."""
+    wanted = {**samples.template(), "large": ShardedTensor.from_rank_offsets("large", torch.full((_LARGE,), -7.0))}
+    return dist_checkpointing.load(wanted, directory)
+
+
+def differences(loaded: dict[str, Any], version: int) -> list[str]:
+    """Where they are not, bit for bit, what save number ``version`` had."""
+    small = {key: value for key, value in loaded.items() if key != "large"}
+    same = torch.equal(loaded["large"], _large(version))
+    return [*samples.differences(small, version), *([] if same else ["large"])]
+
+
+def _large(version: int) -> torch.Tensor:
+    return torch.arange(_LARGE, dtype=torch.float32) + version
 
 
 def _head(line: str) -> str:

@@ -16,29 +16,32 @@ from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.verifying import verify_checkpoint
 from tests.faults import samples
+from tests.names import COMMON, INDEX, MARKER, METADATA, RECORD, data_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.ranks import RankPool
 
-DATA = ("__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt")
-JSON = ("metadata.json", "shardckpt.json")
+#: What a load reads, beside the JSON files.
+DATA = (data_file(0), data_file(1), INDEX, COMMON)
+JSON = (MARKER, RECORD)
 FLIPS = 50  # a file
 RIGHT = ""
 
 
-def save_version(directory: str, version: int) -> None:
-    """A checkpoint of this group."""
-    dist_checkpointing.save(samples.state_dict(version, dist.get_rank(), dist.get_world_size()), directory)
+def save_version(directory: str, version: int, turned: bool) -> None:
+    """A checkpoint of this group; ``turned`` has the tensors in another order."""
+    state = samples.state_dict(version, dist.get_rank(), dist.get_world_size())
+    dist_checkpointing.save(dict(reversed(state.items())) if turned else state, directory)
 
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints 1 and 2 of two ranks: two data files each."""
+    """Checkpoints 1 and 2 of two ranks: two data files each; and the first again, with all in other places."""
     root = tmp_path_factory.mktemp("saved")
-    for version in (1, 2):
-        ranks.run(2, save_version, str(root / str(version)), version)
+    for name, version in (("1", 1), ("2", 2), ("turned", 1)):
+        ranks.run(2, save_version, str(root / name), version, name == "turned")
     return root
 
 
@@ -65,6 +68,11 @@ def verify_faults(directory: Path) -> dict[str, str]:
         return {result.name: result.fault for result in verify_checkpoint(directory) if result.fault}
     except CheckpointingException as exc:
         return {"": str(exc)}
+
+
+def some_bits(path: Path, count: int) -> list[int]:
+    """Bits of the file, drawn by its name."""
+    return random.Random(path.name).sample(range(8 * path.stat().st_size), count)
 
 
 def flipped(path: Path, bits: list[int]) -> Iterator[int]:
@@ -96,9 +104,8 @@ def test_bit_flip_in_every_byte_of_json(checkpoint: Path, name: str) -> None:
 def test_random_bit_flips(checkpoint: Path, name: str, flips: int) -> None:
     """A flipped bit in a data file never gives wrong values; the error and verify name the file."""
     path = checkpoint / name
-    bits = random.Random(name).sample(range(8 * path.stat().st_size), flips)
     refused = 0
-    for bit in flipped(path, bits):
+    for bit in flipped(path, some_bits(path, flips)):
         fault = load_fault(checkpoint)
         refused += fault != RIGHT
         assert fault == RIGHT or str(path) in fault
@@ -135,14 +142,14 @@ def test_missing_file(checkpoint: Path, name: str) -> None:
     """A file that is gone is named by load and verify; without shardckpt.json the values still load, unchecked."""
     (checkpoint / name).unlink()
     fault = load_fault(checkpoint)
-    if name == "shardckpt.json":
+    if name == RECORD:
         assert fault == RIGHT
     else:
         assert name in fault
     assert name in " ".join(verify_faults(checkpoint).values())
 
 
-@pytest.mark.parametrize(("first", "second"), [(DATA[0], DATA[1]), (DATA[2], DATA[3]), (DATA[0], DATA[3]), JSON])
+@pytest.mark.parametrize(("first", "second"), [DATA[:2], DATA[2:], (DATA[0], COMMON), (INDEX, METADATA), JSON])
 def test_swapped_files(checkpoint: Path, first: str, second: str) -> None:
     """Two files in each other's place are refused by name."""
     one, other = checkpoint / first, checkpoint / second
@@ -156,17 +163,55 @@ def test_swapped_files(checkpoint: Path, first: str, second: str) -> None:
 
 @pytest.mark.parametrize("name", DATA)
 def test_file_of_another_step(saved: Path, checkpoint: Path, name: str) -> None:
-    """A file of another save, of the same name and size, is refused by name."""
-    shutil.copyfile(saved / "2" / name, checkpoint / name)
+    """A file of another save, of the same name, is refused by name."""
+    shutil.copyfile(saved / ("turned" if name == INDEX else "2") / name, checkpoint / name)
     assert str(checkpoint / name) in load_fault(checkpoint)
-    assert name in verify_faults(checkpoint)
+    assert list(verify_faults(checkpoint)) == [name]
+
+
+def truncate(saved: Path, path: Path) -> None:
+    """Keep half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def extend(saved: Path, path: Path) -> None:
+    """Add a byte to a file."""
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def remove(saved: Path, path: Path) -> None:
+    """Let a file be gone."""
+    path.unlink()
+
+
+def take_from_another_step(saved: Path, path: Path) -> None:
+    """Put a file of another save in its place."""
+    shutil.copyfile(saved / "2" / path.name, path)
+
+
+@pytest.mark.parametrize("damage", [truncate, extend, remove, take_from_another_step])
+def test_metadata_for_other_libraries(saved: Path, checkpoint: Path, damage: Callable[[Path, Path], None]) -> None:
+    """DCP's .metadata, which is there for others, does no harm to a load when it is damaged; verify finds it."""
+    damage(saved, checkpoint / METADATA)
+    assert load_fault(checkpoint) == RIGHT
+    faults = verify_faults(checkpoint)
+    assert list(faults) == [METADATA]
+    assert str(checkpoint / METADATA) in faults[METADATA]
+
+
+def test_bit_flips_in_metadata_for_other_libraries(checkpoint: Path) -> None:
+    """Whatever bit of .metadata is hit, a load gives the right values, and verify names the file."""
+    path = checkpoint / METADATA
+    for bit in flipped(path, some_bits(path, FLIPS)):
+        assert load_fault(checkpoint) == RIGHT
+        assert list(verify_faults(checkpoint)) == [METADATA], bit
 
 
 def test_markers_of_another_step(saved: Path, checkpoint: Path) -> None:
     """With the shardckpt.json of another save no file is what it says, and the load is refused."""
-    shutil.copyfile(saved / "2" / "shardckpt.json", checkpoint / "shardckpt.json")
+    shutil.copyfile(saved / "2" / RECORD, checkpoint / RECORD)
     assert str(checkpoint) in load_fault(checkpoint)
-    assert verify_faults(checkpoint).keys() >= {DATA[0], DATA[1], "common.pt"}
+    assert verify_faults(checkpoint).keys() == {DATA[0], DATA[1], METADATA, COMMON}
 
 
 def test_extra_files(checkpoint: Path) -> None:
@@ -194,14 +239,14 @@ def test_damage_elsewhere(checkpoint: Path) -> None:
 
 def test_overlap_that_hides_a_hole(checkpoint: Path) -> None:
     """Chunks that overlap are refused, even where their sizes add up to the tensor's: something is missing."""
-    (checkpoint / "shardckpt.json").unlink()
-    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    (checkpoint / RECORD).unlink()
+    metadata = pickle.loads((checkpoint / METADATA).read_bytes())
     low = torch.Size((samples.ROWS // 4, 0))
     second = metadata.state_dict_metadata["split"].chunks[1]
     (index,) = [found for found in metadata.storage_data if found.fqn == "split" and found.offset == second.offsets]
     metadata.storage_data[type(index)("split", low)] = metadata.storage_data.pop(index)
     second.offsets = low
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
     wanted = samples.template()
     with pytest.raises(CorruptCheckpointError, match=r"'split': .* overlap"):
         dist_checkpointing.load({"split": wanted["split"]}, checkpoint)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shardckpt.storage.direct import open_direct
 from tests.faults.programs import run_program
+from tests.names import DIGESTED, SHARED, data_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +32,16 @@ def report_of(folder: Path, case: str, count: int, program: str = "killer") -> d
         pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
+
+
+def has_direct_writes(folder: Path) -> bool:
+    """Whether files there can be written past the page cache."""
+    path = folder / "probe"
+    with path.open("wb") as file:
+        fd, alignment = open_direct(path, file.fileno())
+        if alignment:
+            os.close(fd)
+    return bool(alignment)
 
 
 def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[dict[str, Any]]:
@@ -89,25 +102,40 @@ def test_order_of_calls(trace: list[str]) -> None:
     synced = {number: found[1] for number, line in enumerate(trace) if (found := re.match(r"fsync\(\d+<(.*)>\)", line))}
     paths = list(synced.values())
     assert paths[0] == "RUN"  # holds the new directory above the target
-    assert sorted(paths[1:4]) == ["STAGING/.metadata", "STAGING/__0_0.distcp", "STAGING/common.pt"]
-    assert sorted(paths[4:6]) == ["STAGING/metadata.json", "STAGING/shardckpt.json"]
-    assert paths[6:] == ["STAGING", "RUN/jobs"]
+    data = {f"STAGING/{name}" for name in (*DIGESTED, data_file(0))}
+    markers = {f"STAGING/{name}" for name in SHARED - DIGESTED}
+    assert set(paths[1 : 1 + len(data)]) == data
+    assert set(paths[1 + len(data) : -2]) == markers
+    assert len(paths) == 1 + len(data) + len(markers) + 2
+    assert paths[-2:] == ["STAGING", "RUN/jobs"]
     (renamed,) = (number for number, line in enumerate(trace) if line.startswith("rename("))
     *_, staging, parent = synced
     assert staging < renamed < parent
 
 
 def test_files_are_written_before_their_fsync(trace: list[str]) -> None:
-    """No byte of a file is written after its one fsync, and every file that is created is fsynced."""
+    """No byte of a file is written, and no size set, after its one fsync; every file that is created is fsynced."""
     written, synced, created = {}, {}, set()
     for number, line in enumerate(trace):
         path = re.search(r"<(STAGING[^>]*)>", line)
-        if line.startswith("pwrite") and path:
+        if line.startswith(("pwrite", "fallocate", "ftruncate")) and path:
             written[path[1]] = number
         elif line.startswith("fsync") and path:
             synced[path[1]] = number
         elif "O_CREAT" in line and (opened := re.search(r'"(STAGING[^"]*)"', line)):
             created.add(opened[1])
-    assert len(created) == 5
+    assert created == {f"STAGING/{name}" for name in (*SHARED, data_file(0))}
     assert created == written.keys()
     assert all(synced[path] > written[path] for path in created)
+
+
+def test_large_tensors_are_written_directly(trace: list[str], tmp_path: Path) -> None:
+    """Among the calls that are killed are those that allocate a file ahead, write past the page cache, and cut it."""
+    if not has_direct_writes(tmp_path):
+        pytest.skip("the file system of the tests has no direct writes")
+    data = [line for line in trace if data_file(0) in line]
+    (opened,) = (line for line in data if "O_DIRECT" in line)
+    descriptor = opened.rpartition(" = ")[2].partition("<")[0]
+    kinds = [line.partition("(")[0] for line in data]
+    assert {"fallocate", "ftruncate"} <= set(kinds)
+    assert any(line.startswith("pwrite") and f"({descriptor}<" in line for line in data[data.index(opened) :])

@@ -19,6 +19,7 @@ from shardckpt.storage import commit
 from shardckpt.verifying import verify_checkpoint
 from tests.faults import samples
 from tests.faults.disks import make_read_only, small_disk
+from tests.names import SHARED, data_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OLD, NEW = 1, 2
-OURS = {".metadata", "__0_0.distcp", "common.pt", "metadata.json", "shardckpt.json"}
+OURS = {*SHARED, data_file(0)}
 
 
 def add_foreign(directory: Path) -> dict[str, bytes]:
@@ -149,7 +150,7 @@ def test_over_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     assert_replaced(target, foreign)
 
 
-@pytest.mark.parametrize("name", ["metadata.json", "shardckpt.json", ".metadata", "common.pt"])
+@pytest.mark.parametrize("name", sorted(SHARED))
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00"])
 def test_over_a_damaged_checkpoint(tmp_path: Path, name: str, content: bytes) -> None:
     """A checkpoint that cannot be read any more can be overwritten all the same."""

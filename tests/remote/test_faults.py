@@ -17,6 +17,7 @@ from shardckpt.manifest import FileRecord
 from shardckpt.plugins import host
 from shardckpt.storage.upload import Upload
 from shardckpt.verifying import verify_checkpoint
+from tests.names import SHARED
 from tests.remote import jobs
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
-#: Uploads of a save of two ranks: what says that it is under way, two data files, and four that name them.
-UPLOADS = 7
+#: Uploads of a save of two ranks: what says that it is under way, two data files, and those that name them.
+UPLOADS = 3 + len(SHARED)
 
 
 @pytest.mark.parametrize("how", ["before", "after"])

@@ -20,6 +20,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import host
 from shardckpt.verifying import verify_checkpoint
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+from tests.names import SHARED, data_file
 from tests.remote import jobs
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
     from tests.remote.store import Store
-
-FILES = {".metadata", "common.pt", "metadata.json", "shardckpt.json"}
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_a_save_to_a_url_loads_with_any_number_of_ranks(ranks: RankPool, store: 
         ranks.run(world_size, jobs.save, store.url, 2.0)
     else:
         jobs.save(store.url, 2.0)
-    assert store.names() == FILES | {f"__{rank}_0.distcp" for rank in range(max(1, world_size))}
+    assert store.names() == SHARED | {data_file(rank) for rank in range(max(1, world_size))}
     assert store.requests("put")[-1].name == "metadata.json"
     ranks.run(3, jobs.check, store.url, 2.0)
     jobs.check(store.url, 2.0)
@@ -62,7 +61,7 @@ def test_a_process_without_a_group_saves_to_memory(memory: str) -> None:
     jobs.save(f"{memory}/", 5.0)
     jobs.check(memory, 5.0)
     names = fsspec.filesystem("memory").ls("/bucket/folder/c", detail=False)
-    assert {name.rpartition("/")[2] for name in names} == FILES | {"__0_0.distcp"}
+    assert {name.rpartition("/")[2] for name in names} == SHARED | {data_file(0)}
 
 
 def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path) -> None:
@@ -369,4 +368,4 @@ def test_another_plugin_serves_urls_by_the_same_door() -> None:
             jobs.check("dict://user:secret@here/c", 3.0)
     finally:
         host().unregister(plugin)
-    assert set(plugin.objects) == (FILES | {"__0_0.distcp"}) - {"common.pt"}
+    assert set(plugin.objects) == (SHARED | {data_file(0)}) - {"common.pt"}

@@ -1,0 +1,119 @@
+"""Ranks with and without xxhash: what each can do, and that all of them hear the same where one cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing
+from shardckpt.manifest import Record
+from shardckpt.storage.digest import CRC32, XXH3
+from shardckpt.verifying import verify_checkpoint
+from tests.faults import samples
+from tests.faults.programs import run_program
+from tests.names import RECORD
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+HINT = "pip install 'shardckpt[xxhash]'"
+
+pytest.importorskip("xxhash")
+
+
+def outcomes(verb: str, target: Path, *have: int) -> list[dict[str, Any]]:
+    """What every rank reports; ``have`` says which of them have xxhash."""
+    done = run_program("without_xxhash", verb, str(target), *map(str, have))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert all(outcome["family"] for outcome in found), found
+    return found
+
+
+def errors(verb: str, target: Path, *have: int) -> set[str]:
+    """The different errors of the ranks; ``""`` for none."""
+    return {outcome["error"] for outcome in outcomes(verb, target, *have)}
+
+
+def algorithm(target: Path) -> str:
+    """Of a checkpoint's digests."""
+    return Record.parse((target / RECORD).read_bytes()).digest_algorithm
+
+
+def _save(target: str) -> None:
+    dist_checkpointing.save(samples.state_dict(1, dist.get_rank(), dist.get_world_size()), target)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with digests by xxhash."""
+    target = tmp_path_factory.mktemp("saved") / "ckpt"
+    ranks.run(2, _save, str(target))
+    assert algorithm(target) == XXH3
+    return target
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "ckpt"))
+
+
+@pytest.mark.parametrize("verb", ["save", "save in the background"])
+def test_a_rank_that_lacks_what_the_main_rank_has(tmp_path: Path, verb: str) -> None:
+    """All ranks of such a save raise one error that says what to install and on which rank; nothing is left."""
+    (error,) = errors(verb, tmp_path / "ckpt", 1, 0)
+    assert error.startswith("CheckpointingException: ")
+    assert HINT in error
+    assert "rank 1" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["save", "save in the background"])
+def test_a_main_rank_without(tmp_path: Path, verb: str) -> None:
+    """Where the main rank has none, all use CRC-32, and everyone loads and verifies what they save."""
+    found = outcomes(verb, tmp_path / "ckpt", 0, 1)
+    assert [outcome["error"] for outcome in found] == ["", ""]
+    assert algorithm(tmp_path / "ckpt") == CRC32
+    assert samples.differences(samples.load(tmp_path / "ckpt"), 1) == []
+    assert not [result for result in verify_checkpoint(tmp_path / "ckpt") if result.fault]
+    assert errors("load", tmp_path / "ckpt", 1, 0) == {""}
+
+
+def test_a_process_without_it(tmp_path: Path) -> None:
+    """One process that has none saves with CRC-32, loads, verifies and removes keys."""
+    for verb in ("save", "load", "verify", "remove", "verify"):
+        assert outcomes(verb, tmp_path / "ckpt", 0) == [{"error": "", "family": True, "has it": False}], verb
+    assert algorithm(tmp_path / "ckpt") == CRC32
+
+
+@pytest.mark.parametrize("have", [(0,), (1, 0), (0, 1), (0, 0)])
+def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: tuple[int, ...]) -> None:
+    """A load by ranks of which any lacks it is one error with the way out; without checks the values are right."""
+    (error,) = errors("load", saved, *have)
+    assert error.startswith("CheckpointingException: ")
+    assert f"{saved / RECORD}: " in error
+    assert HINT in error
+    monkeypatch.setenv("SHARDCKPT_VERIFY_READS", "0")
+    assert errors("load", saved, *have) == {""}
+
+
+@pytest.mark.parametrize("unchecked", [False, True])
+@pytest.mark.parametrize("verb", ["verify", "remove"])
+def test_what_cannot_be_checked_is_not_called_sound(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, verb: str, unchecked: bool
+) -> None:
+    """Nothing is verified, nor anything removed, where digests cannot be computed, even where loads do not check."""
+    if unchecked:
+        monkeypatch.setenv("SHARDCKPT_VERIFY_READS", "0")
+    before = samples.listing(checkpoint)
+    (error,) = errors(verb, checkpoint, 0)
+    assert error.startswith("CheckpointingException: ")
+    assert HINT in error
+    assert samples.listing(checkpoint) == before
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]

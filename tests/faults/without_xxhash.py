@@ -1,0 +1,121 @@
+"""Program: ranks of which some have no xxhash do something with a checkpoint, and print what came of it as JSON.
+
+``python -m tests.faults.without_xxhash VERB DIRECTORY HAVE...``: a 1 or 0 for each rank says whether it has xxhash; one
+rank has no group. The ranks are processes that this one starts, each with a fresh Python.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VERSION = 1
+_GROUP_TIMEOUT = 8.0
+_RUN_TIMEOUT = 60.0
+
+
+def _save(target: Path, rank: int, world: int) -> None:
+    from shardckpt import dist_checkpointing
+    from tests.faults import samples
+
+    dist_checkpointing.save(samples.state_dict(VERSION, rank, world), target)
+
+
+def _save_in_the_background(target: Path, rank: int, world: int) -> None:
+    from shardckpt import dist_checkpointing
+    from shardckpt.async_save import AsyncCallsQueue
+    from tests.faults import samples
+
+    with AsyncCallsQueue(persistent=True) as queue:
+        state = samples.state_dict(VERSION, rank, world)
+        queue.schedule_async_request(dist_checkpointing.save(state, target, async_sharded_save=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+
+
+def _load(target: Path, rank: int, world: int) -> None:
+    from tests.faults import samples
+
+    wrong = samples.differences(samples.load(target, rank, world), VERSION, rank, world)
+    if wrong:
+        raise ValueError(f"wrong: {wrong}")
+
+
+def _verify(target: Path, _rank: int, _world: int) -> None:
+    from shardckpt.verifying import verify_checkpoint
+
+    faults = [result.fault for result in verify_checkpoint(target) if result.fault]
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+def _remove(target: Path, _rank: int, _world: int) -> None:
+    from shardckpt import dist_checkpointing
+
+    dist_checkpointing.remove_sharded_tensors(target, "bias")
+
+
+VERBS: dict[str, Callable[[Path, int, int], None]] = {
+    "save": _save,
+    "save in the background": _save_in_the_background,
+    "load": _load,
+    "verify": _verify,
+    "remove": _remove,
+}
+
+
+def _rank(verb: str, target: Path, store: str, rank: int, world: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from shardckpt.errors import CheckpointingException
+
+    torch.set_num_threads(1)
+    if world > 1:
+        timeout = dt.timedelta(seconds=_GROUP_TIMEOUT)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    error, family = "", True
+    try:
+        VERBS[verb](target, rank, world)
+    except Exception as exc:  # noqa: BLE001 - it is reported
+        error, family = f"{type(exc).__name__}: {exc}", isinstance(exc, CheckpointingException)
+    if world > 1:
+        dist.destroy_process_group()
+    return {"error": error, "family": family, "has it": sys.modules.get("xxhash") is not None}
+
+
+def _start(verb: str, target: str, store: str, have: list[str]) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.faults.without_xxhash", "--rank"]
+    return [
+        subprocess.Popen([*command, verb, target, store, str(rank), *have], stdout=subprocess.PIPE, text=True)
+        for rank in range(len(have))
+    ]
+
+
+def main() -> None:
+    """Start the ranks, or be one."""
+    if sys.argv[1] == "--rank":
+        verb, target, store, rank, *have = sys.argv[2:]
+        if have[int(rank)] == "0":
+            sys.modules["xxhash"] = None  # type: ignore[assignment] # as if it were not installed
+        json.dump(_rank(verb, Path(target), store, int(rank), len(have)), sys.stdout)
+        return
+    verb, target, *have = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = _start(verb, target, f"{folder}/group", have)
+        try:
+            json.dump([json.loads(rank.communicate(timeout=_RUN_TIMEOUT)[0]) for rank in ranks], sys.stdout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+if __name__ == "__main__":
+    main()
