@@ -128,4 +128,12 @@ def _refusal(tensor: torch.Tensor) -> str:
     )
 
 
-__all__ = ["PAGE", "is_ordinary", "is_plain", "page_place", "plain_cpu", "synchronize_devices", "tensor_bytes"]
+__all__ = [
+    "PAGE",
+    "is_ordinary",
+    "is_plain",
+    "page_place",
+    "plain_cpu",
+    "synchronize_devices",
+    "tensor_bytes",
+]

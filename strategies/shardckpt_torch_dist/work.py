@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage.digest import SMALL_RECORD
-from shardckpt.storage.memory import is_ordinary, plain_cpu, synchronize_devices, tensor_bytes
+from shardckpt.storage.copier import Copier
+from shardckpt.storage.digest import SEGMENT_BYTES, SMALL_RECORD
+from shardckpt.storage.memory import is_ordinary, is_plain, plain_cpu, synchronize_devices, tensor_bytes
 from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN, of_length
 
 if TYPE_CHECKING:
     import torch
 
     from shardckpt.storage.writer import CheckpointWriter, FileWriter
+
+
+#: Bytes that are copied at a time of a tensor whose memory's bytes are not its values, one after the other, on the CPU;
+#: few enough that the writer joins them with others before the next are copied.
+PIECE_BYTES = SEGMENT_BYTES // 2
 
 
 @dataclass
@@ -65,14 +72,23 @@ class SaveWork:
             file.append_small((head, tensor_bytes(tensor), tail, filler))
             return
 
-        def produce() -> list[memoryview]:
-            try:
-                values = plain_cpu(tensor)
-            except CheckpointingException as exc:
-                raise ShardingError(f"tensor {key!r}: {exc}") from exc
-            return [memoryview(head), tensor_bytes(values), memoryview(tail + filler)]
+        if nbytes <= PIECE_BYTES or is_ordinary(tensor) or not is_plain(tensor):
+            parts = partial(_around_values, memoryview(head), tensor, memoryview(tail + filler), key)
+            file.append(nbytes + len(filler), parts, what=key)
+            return
+        file.append_small((head,))
+        copies = Copier(tensor, PIECE_BYTES)
+        for piece in copies.pieces():
+            file.append(piece.nbytes, partial(copies.copied, piece), keys=0, what=key)
+        file.append_small((tail, filler), keys=0)
 
-        file.append(nbytes + len(filler), produce, what=key)
+
+def _around_values(before: memoryview, tensor: torch.Tensor, after: memoryview, key: str) -> list[memoryview]:
+    """The bytes of a tensor's values with something around them."""
+    try:
+        return [before, tensor_bytes(plain_cpu(tensor)), after]
+    except CheckpointingException as exc:
+        raise ShardingError(f"tensor {key!r}: {exc}") from exc
 
 
 __all__ = ["PlannedFile", "SaveWork"]

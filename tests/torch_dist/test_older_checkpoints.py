@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-#: Rows of 1 KiB: a rank of two has 5 MiB of them, more than a segment of old.
-ROWS = 10 << 10
+#: Rows of 1 KiB: a rank of two has 6 MiB of them, more than a segment of old.
+ROWS = 12 << 10
 #: What a segment of an older checkpoint had at most.
 OLD_SEGMENT = 4 << 20
 
