@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from benchmarks.bench import Bench
 
 _SHARDS = 1000
+#: Chunks from which on a million are measured too.
+_MANY = 256_000
 _FUNCTIONS = {
     "shardckpt": "benchmarks.simulation.shardckpt:simulate",
     "dcp-1": "benchmarks.simulation.dcp:simulate",
@@ -26,11 +28,12 @@ def measure(bench: Bench) -> None:
             if bench.over():
                 bench.note(f"{ranks} simulated ranks: left out from {adapter} on: the time was up")
                 return
-            _measure(bench, adapter, ranks)
+            _measure(bench, adapter, ranks, max(1, min(_SHARDS, bench.options.chunks // ranks)))
+    if bench.options.chunks >= _MANY and "shardckpt" in bench.adapters:
+        _measure(bench, "shardckpt", 1000, _SHARDS)  # a million: minutes and many GiB for the others
 
 
-def _measure(bench: Bench, adapter: str, ranks: int) -> None:
-    shards = max(1, min(_SHARDS, bench.options.chunks // ranks))
+def _measure(bench: Bench, adapter: str, ranks: int, shards: int) -> None:
     group = bench.new_group(adapter, 1)
     try:
         (figures,) = group.call(1, "call", _FUNCTIONS[adapter], ranks, shards, _SHARDS, str(bench.folder / "simulated"))

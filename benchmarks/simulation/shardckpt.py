@@ -16,6 +16,9 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.strategy import PlanContext
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 
+#: Chunks of a checkpoint that is really saved, at most.
+_STORED = 300_000
+
 
 def simulate(ranks: int, shards: int, full: int, folder: str) -> Figures:
     """Validate and plan for ``ranks`` ranks with ``shards`` shards each, and open a checkpoint of as many chunks.
@@ -24,7 +27,7 @@ def simulate(ranks: int, shards: int, full: int, folder: str) -> Figures:
         ranks: How many.
         shards: Of each.
         full: Shards of a rank whose validation traffic is measured, whatever ``shards``.
-        folder: Where a checkpoint of all chunks is saved by this process.
+        folder: Where a checkpoint of all chunks is saved by this process, unless there are too many.
     """
     figures = Figures()
     torch.set_num_threads(1)
@@ -32,7 +35,8 @@ def simulate(ranks: int, shards: int, full: int, folder: str) -> Figures:
     _traffic(figures, ranks, full)
     _plan(figures, ranks, shards)
     figures.peak()
-    _open(figures, [_shards(rank, ranks, shards) for rank in range(ranks)], Path(folder))
+    if ranks * shards <= _STORED:
+        _open(figures, [_shards(rank, ranks, shards) for rank in range(ranks)], Path(folder))
     return figures
 
 
@@ -47,19 +51,17 @@ def _traffic(figures: Figures, ranks: int, full: int) -> None:
 
 def _validate(figures: Figures, ranks: int, shards: int) -> None:
     replay = Replay(ranks)
-    everyone = [_shards(rank, ranks, shards) for rank in range(ranks)]
-    replay.run(lambda rank, comm: validate_shards(everyone[rank], comm))  # type: ignore[arg-type]
+    replay.run(lambda rank, comm: validate_shards(_shards(rank, ranks, shards), comm))  # type: ignore[arg-type]
     figures["validation: CPU of rank 0", "s"] = replay.seconds
     figures.received("validation", replay.received)
 
 
 def _plan(figures: Figures, ranks: int, shards: int) -> None:
     replay = Replay(ranks)
-    everyone = [_shards(rank, ranks, shards) for rank in range(ranks)]
 
     def plan(rank: int, comm: Any) -> None:
         context = PlanContext(comm=comm, save_id="0" * 32)
-        TorchDistSaveShardedStrategy().prepare(everyone[rank], {}, context)
+        TorchDistSaveShardedStrategy().prepare(_shards(rank, ranks, shards), {}, context)
 
     replay.run(plan)
     figures["planning: CPU of rank 0", "s"] = replay.seconds

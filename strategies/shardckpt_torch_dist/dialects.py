@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning.boxes import Box, Ints, flat_parts
 from shardckpt.storage.filesystem import check_file_name
@@ -38,9 +40,23 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
 def _read(reader: CheckpointReader) -> StoredIndex:
     """The index that was written with the checkpoint; beside files of other libraries it may be from an older save."""
     record = reader.manifest.record
-    if record is not None and any(file.name == INDEX_FILE for file in record.files):
-        return parse(reader.read(INDEX_FILE), f"{reader.directory}/{INDEX_FILE}")
-    return _parse(reader.read(METADATA_FILE), str(reader.directory))
+    sizes = {} if record is None else {file.name: file.size for file in record.files}
+    if INDEX_FILE not in sizes:
+        return _parse(reader.read(METADATA_FILE), str(reader.directory))
+    source = f"{reader.directory}/{INDEX_FILE}"
+    index = parse(reader.read(INDEX_FILE), source)
+    _check_claims(index, sizes, source)
+    return index
+
+
+def _check_claims(index: StoredIndex, sizes: dict[str, int], source: str) -> None:
+    """Refuse chunks that have more bytes together than their file: a load would take memory for each of them."""
+    claimed = torch.bincount(index.chunks.file, weights=index.chunks.length, minlength=len(index.files))
+    for name, nbytes in zip(index.files, claimed.tolist(), strict=True):
+        if nbytes > sizes.get(name, 0):
+            raise CorruptCheckpointError(
+                f"{source}: its chunks claim {nbytes:.0f} bytes of {name}, which has {sizes.get(name, 0)}"
+            )
 
 
 def _parse(pickled: bytes, directory: str) -> StoredIndex:
