@@ -69,13 +69,13 @@ def _fit(wholes: list[Whole], weights: torch.Tensor, sums: list[int], comm: Comm
 
 
 def _marks(wholes: list[Whole]) -> list[int]:
-    """Random elements of the field, equal where ranks have the same wholes in the same order."""
+    """Elements of the field, the same where ranks have the same wholes in the same order, and hardly ever else."""
     digest = hashlib.sha256(repr(wholes).encode()).digest()
     return [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
 
 
 def _all_equal(sums: list[int], sums_of_squares: list[int], count: int) -> bool:
-    """Whether ``count`` random numbers are equal, by their sums: only then is count times the squares' the sum's."""
+    """Whether ``count`` digests are equal, by sums: their variance is 0 (in the field: others' is, once in 2^62)."""
     return same([count * square for square in sums_of_squares], [sum_ * sum_ for sum_ in sums])
 
 

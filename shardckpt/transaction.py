@@ -14,7 +14,7 @@ from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.gate import choose_reader, read_manifest
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
 from shardckpt.storage import commit
-from shardckpt.storage.digest import preferred
+from shardckpt.storage.digest import CRC32, preferred
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.upload import Upload
 from shardckpt.storage.writer import CheckpointWriter
@@ -69,7 +69,7 @@ class Transaction:
         self.sha256 = sha256
         self.staging: Path | None = None
         self.save_id = ""
-        #: Of the digests in all files, of every rank: what the main rank has.
+        #: Of the digests in all files, of every rank: the preferred one, if every rank has it.
         self.algorithm = ""
         self._upload: Upload | None = None
         try:
@@ -79,8 +79,8 @@ class Transaction:
                 if operation.comm.is_main:
                     self.save_id = commit.new_save_id()
                     self._take_target()
-            agreed = (self.save_id, self.staging, preferred())
-            self.save_id, self.staging, self.algorithm = operation.comm.broadcast(agreed)
+            self.save_id, self.staging = operation.comm.broadcast((self.save_id, self.staging))
+            self.algorithm = CRC32 if operation.comm.largest(preferred() == CRC32)[0] else preferred()
             if self._upload is not None:
                 self.staging, self._upload.save_id = self._upload.spool, self.save_id
         except BaseException:

@@ -138,6 +138,7 @@ def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
     A box is the product over its axes of (end - start). With every coordinate replaced by a random element of a prime
     field, the products of boxes add up to that of the whole only where all inner faces cancel: nothing is missing,
     nothing twice (Schwartz-Zippel). Sums of ranks add up as those of rows do, so that no rank needs another's boxes.
+    It finds mistakes, not malice: who knows the elements could make boxes that deceive it.
 
     Args:
         table: Boxes.
@@ -198,7 +199,7 @@ def _products(table: Table, lane: int) -> torch.Tensor:
 
 def _element(values: torch.Tensor, salt: int) -> torch.Tensor:
     """A random element of the field for every value."""
-    return (_mixed(values + (salt << 40)) & ((1 << 62) - 1)) % PRIME
+    return (_mixed(values ^ int(_mixed(torch.tensor(salt, device="cpu")))) & ((1 << 62) - 1)) % PRIME
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:
@@ -215,9 +216,11 @@ def _empty(*shape: int) -> torch.Tensor:
 
 __all__ = [
     "LANES",
+    "PRIME",
     "Boxes",
     "Table",
     "Whole",
+    "distinct",
     "expected",
     "fingerprint",
     "integers",
@@ -225,4 +228,6 @@ __all__ = [
     "matrix",
     "misfits",
     "same",
+    "spread",
+    "weigh",
 ]

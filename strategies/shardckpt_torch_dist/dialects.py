@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 
+#: Where the bytes of a file end at most.
+_LARGEST = (1 << 63) - 1
+
 _Places = dict[tuple[str, Ints | None], Item]
 
 
@@ -103,7 +106,10 @@ def _places(raw: Any) -> _Places:
             )
         offset = getattr(index, "offset", None)  # left out of the pickle where it is None
         place = None if offset is None else tuple(offset)
-        places[index.fqn, place] = Item(check_file_name(info.relative_path), int(info.offset), int(info.length))
+        item = Item(check_file_name(info.relative_path), int(info.offset), int(info.length))
+        if item.offset < 0 or item.length < 0 or item.offset + item.length > _LARGEST:
+            raise CorruptCheckpointError(f"{index.fqn!r} cannot be {item.length} bytes at {item.offset} of {item.file}")
+        places[index.fqn, place] = item
     return places
 
 

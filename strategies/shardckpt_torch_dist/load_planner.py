@@ -25,6 +25,7 @@ from shardckpt_torch_dist.staged import StagedDestination, StagedPart, check_apa
 if TYPE_CHECKING:
     import io
     from collections.abc import Iterable
+    from typing import TypeGuard
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -106,7 +107,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """All ranks have planned: zero what the checkpoint may not cover."""
         for target in self._to_zero:
-            (target.view(torch.uint8) if target.dtype == getattr(torch, "float4_e2m1fn_x2", None) else target).zero_()
+            _zero(target)
         for staged in self._staged:
             staged.zero_if_empty()
         return super().finish_plan(new_plan)
@@ -139,6 +140,12 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             staged.commit()
         else:
             super().commit_tensor(read_item, tensor)
+
+    def _is_staged(self, data: torch.Tensor | None, key: str) -> TypeGuard[torch.Tensor]:
+        """Whether it cannot be filled by a copy: torch loses signs where it casts into a negated view."""
+        if data is None or is_quantized(data):
+            return data is not None
+        return data.is_neg() and data.dtype != self._stored[key].properties.dtype
 
     def _staged_of(self, item: ReadItem) -> StagedDestination | None:
         target = self._targets[item.dest_index.index or 0] if self._is_ours(item) else None
@@ -174,7 +181,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                 if [common for _, common in touched] != [part.box]:
                     _check_whole(shard.key, part.box, [common for _, common in touched])
         shard.init_data("cpu")  # not before it is known that the checkpoint fills it
-        if is_quantized(shard.data):
+        if self._is_staged(shard.data, shard.key):
             self._staged.append(StagedDestination(shard, shard.data, sum(map(len, found.values()))))
         for part, touched in found.items():
             yield from self._part_items(shard, part, finder, touched)
@@ -183,7 +190,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self, shard: ShardedTensor, part: FlatPart, finder: BoxFinder, found: list[tuple[int, Box]]
     ) -> Iterable[ReadItem]:
         number = len(self._targets)
-        if is_quantized(shard.data):
+        if self._is_staged(shard.data, shard.key):
             self._targets.append(StagedPart(self._staged[-1], part))
         else:
             self._targets.append(view := part_view(shard, part))

@@ -1,4 +1,4 @@
-"""Quantized destinations of a load: read into a plain tensor first, and quantized when that is whole."""
+"""Quantized destinations of a load, and their like: read into a plain tensor first, and filled when that is whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from shardckpt.errors import ShardingError
 from shardckpt.planning.boxes import part_view
 from shardckpt.storage.memory import synchronize_devices
-from shardckpt.wrappers import check_outward_dtype, inner_tensors, is_quantized, requantize
+from shardckpt.wrappers import check_outward_dtype, fill, inner_tensors, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 class StagedDestination:
-    """The quantized ``data`` of a ShardedTensor, and the plain CPU tensor that its items are read into meanwhile.
+    """The ``data`` of a ShardedTensor, and the plain CPU tensor that its items are read into meanwhile.
 
     That tensor lives from the first item that is resolved to the last that is committed, in whatever order and
     threads. Where an item fails, the destination stays as it was.
     """
 
     def __init__(self, shard: ShardedTensor, destination: torch.Tensor, items: int) -> None:
-        check_outward_dtype(shard.key, destination)
+        if is_quantized(destination):
+            check_outward_dtype(shard.key, destination)
         self._shard = shard
         self._destination = destination
         self._missing = items
@@ -47,7 +48,7 @@ class StagedDestination:
         return self._plain is not None
 
     def commit(self) -> None:
-        """An item is read; with the last one, quantize."""
+        """An item is read; with the last one, fill the destination."""
         with self._lock:
             self._missing -= 1
             if self._missing or self._plain is None:
@@ -65,12 +66,12 @@ class StagedDestination:
         return make(self._shard.data_shape, dtype=self._destination.dtype, device="cpu")
 
     def _fill(self, plain: torch.Tensor) -> None:
-        requantize(self._shard.key, self._destination, plain)
+        fill(self._shard.key, self._destination, plain)
         synchronize_devices([self._destination])  # this thread's stream is not the caller's
 
 
 class StagedPart(NamedTuple):
-    """A part of a quantized destination."""
+    """A part of such a destination."""
 
     staged: StagedDestination
     part: FlatPart

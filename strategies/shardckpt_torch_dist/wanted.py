@@ -74,7 +74,7 @@ class WantedTensors:
         for number in distinct(chunks.file[rows]).tolist():
             here = rows[chunks.file[rows] == number]
             size = reader.size(self._index.files[number])
-            outside = here[chunks.start[here] + chunks.length[here] > size].tolist()
+            outside = here[chunks.length[here] > size - chunks.start[here]].tolist()
             if outside:
                 start, length = int(chunks.start[outside[0]]), int(chunks.length[outside[0]])
                 raise CorruptCheckpointError(

@@ -23,7 +23,7 @@ SEED = os.environ.get("SHARDCKPT_PROPERTY_SEED", "0")
 #: 1 looks for the smallest example that fails, for minutes.
 PHASES = (Phase.generate, Phase.shrink) if os.environ.get("SHARDCKPT_PROPERTY_SHRINK") == "1" else (Phase.generate,)
 #: How many more examples the slow tests draw.
-SLOW = 15
+SLOW = 8
 
 
 def drawn(count: int) -> Any:
