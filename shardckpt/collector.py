@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,8 +20,16 @@ class _Holders:
         self.count = 0
         self.ran = False
 
+    def forget(self) -> None:
+        """Let the collector run in a forked child: the threads that held it back are not there."""
+        self.lock = threading.Lock()
+        if self.count and self.ran:
+            gc.enable()
+        self.count = 0
+
 
 _holders = _Holders()
+os.register_at_fork(after_in_child=_holders.forget)
 
 
 @contextmanager
@@ -29,15 +38,16 @@ def held_back() -> Iterator[None]:
     with _holders.lock:
         if not _holders.count:
             _holders.ran = gc.isenabled()
-            gc.disable()
         _holders.count += 1
+        if _holders.count == 1:
+            gc.disable()
     try:
         yield
     finally:
         with _holders.lock:
-            _holders.count -= 1
-            if not _holders.count and _holders.ran:
+            if _holders.count == 1 and _holders.ran:
                 gc.enable()
+            _holders.count = max(0, _holders.count - 1)  # 0 already in a child that was forked in here
 
 
 __all__ = ["held_back"]

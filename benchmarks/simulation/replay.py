@@ -109,6 +109,8 @@ class Recorder:
             replay.sent[self.rank] += len(data) if nbytes is None else nbytes
             if nbytes is None and not self.is_main:
                 replay.received += len(data)
+            elif nbytes is not None and self.is_main:
+                replay.received += nbytes
         return call
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage.memory import PAGE, is_plain, page_place, plain_cpu, synchronize_devices
+from shardckpt.storage.memory import LARGE, PAGE, is_plain, page_place, plain_cpu, synchronize_devices
 from shardckpt.storage.workers import Workers
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Where a tensor begins, in bytes: torch's own allocator aligns to it, and so do the largest elements.
 _ALIGNED = 64
 #: Smaller tensors are copied by the calling thread: handing them over costs more than copying them.
-_LARGE = 1 << 20
+_LARGE = LARGE
 #: Bytes that a thread takes at a time.
 _PIECE = 32 << 20
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.storage.memory import synchronize_devices, tensor_bytes
+from shardckpt.storage.memory import LARGE, synchronize_devices, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,10 +17,15 @@ class Copier:
 
     Args:
         tensor: On any device, of any strides, with memory of its own.
-        most: Bytes of a piece at most.
+        most: Bytes of a piece at most: less than ``LARGE``, so that a writer joins it with others before the next.
+
+    Raises:
+        ValueError: pieces would be large, and written from the buffer when the next is there already.
     """
 
     def __init__(self, tensor: torch.Tensor, most: int) -> None:
+        if most >= LARGE:
+            raise ValueError(f"pieces of {most} bytes are written from where they are; give fewer than {LARGE}")
         self._tensor = tensor.detach()
         self._most = most
         self._buffer = torch.empty(most, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)

@@ -1,9 +1,9 @@
 """Digests: one a segment, so that any range of a file can be checked without reading the whole.
 
-A file is tiled by segments of at most 1 MiB (4 MiB in older checkpoints): one for a small record, else those that its
-parts are cut into. The table of
-(length, digest) pairs is stored as two little-endian columns, uint32 and one as wide as a digest, in base64; lengths
-are deflated, digests are as they are (in older checkpoints deflated, too). Its SHA-256 is the digest of the file.
+A file is tiled by segments of 1 byte to 1 MiB (4 MiB in older checkpoints): one for a small record, else those that
+its parts are cut into. The table of (length, digest) pairs is stored as two little-endian columns, uint32 and one as
+wide as a digest, in base64; lengths are deflated, digests are as they are (in older checkpoints deflated, too). Its
+SHA-256 is the digest of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,7 +35,8 @@ SEGMENT_BYTES = 1 << 20
 MAX_SEGMENT = 4 << 20
 #: Records up to this size are one segment with all their parts.
 SMALL_RECORD = 64 << 10
-_MAX_TABLE = 1 << 31
+#: Bytes of a table that is read: 20 million segments.
+_MAX_TABLE = 1 << 28
 _LENGTH = "I"
 _DIGEST = {CRC32: "I", XXH3: "Q"}
 
@@ -82,7 +83,7 @@ class Segments:
         _check_known(algorithm)
         self.lengths = array(_LENGTH, lengths)
         self.digests = array(_DIGEST[algorithm], digests)
-        self._ends = list(accumulate(self.lengths))
+        self._ends = array("Q", accumulate(self.lengths))
 
     @property
     def size(self) -> int:
@@ -101,7 +102,13 @@ class Segments:
             number += 1
 
     def pack(self) -> str:
-        """The table as text."""
+        """The table as text.
+
+        Raises:
+            StorageError: there are more segments than are read.
+        """
+        if len(self) * (self.lengths.itemsize + self.digests.itemsize) > _MAX_TABLE:
+            raise StorageError(f"a file of {len(self)} records and pieces is more than is read: write several files")
         return base64.b64encode(zlib.compress(_little(self.lengths), 1) + _little(self.digests)).decode()
 
     def root(self) -> str:
@@ -125,7 +132,7 @@ class Segments:
         wide = array(_LENGTH).itemsize + array(_DIGEST[algorithm]).itemsize
         try:
             inflate = zlib.decompressobj()
-            raw = inflate.decompress(base64.b64decode(text, validate=True), min(_MAX_TABLE, wide * (size + 1)))
+            raw = inflate.decompress(base64.b64decode(text, validate=True), min(_MAX_TABLE, wide * size + 1))
             raw += inflate.unused_data
         except (binascii.Error, zlib.error, ValueError) as exc:
             raise CorruptCheckpointError(f"the table of digests is damaged: {exc}") from exc
@@ -133,7 +140,7 @@ class Segments:
             raise CorruptCheckpointError("the table of digests is damaged: it does not have the digest that is stored")
         split = len(raw) // wide * array(_LENGTH).itemsize
         found = cls(_column(_LENGTH, raw[:split]), _column(_DIGEST[algorithm], raw[split:]), algorithm)
-        if found.size != size or max(found.lengths, default=0) > MAX_SEGMENT:
+        if found.size != size or max(found.lengths, default=1) > MAX_SEGMENT or min(found.lengths, default=1) < 1:
             raise CorruptCheckpointError(f"the table of digests is for {found.size} bytes, or not cut as it should be")
         return found
 

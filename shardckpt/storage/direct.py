@@ -9,12 +9,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
+from shardckpt.storage.memory import PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-#: Direct writes begin and end at multiples of this, in the file.
-PAGE = 4096
 
 _CLOSED = -1
 _AT_EMPTY_PATH = 0x1000
@@ -85,4 +83,4 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-__all__ = ["PAGE", "address", "allocate", "open_direct"]
+__all__ = ["address", "allocate", "open_direct"]

@@ -92,6 +92,21 @@ def open_existing(path: Path) -> tuple[int, int]:
     return fd, info.st_size
 
 
+def status(fd: int) -> os.stat_result | None:
+    """What the system knows of a file that :func:`open_existing` has opened; None for one on a store."""
+    return None if fd == _REMOTE else os.fstat(fd)
+
+
+def same_file(one: os.stat_result | None, other: os.stat_result | None) -> bool:
+    """Whether two statuses may be of one file.
+
+    Some file systems on a store number a file anew each time that it is opened: then the time of its writing tells.
+    """
+    if one is None or other is None:
+        return one is other
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino) or one.st_mtime_ns == other.st_mtime_ns
+
+
 def close_file(fd: int) -> None:
     """Close what :func:`open_existing` has opened."""
     if fd != _REMOTE:
@@ -242,6 +257,8 @@ __all__ = [
     "patiently",
     "read_file",
     "read_into",
+    "same_file",
+    "status",
     "sync_directory",
     "sync_file",
     "write_all",

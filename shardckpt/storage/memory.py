@@ -15,9 +15,15 @@ if TYPE_CHECKING:
 
 #: Bytes of a page.
 PAGE = 4096
+#: From this size on bytes are worth threads, and a place of their own in a file.
+LARGE = 1 << 20
 _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+_start_of_bytes = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -37,6 +43,19 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
             f"with strides {tensor.stride()}"
         )
     return _view(tensor)
+
+
+def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
+    """New bytes, and a writable view to fill them through before anyone else sees them.
+
+    (A bytearray would have to be copied: fresh pages twice. https://docs.python.org/3/c-api/bytes.html)
+    """
+    data: bytes = _new_bytes(None, nbytes)
+    if not nbytes:
+        return data, memoryview(bytearray())
+    array = (ctypes.c_char * nbytes).from_address(_start_of_bytes(data))
+    array.owner = data  # type: ignore[attr-defined]
+    return data, memoryview(array).cast("B")
 
 
 def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,6 +148,7 @@ def _refusal(tensor: torch.Tensor) -> str:
 
 
 __all__ = [
+    "LARGE",
     "PAGE",
     "is_ordinary",
     "is_plain",
@@ -136,4 +156,5 @@ __all__ = [
     "plain_cpu",
     "synchronize_devices",
     "tensor_bytes",
+    "unfilled_bytes",
 ]

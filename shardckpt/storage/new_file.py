@@ -7,20 +7,35 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import StorageError
 from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
-from shardckpt.storage.direct import PAGE, address, allocate, open_direct
+from shardckpt.storage.direct import address, allocate, open_direct
 from shardckpt.storage.filesystem import naming, open_new, write_all, write_some
+from shardckpt.storage.memory import PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _CLOSED = -1
-#: Space that is set aside ahead of what is known to come; a file's size at most.
-_AHEAD = 64 << 20
+#: Space that is set aside ahead of what is known to come, at most; others may need it meanwhile.
+_AHEAD = 16 << 20
 #: How a file system says that it has no direct writes, or not of this memory.
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-#: Writes through the page cache at a time: they copy, and more of them than cores are slower.
-_processors = threading.Semaphore(os.cpu_count() or 1)
+
+
+class _Processors:
+    """Turns of writes through the page cache: they copy, and more of them than cores are slower."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Free all: in a forked child the threads that had them are gone."""
+        self.turns = threading.Semaphore(os.cpu_count() or 1)
+
+
+_processors = _Processors()
+os.register_at_fork(after_in_child=_processors.renew)
 
 
 class NewFile:
@@ -33,17 +48,20 @@ class NewFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = open_new(path)
-        self._direct: int | None = None
+        self._direct = _CLOSED
+        self._asked = False
         self._alignment = 0
         self._allocated = 0
         self._allocates = True
 
     def reserve(self, size: int) -> None:
         """Get ready for :meth:`write_pages` in a file of at least ``size`` bytes; for one thread at a time."""
-        if self._direct is None:
+        if not self._asked:
+            self._asked = True
             self._direct, self._alignment = open_direct(self.path, self._fd)
         if self._alignment and self._allocates and size > self._allocated:
-            self._allocated = self._allocate(size + min(size, _AHEAD)) or self._allocate(size) or self._allocated
+            self._allocated = self._allocate(size + min(size // 8, _AHEAD), size) or self._allocate(size, size)
+            self._allocates = self._allocated > 0
 
     def copies(self, view: memoryview, offset: int) -> bool:
         """Whether pages of the view, which begins at ``offset`` of the file, are copied on their way to the disk.
@@ -55,7 +73,7 @@ class NewFile:
 
     def write(self, view: memoryview, offset: int, what: str = "") -> None:
         """Write any bytes; ``what`` (a key) is named in errors."""
-        with _processors:
+        with _processors.turns:
             write_all(self._fd, self.path, [view], offset, what)
 
     def write_pages(self, view: memoryview, offset: int, what: str = "") -> None:
@@ -67,24 +85,38 @@ class NewFile:
         self.write(view[done:], offset + done, what)
 
     def finish(self, size: int) -> None:
-        """Make the file's bytes durable, and no more than ``size`` of them."""
-        if self._allocated > size:
-            with naming("truncate", self.path):
-                os.ftruncate(self._fd, size)
+        """Make the file's bytes durable, which are ``size``: what was set aside behind them is given back."""
+        if self._cut(size) < size:
+            raise StorageError(
+                f"{self.path}: {size} bytes were written, and fewer are there: something else wrote to it"
+            )
         with naming("fsync", self.path):
             os.fsync(self._fd)
 
     def close(self) -> None:
         """Close it; nothing may be writing."""
         for fd in (self._fd, self._direct):
-            if fd is not None and fd != _CLOSED:
+            if fd != _CLOSED:
                 os.close(fd)
         self._fd = self._direct = _CLOSED
 
-    def _allocate(self, size: int) -> int:
-        """The size that was set aside, or 0: what does not fit shows when it is written."""
-        self._allocates = allocate(self._fd, size)
-        return size if self._allocates else 0
+    def _allocate(self, size: int, needed: int) -> int:
+        """The size that was set aside, or 0: what does not fit shows when it is written.
+
+        A file system may keep what it got before it failed (ext4 does): no more of it than is needed stays.
+        """
+        if allocate(self._fd, size):
+            return size
+        self._cut(needed)
+        return 0
+
+    def _cut(self, size: int) -> int:
+        """Make the file no longer than this; how long it was."""
+        with naming("truncate", self.path):
+            found = os.fstat(self._fd).st_size
+            if found > size:
+                os.ftruncate(self._fd, size)
+        return found
 
     def _copied_write(self, view: memoryview, offset: int, what: str) -> int:
         """Write from memory whose address does not fit; how many bytes were written."""
@@ -102,10 +134,10 @@ class NewFile:
 
     def _direct_write(self, view: memoryview, offset: int, what: str) -> int:
         """How many bytes were written: all, unless direct writes are refused or end inside a page."""
-        done, direct = 0, self._direct or 0
+        done = 0
         try:
             while done < view.nbytes and done % PAGE == 0 and self._alignment:
-                done += write_some(direct, self.path, [view[done:]], offset + done, what, _REFUSALS)
+                done += write_some(self._direct, self.path, [view[done:]], offset + done, what, _REFUSALS)
         except OSError:
             self._alignment = 0
         return done

@@ -6,10 +6,10 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CorruptCheckpointError
+from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import Segments
-from shardckpt.storage.filesystem import close_file, open_existing
+from shardckpt.storage.filesystem import close_file, open_existing, same_file, status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,6 +34,7 @@ class OpenFile:
         self.path = path
         self.fd, self.size = open_existing(path)
         self.is_open = True
+        self._status = status(self.fd)
         self.users = 0
         self._record = record
         self._algorithm = algorithm
@@ -60,12 +61,19 @@ class OpenFile:
         """Open it again."""
         if self.is_open:
             return
-        self.fd, size = open_existing(self.path)
-        self.is_open = True
+        fd, size = open_existing(self.path)
+        if not same_file(self._status, status(fd)):
+            close_file(fd)
+            raise StorageError(
+                f"{self.path}: it is not the file that was there when reading began: something has replaced the "
+                "checkpoint meanwhile, load it again"
+            )
         if size != self.size:
+            close_file(fd)
             raise CorruptCheckpointError(
                 f"{self.path}: it had {self.size} bytes and has {size}: something writes to it"
             )
+        self.fd, self.is_open = fd, True
 
     def close(self) -> None:
         """Close it, for now or for good."""
@@ -109,12 +117,17 @@ class OpenFiles:
         finally:
             with self._lock:
                 file.users -= 1
+                if not file.users and self._files.get(file.path.name) is not file:  # close() came before
+                    if self._open.get(file.path.name) is file:
+                        del self._open[file.path.name]
+                    file.close()
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files; one that is being read, as soon as it is not."""
         with self._lock:
             for file in self._files.values():
-                file.close()
+                if not file.users:
+                    file.close()
             self._files.clear()
             self._open.clear()
 

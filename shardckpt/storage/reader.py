@@ -12,6 +12,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
+from shardckpt.storage.memory import unfilled_bytes
 from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.read_buffers import ReadBuffers
 from shardckpt.storage.remote import RemotePath
@@ -97,9 +98,9 @@ class CheckpointReader:
         """Bytes of a range; ``what`` (a key) is named in errors."""
         file = self._files.get(name)
         _check_range(file, offset, nbytes, what)
-        buffer = bytearray(nbytes)
-        self._fill(file, offset, memoryview(buffer), what)
-        return bytes(buffer)
+        data, view = unfilled_bytes(nbytes)
+        self._fill(file, offset, view, what)
+        return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
         """Fill writable memory from the range that begins at ``offset``; what is large is shared among threads."""

@@ -103,12 +103,13 @@ class _Scatter:
         if not memory.nbytes:
             return None
         values = torch.frombuffer(memory, dtype=torch.uint8).view(self.stored.dtype)
+        later = self.target.device.type == "cuda"  # which is waited for; other devices' copies are not
         first = (position - self.stored.offset) // self.stored.dtype.itemsize
         for box, begin in flat_parts(self.stored.shape, first, first + len(values)):
             common = intersect(box, self.wanted)
             if common is not None:
                 part = values[begin : begin + box.volume].view(box.shape)
-                copy_values(_part(self.target, common, self.wanted), _part(part, common, box), non_blocking=True)
+                copy_values(_part(self.target, common, self.wanted), _part(part, common, box), non_blocking=later)
         return _waiter(self.target.device)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.storage.digest import MAX_SEGMENT
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
 
 #: Where a segment begins and ends, and its digest.
 Segment = tuple[int, int, int]
+#: Bytes that a span may have more than were asked for, until a segment ends where an element does.
+_STRETCH = 2 * MAX_SEGMENT
 
 
 class Span(NamedTuple):
@@ -52,7 +56,8 @@ def cut(segments: Segments | None, ranges: Iterable[tuple[int, int]], most: int,
     Args:
         segments: The file's table, if digests are checked: spans then begin and end with segments.
         ranges: (start, stop) of each, ascending and apart from each other.
-        most: Bytes of a span; more only where a segment has more, or an element goes across its end.
+        most: Bytes of a span; more only where a segment has more, or elements go across the ends of segments. Where
+            they always do, a span begins with the segments again that hold the beginning of such an element.
         elements: Which no end of a span cuts.
     """
     if segments is not None:
@@ -72,6 +77,11 @@ def _checked(segments: Segments, ranges: Iterable[tuple[int, int]], most: int, e
             if group and (low != last or (high - first > most and (low - elements.start) % elements.unit == 0)):
                 yield Span(first, last, group)
                 group = []
+            elif group and high - first > most + _STRETCH:
+                yield Span(first, last, group)
+                _, whole = elements.within(first, last)
+                group = [segment for segment in group if segment[1] > whole]
+                first = group[0][0]
             if not group:
                 first = low
             group.append(segment)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.storage.buffers import BLOCK_BYTES, Block, give_back, lease
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
-from shardckpt.storage.direct import PAGE
+from shardckpt.storage.memory import LARGE, PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +22,35 @@ if TYPE_CHECKING:
     from shardckpt.storage.new_file import NewFile
 
 #: Parts from this size on are not joined with others; smaller ones are one segment.
-LARGE_PART = SEGMENT_BYTES
+LARGE_PART = LARGE
 #: What one thread takes of a large part.
 PIECE_BYTES = 4 << 20
 #: Less than this goes through the page cache at once: a write past it would take longer.
 _WORTH_A_WRITE = 64 << 10
+
+
+class _Once:
+    """A task that is done by whoever calls it first; who comes later waits until it is done."""
+
+    def __init__(self, task: Callable[[], None]) -> None:
+        self._task: Callable[[], None] | None = task
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            task, self._task = self._task, None
+            if task is not None:
+                task()
+
+
+def start(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Future[None] | None:
+    """Let a thread do the task; where no thread may be had, do it now."""
+    once = _Once(task)
+    try:
+        return pool.submit(once)
+    except (RuntimeError, MemoryError):  # it is in the pool's queue all the same, and a thread may come to it
+        once()
+    return None
 
 
 class Crew:
@@ -46,7 +70,7 @@ class Crew:
     def start(self, task: Callable[[], None]) -> Future[None] | None:
         """Let a thread do the task, or do it now."""
         if self._pool is not None:
-            return self._pool.submit(task)
+            return start(self._pool, task)
         task()
         return None
 
@@ -116,14 +140,17 @@ class FileStream:
         self._block: Block | None = None
         self._filled = 0
         self._room = 0
+        #: The last key of which there are bytes in the block.
+        self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
         #: What writing has failed with first.
         self.error: BaseException | None = None
 
-    def put_small(self, data: bytes) -> None:
-        """A record of at most ``SMALL_RECORD`` bytes."""
+    def put_small(self, data: bytes, what: str = "") -> None:
+        """A record of at most ``SMALL_RECORD`` bytes; ``what`` as in :meth:`put`."""
         if data:
+            self._what = what or self._what
             self._lengths.append(len(data))
             self._digests.append(self._digest(data))
             self._fill(data)
@@ -137,6 +164,7 @@ class FileStream:
             what: What they are (a key), named in errors.
         """
         pieces: list[_Piece] = []
+        self._what = what or self._what
         try:
             for part in parts:
                 pieces += self._put_large(part, what) if part.nbytes >= LARGE_PART else self._put_medium(part)
@@ -222,17 +250,22 @@ class FileStream:
         if self._block is None or self._filled < _WORTH_A_WRITE:
             self._flush_small()
             return
-        block, start, filled = self._block, self._start, self._filled
+        block, begin, filled = self._block, self._start, self._filled
+        self._file.reserve(begin + filled)
         self._crew.blocks.acquire()
-        self._block, self._start, self._filled, self._room = None, start + filled, 0, 0
-        self._file.reserve(self._start)
-        self._hand_over(partial(self._write_block, block.view[:filled], start), partial(self._free, block))
+        self._block, self._start, self._filled, self._room = None, begin + filled, 0, 0
+        write = partial(self._write_block, block.view[:filled], begin, self._named())
+        self._hand_over(write, partial(self._free, block))
 
     def _flush_small(self) -> None:
         """Write what is in the block now."""
         if self._block is not None:
-            self._file.write(self._block.view[: self._filled], self._start)
+            self._file.write(self._block.view[: self._filled], self._start, self._named())
             self._start, self._filled = self._start + self._filled, 0
+
+    def _named(self) -> str:
+        """What is in the block, for errors."""
+        return self._what and f"{self._what} and what lies before it"
 
     def _free(self, block: Block) -> None:
         give_back(block)
@@ -258,10 +291,10 @@ class FileStream:
         for task in tasks:
             task.exception()
 
-    def _write_block(self, view: memoryview, offset: int) -> None:
+    def _write_block(self, view: memoryview, offset: int, what: str) -> None:
         whole = view.nbytes // PAGE * PAGE
-        self._file.write_pages(view[:whole], offset)
-        self._file.write(view[whole:], offset + whole)
+        self._file.write_pages(view[:whole], offset, what)
+        self._file.write(view[whole:], offset + whole, what)
 
     def _write_piece(self, hand: list[_Piece]) -> None:
         """Digest and write a piece: at once, or in steps that stay in the cache where the processor copies it.
@@ -285,4 +318,4 @@ def _whole_pages(offset: int, nbytes: int) -> tuple[int, int]:
     return -offset % PAGE, (offset + nbytes) // PAGE * PAGE - offset
 
 
-__all__ = ["LARGE_PART", "Crew", "FileStream", "Uses"]
+__all__ = ["LARGE_PART", "Crew", "FileStream", "Uses", "start"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -25,9 +26,13 @@ class _Job(Generic[_T, _R]):
         self.results: dict[int, _R] = {}
         self.errors: dict[int, BaseException] = {}
 
-    def take(self) -> tuple[int, _T] | None:
-        """The next item and its number; None if there is none."""
-        found = next(self._items, None) if self.open else None
+    def take(self, caught: type[BaseException]) -> tuple[int, _T] | None:
+        """The next item and its number; None if there is none, or what makes the items has failed."""
+        found = None
+        try:
+            found = next(self._items, None) if self.open else None
+        except caught as exc:
+            self.errors[sys.maxsize] = exc  # behind those of the items that came before
         if found is None:
             self.open = False
         else:
@@ -116,7 +121,7 @@ class Workers:
     def _step(self, job: _Job[Any, Any], caught: type[BaseException]) -> bool:
         """Do one item of a job; whether there was one."""
         with self._changed:
-            taken = job.take()
+            taken = job.take(caught)
         if taken is None:
             return False
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
@@ -13,7 +14,7 @@ from shardckpt.manifest import FileRecord
 from shardckpt.storage.digest import SMALL_RECORD, digest_function, preferred
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt.storage.new_file import NewFile
-from shardckpt.storage.stream import Crew, FileStream, Uses
+from shardckpt.storage.stream import Crew, FileStream, Uses, start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,11 +71,11 @@ class FileWriter:
         offset = self._placed(nbytes, keys)
         if self._lane is None:
             self._put(offset, nbytes, produce, what)
-        else:
-            self._waiting.append(self._lane.submit(self._put, offset, nbytes, produce, what))
+        elif (waiting := start(self._lane, partial(self._put, offset, nbytes, produce, what))) is not None:
+            self._waiting.append(waiting)
         return offset
 
-    def append_small(self, parts: Iterable[bytes | memoryview], keys: int = 1) -> int:
+    def append_small(self, parts: Iterable[bytes | memoryview], keys: int = 1, what: str = "") -> int:
         """Place a record whose parts are ready, join them now, and return its offset.
 
         Quicker than :meth:`append` for records of up to 64 KiB; larger ones are taken, too.
@@ -82,15 +83,20 @@ class FileWriter:
         Args:
             parts: Its bytes.
             keys: As in :meth:`append`.
+            what: As in :meth:`append`.
 
         Raises:
             Exception: as :meth:`append`.
         """
         data = b"".join(parts)
         if self._lane is not None or len(data) > SMALL_RECORD:
-            return self.append(len(data), lambda: [memoryview(data)], keys)
+            return self.append(len(data), lambda: [memoryview(data)], keys, what)
         offset = self._placed(len(data), keys)
-        self._put_small(data)
+        try:
+            self._stream.put_small(data, what)
+        except BaseException as exc:
+            self._stream.fail(exc)
+            raise
         return offset
 
     def close(self) -> FileRecord:
@@ -133,15 +139,15 @@ class FileWriter:
             if nbytes <= SMALL_RECORD:
                 data = b"".join(produce())
                 self._check_size(offset, nbytes, len(data))
-                self._put_small(data)
+                self._put_small(data, what)
             else:
                 self._put_large(offset, nbytes, produce, what)
         except BaseException as exc:
             self._stream.fail(exc)
             raise
 
-    def _put_small(self, data: bytes) -> None:
-        self._stream.put_small(data)
+    def _put_small(self, data: bytes, what: str) -> None:
+        self._stream.put_small(data, what)
         if self.sha256 is not None:
             self.sha256.update(data)
 
@@ -155,13 +161,15 @@ class FileWriter:
             self._crew.records.release()
             raise
         uses = Uses(2, self._crew.records.release)
-        self._stream.put(parts, uses.end, what)
-        while parts:
-            part = parts.pop(0)
-            if self.sha256 is not None:
-                self.sha256.update(part)
-            del part
-        uses.end()
+        try:
+            self._stream.put(parts, uses.end, what)
+            while parts:
+                part = parts.pop(0)
+                if self.sha256 is not None:
+                    self.sha256.update(part)
+                del part
+        finally:
+            uses.end()
 
     def _check_size(self, offset: int, announced: int, found: int) -> None:
         if found != announced:

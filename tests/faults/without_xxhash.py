@@ -1,7 +1,8 @@
 """Program: ranks of which some have no xxhash do something with a checkpoint, and print what came of it as JSON.
 
-``python -m tests.faults.without_xxhash VERB DIRECTORY HAVE...``: a 1 or 0 for each rank says whether it has xxhash; one
-rank has no group. The ranks are processes that this one starts, each with a fresh Python.
+``python -m tests.faults.without_xxhash VERBS DIRECTORY HAVE...``: verbs stand between commas and are done one after the
+other; a 1 or 0 for each rank says whether it has xxhash; one rank has no group. The ranks are processes that this one
+starts, each with a fresh Python.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ VERBS: dict[str, Callable[[Path, int, int], None]] = {
 }
 
 
-def _rank(verb: str, target: Path, store: str, rank: int, world: int) -> dict[str, Any]:
+def _rank(verbs: str, target: Path, store: str, rank: int, world: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -83,7 +84,8 @@ def _rank(verb: str, target: Path, store: str, rank: int, world: int) -> dict[st
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     error, family = "", True
     try:
-        VERBS[verb](target, rank, world)
+        for verb in verbs.split(","):
+            VERBS[verb](target, rank, world)
     except Exception as exc:  # noqa: BLE001 - it is reported
         error, family = f"{type(exc).__name__}: {exc}", isinstance(exc, CheckpointingException)
     if world > 1:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardckpt.storage.copier import Copier
-from shardckpt.storage.memory import tensor_bytes
+from shardckpt.storage.memory import LARGE, tensor_bytes
 
 
 def _bytes(tensor: torch.Tensor, most: int) -> bytes:
@@ -16,7 +16,7 @@ def _bytes(tensor: torch.Tensor, most: int) -> bytes:
     return b"".join(found)
 
 
-@pytest.mark.parametrize("most", [8, 24, 100, 1 << 20])
+@pytest.mark.parametrize("most", [8, 24, 100, LARGE - 1])
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -39,3 +39,9 @@ def test_one_buffer_is_used_for_all_pieces() -> None:
     copier = Copier(torch.arange(1000.0).view(10, 100).t(), 80)
     parts = [copier.copied(piece)[0] for piece in copier.pieces()]
     assert len({bytes(part) for part in parts}) == 1
+
+
+def test_pieces_that_would_be_written_from_the_buffer_are_refused() -> None:
+    """Pieces that a writer does not join at once are refused: the next one would be written in their place."""
+    with pytest.raises(ValueError, match=f"pieces of {LARGE} bytes"):
+        Copier(torch.zeros(3), LARGE)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
+from shardckpt.storage import digest
 from shardckpt.storage.digest import CRC32, MAX_SEGMENT, XXH3, Segments, digest_function, preferred
 
 WIDTHS = {CRC32: 4, XXH3: 8}
@@ -82,6 +83,7 @@ def packed(raw: bytes) -> tuple[str, str]:
         (b"\1\0\0\0" * 2, 2),  # one segment of 1 byte for a file of 2
         (b"\1\0\0\0" * 3, 1),  # columns of unequal length
         (b"\1\0\0", 1),  # not whole numbers
+        (bytes(12) + (9).to_bytes(4, "little") + bytes(16), 9),  # segments without bytes
         (bytes(800_000_000 // 100), 10),  # a bomb: more segments than the file has bytes
         ((MAX_SEGMENT + 1).to_bytes(4, "little") * 2, MAX_SEGMENT + 1),  # a segment that is too long to check
     ],
@@ -140,3 +142,12 @@ def test_unknown_algorithms() -> None:
     for call in (digest_function, lambda name: Segments([], [], name), lambda name: Segments.unpack("", "", 0, name)):
         with pytest.raises(CorruptCheckpointError, match=r"digests are 'blake9'.*SHARDCKPT_VERIFY_READS=0"):
             call("blake9")
+
+
+def test_tables_that_nobody_could_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that would be refused when it is read is refused when it is written."""
+    monkeypatch.setattr(digest, "_MAX_TABLE", 24)
+    table = Segments([5, 6], [1, 2], XXH3)
+    assert list(Segments.unpack(table.pack(), table.root(), 11, XXH3).lengths) == [5, 6]
+    with pytest.raises(StorageError, match="a file of 3 records and pieces is more than is read"):
+        Segments([5, 6, 7], [1, 2, 3], XXH3).pack()

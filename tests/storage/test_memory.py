@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from shardckpt.errors import ShardingError
-from shardckpt.storage.memory import is_plain, plain_cpu, synchronize_devices, tensor_bytes
+from shardckpt.storage.memory import is_plain, plain_cpu, synchronize_devices, tensor_bytes, unfilled_bytes
 
 VALUES = torch.arange(6.0)
 
@@ -116,3 +116,19 @@ def test_waits_for_the_side_stream() -> None:
         tensor.fill_(1)
         synchronize_devices([tensor, VALUES])
         assert torch.cuda.current_stream().query()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 2, 100, 5 << 20])
+def test_bytes_that_are_filled_once(nbytes: int) -> None:
+    """New bytes hold what was put into their view, are no others' bytes, and outlive the view."""
+    expected = bytes(n % 251 for n in range(nbytes))
+    data, view = unfilled_bytes(nbytes)
+    view[:] = expected
+    del view
+    assert type(data) is bytes
+    assert data == expected
+    assert {data: 1}[expected] == 1
+    other, view = unfilled_bytes(nbytes)
+    view[:] = bytes(255 for _ in range(nbytes))
+    assert data == expected
+    assert other == b"\xff" * nbytes

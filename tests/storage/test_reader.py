@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -297,3 +298,49 @@ def test_parsed_once(tmp_path: Path, file: FileRecord) -> None:
             reader.parsed("data", parse)
         assert [reader.parsed("data", parse) for _ in range(3)] == [5, 5, 5]
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("written", [None, 5])
+def test_a_file_that_was_replaced_meanwhile(tmp_path: Path, written: int | None) -> None:
+    """A file that is opened again by its name and is another one by now is refused, however often it is asked for."""
+    records = [write(tmp_path, f"f{n}", [[bytes([n % 256]) * 10]]) for n in range(OPEN_FILES + 2)]
+    with CheckpointReader(tmp_path, manifest(*records), verify=False) as reader:
+        for n in range(len(records)):
+            reader.read(f"f{n}")
+        before = _descriptors()
+        (tmp_path / "other").write_bytes(b"x" * 10)
+        os.utime(tmp_path / "other", (5, 5))
+        (tmp_path / "other").rename(tmp_path / "f0")
+        for _ in range(3):
+            with pytest.raises(StorageError, match=f"{tmp_path / 'f0'}: .*something has replaced the checkpoint"):
+                reader.read("f0")
+        assert _descriptors() == before
+        assert reader.read("f1") == bytes([1]) * 10  # closed too, and opened again
+
+
+def test_close_while_a_file_is_read(tmp_path: Path, file: FileRecord) -> None:
+    """A reader that is closed while a thread reads keeps that thread's file open until it has read it."""
+    before = _descriptors()
+    reader = CheckpointReader(tmp_path, manifest(file))
+    opened = reader._files.get("data")
+    with reader._files.in_use(opened):
+        reader.close()
+        assert os.pread(opened.fd, 5, 0) == b"first"
+    assert _descriptors() == before
+    assert not opened.is_open
+    assert reader.read("data") == b"firstsecond"
+    reader.close()
+    assert _descriptors() == before
+
+
+def test_what_is_read_is_not_copied(tmp_path: Path) -> None:
+    """Reading a range into new bytes takes the memory of the range, not twice as much."""
+    found = write(tmp_path, "data", [[bytes(range(256)) * (32 << 10)]])
+    with CheckpointReader(tmp_path, manifest(found)) as reader:
+        reader.read_range("data", 0, 100, "key")
+        tracemalloc.start()
+        try:
+            assert len(reader.read("data")) == found.size
+            assert tracemalloc.get_traced_memory()[1] < 1.5 * found.size
+        finally:
+            tracemalloc.stop()

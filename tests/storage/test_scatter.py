@@ -17,9 +17,11 @@ from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
 from shardckpt.storage import reader as reader_module
 from shardckpt.storage import scatter
+from shardckpt.storage.digest import MAX_SEGMENT, Segments
 from shardckpt.storage.memory import tensor_bytes
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.scatter import StoredArray, read_box
+from shardckpt.storage.spans import Elements, cut
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:
@@ -274,3 +276,55 @@ def test_what_takes_pieces_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         reader.read_pieces("data", reader_module.Elements(0, 512, 4), [(0, 512)], take, "key")
     assert not late
     assert b"".join(seen[place] for place in sorted(seen)) == content
+
+
+@pytest.mark.parametrize("unit", [4, 8, 16])
+def test_segments_that_never_end_with_an_element(unit: int) -> None:
+    """Where elements lie across the ends of all segments spans stay small, and every element is whole in one."""
+    count, size = 100, 1 << 20
+    segments = Segments([size] * count, range(count), "crc32")
+    elements = Elements(2, 2 + (count * size - 2) // unit * unit, unit)
+    spans = list(cut(segments, [(elements.start, elements.stop)], size, elements))
+    assert max(span.stop - span.start for span in spans) <= size + 2 * MAX_SEGMENT + size
+    assert sum(span.stop - span.start for span in spans) <= count * size + len(spans) * size
+    reached = elements.start
+    for span in spans:
+        low, high = elements.within(span.start, span.stop)
+        assert low <= reached < high
+        assert [(start, stop) for start, stop, _ in span.segments] == [
+            (at, at + size) for at in range(span.start, span.stop, size)
+        ]
+        reached = high
+    assert reached == elements.stop
+
+
+def test_a_tensor_that_lies_across_all_segments(tmp_path: Path) -> None:
+    """A large tensor behind a head of odd length, both one part of a record, is read right and in little memory."""
+    whole = _random(torch.float32, (5 << 20,))
+    raw = HEAD + bytes(tensor_bytes(whole))
+    found = manifest(write(tmp_path, "data", [[raw]]))
+    target = torch.zeros(5 << 20, dtype=torch.float64)
+    with CheckpointReader(tmp_path, found, verify=True) as reader:
+        read_box(reader, StoredArray("data", len(HEAD), torch.float32, (5 << 20,)), (0,), target, "key")
+        assert torch.equal(target, whole.double())
+        assert max(buffer.nbytes for buffer in reader._buffers._free[False]) < 12 << 20
+
+
+def test_copies_that_nobody_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what goes to a CUDA device is copied behind the host's back: other copies have happened on return."""
+    later: list[bool] = []
+    call = scatter.copy_values
+
+    def noting(target: torch.Tensor, values: torch.Tensor, *, non_blocking: bool = False) -> None:
+        later.append(non_blocking)
+        call(target, values, non_blocking=non_blocking)
+
+    monkeypatch.setattr(scatter, "copy_values", noting)
+    whole = _random(torch.float32, (30, 10))
+    found = _store(tmp_path, whole, [len(HEAD)])
+    with CheckpointReader(tmp_path, found, verify=True) as reader:
+        stored = StoredArray("data", len(HEAD), torch.float32, (30, 10))
+        read_box(reader, stored, (0, 0), torch.zeros(30, 10, dtype=torch.float64), "key")
+        read_box(reader, stored, (0, 0), torch.zeros(30, 10, device="meta"), "key")
+    assert later
+    assert not any(later)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import random
+import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,8 @@ import pytest
 from shardckpt.errors import StorageError
 from shardckpt.storage import buffers, filesystem, new_file, stream
 from shardckpt.storage.digest import SMALL_RECORD, Segments, digest_function, preferred
-from shardckpt.storage.direct import PAGE, open_direct
+from shardckpt.storage.direct import open_direct
+from shardckpt.storage.memory import PAGE
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
 from tests.faults.disks import small_disk
@@ -411,3 +413,80 @@ def test_whole_pages_only(direct_directory: Path) -> None:
     file.finish(3 * PAGE + 10)
     file.close()
     assert path.read_bytes() == bytes(PAGE) + bytes(content[: 2 * PAGE + 10])
+
+
+@pytest.mark.parametrize("extra", [0, 8 * MIB])
+def test_space_that_is_kept_after_a_failure(
+    direct_directory: Path, monkeypatch: pytest.MonkeyPatch, extra: int
+) -> None:
+    """Where setting space aside fails half-way and what there was stays, as on ext4, files are no longer for it."""
+    call, needed = new_file.allocate, 12 * MIB
+
+    def partly(fd: int, size: int) -> bool:
+        return call(fd, size) and size <= needed + extra and size != needed + needed // 8
+
+    monkeypatch.setattr(new_file, "allocate", partly)
+    records = [[memory(12 * MIB, 0)], [memory(5 * MIB, 64)], [memory(2 * MIB + 1, 0)], [memory(123, 0)]]
+    (found,) = save(direct_directory, {"data": records})
+    check(direct_directory / "data", records, found)
+    assert (direct_directory / "data").stat().st_blocks * 512 <= found.size + 64 * PAGE
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_little_space_is_set_aside_ahead(direct_directory: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """An unfinished file has an eighth more space than its bytes at most, and no more than them after a failure."""
+    call = new_file.allocate
+    if fails:
+        monkeypatch.setattr(new_file, "allocate", lambda fd, size: call(fd, size) and False)
+    path = direct_directory / "data"
+    file = NewFile(path)
+    file.reserve(8 * MIB)
+    assert 8 * MIB <= path.stat().st_blocks * 512 <= (8 + (not fails)) * MIB + 64 * PAGE
+    file.write(memory(8 * MIB, 0), 0)
+    file.finish(8 * MIB)
+    file.close()
+    assert path.stat().st_size == 8 * MIB
+
+
+def test_bytes_that_are_gone(tmp_path: Path) -> None:
+    """A file that is shorter than what was written to it is no file of a checkpoint."""
+    file = NewFile(tmp_path / "data")
+    file.write(memory(1000, 0), 0)
+    os.truncate(tmp_path / "data", 999)
+    with pytest.raises(StorageError, match=f"{tmp_path / 'data'}: 1000 bytes were written, and fewer are there"):
+        file.finish(1000)
+    file.close()
+
+
+def test_a_child_of_a_busy_process_writes(tmp_path: Path) -> None:
+    """A child that was forked while threads of its parent were writing has turns of its own."""
+    turns = new_file._processors.turns
+    count = 0
+    while turns.acquire(blocking=False):
+        count += 1
+    assert count == os.cpu_count()
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        NewFile(tmp_path / "data").write(memoryview(b"child"), 0)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    turns.release(count)
+    assert status == 0
+    assert (tmp_path / "data").read_bytes() == b"child"
+
+
+@pytest.mark.parametrize("number", [1, 3000])
+def test_small_records_are_named_in_errors(directory: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """An error in writing a block of small records names the last one of them."""
+    watch(monkeypatch, lambda *_: errno.EIO)
+
+    def fill(writer: CheckpointWriter) -> None:
+        file = writer.create("data")
+        for n in range(number):
+            file.append_small([bytes(1000)], what=f"'key{n}'")
+        writer.finish(file)
+
+    text = r"cannot write 'key\d+' and what lies before it at offset 0 of"
+    with CheckpointWriter(directory, 0) as writer, pytest.raises(StorageError, match=text):
+        fill(writer)

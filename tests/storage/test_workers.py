@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.storage.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_results_by_number_in_any_thread() -> None:
@@ -123,3 +127,26 @@ def test_two_callers_at_once() -> None:
         caller.join(20)
     assert sorted(result[1] for result in found) == [1, 2, 3]
     assert all(result == {n: n * result[1] for n in range(300)} for result in found)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_an_error_in_making_the_items(threads: int, kind: type[BaseException]) -> None:
+    """What the items' generator raises in any thread is raised by the call: no work is left undone in silence."""
+    helping = threading.Event()
+    main = threading.get_ident()
+
+    def items() -> Iterator[tuple[int, int]]:
+        for number in range(1000):
+            if number > 3 and (threads == 1 or threading.get_ident() != main):
+                helping.set()
+                raise kind("no item")
+            yield number, number
+
+    def item(number: int) -> None:
+        if threads > 1 and threading.get_ident() == main and number > 3:
+            assert helping.wait(10)
+
+    with pytest.raises(kind, match="no item"):
+        Workers(threads, "w").each(item, items())
+    assert not [thread for thread in threading.enumerate() if thread.name == "w"]

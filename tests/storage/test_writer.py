@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,9 +16,15 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.storage.digest import Segments, digest_function, preferred
+from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.stream import LARGE_PART
 from shardckpt.storage.writer import CheckpointWriter
 from tests.storage.files import write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.storage.writer import FileWriter
 
 THREADS = ("1", "4")
 LARGE = LARGE_PART
@@ -302,3 +309,104 @@ def test_bad_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", "0")
     with pytest.raises(CheckpointingException, match="SHARDCKPT_IO_THREADS='0': expected a whole number of at least 1"):
         CheckpointWriter(tmp_path, 0)
+
+
+def _within(seconds: float, function: Callable[[], None]) -> None:
+    """Run a function in a thread that may be left behind; fail if it does not end."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as exc:  # noqa: BLE001 - raised below
+            raised.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize("sha256", [False, True])
+@pytest.mark.parametrize("where", ["write", "reserve"])
+def test_no_thread_waits_for_ever_after_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, sha256: bool
+) -> None:
+    """Many files that all fail between their records' parts end with the error, hashed by threads or not."""
+
+    def failing(*_: object) -> None:
+        raise StorageError("the disk is gone")
+
+    monkeypatch.setattr(NewFile, where, failing)
+
+    def complete(writer: CheckpointWriter, file: FileWriter) -> None:
+        file.append(LARGE + 100_000, lambda: [memoryview(bytearray(100_000)), memoryview(bytearray(LARGE))])
+        writer.finish(file)
+
+    def save() -> None:
+        with CheckpointWriter(tmp_path, 0, sha256=sha256) as writer:
+            files = [writer.create(f"f{n}") for n in range(20)]
+            for file in files:
+                with pytest.raises(StorageError, match="the disk is gone"):
+                    complete(writer, file)
+
+    _within(20, save)
+
+
+@pytest.mark.parametrize("sha256", [False, True])
+@pytest.mark.parametrize("left", [0, 1])
+def test_where_no_more_threads_may_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int, sha256: bool
+) -> None:
+    """A process that may start no more threads, or one more, writes with those that there are, and writes it all."""
+    call, started = threading.Thread.start, [0]
+    records = [[bytes([n]) * (3 * LARGE + n)] for n in range(12)]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("shardckpt"):
+            started[0] += 1
+            if started[0] > left:
+                raise RuntimeError("can't start new thread")
+        call(thread)
+
+    def save() -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        try:
+            with CheckpointWriter(tmp_path, 0, sha256=sha256) as writer:
+                file = writer.create("data")
+                for parts in records:
+                    file.append(len(parts[0]), lambda parts=parts: [memoryview(parts[0])])
+                writer.finish(file)
+                assert not sha256 or writer.sha256["data"] == hashlib.sha256(content).hexdigest()
+        finally:
+            monkeypatch.undo()
+
+    content = b"".join(part for parts in records for part in parts)
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "4")
+    runner = threading.Thread(target=lambda: _within(20, save))
+    runner.start()
+    runner.join(30)
+    assert (tmp_path / "data").read_bytes() == content
+    assert started[0] > left
+
+
+def test_small_records_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small record that fails in the caller's thread fails the file: no later record is taken."""
+
+    def failing(*_: object) -> None:
+        raise StorageError("the disk is gone")
+
+    with CheckpointWriter(tmp_path, 0) as writer:
+        file = writer.create("data")
+        for _ in range(16):  # a block is full
+            file.append_small([bytes(64 << 10)])
+        monkeypatch.setattr(NewFile, "reserve", failing)
+        with pytest.raises(StorageError, match="the disk is gone"):
+            file.append_small([b"x"])
+        monkeypatch.undo()
+        for call in (lambda: file.append_small([b"x"]), lambda: writer.finish(file)):
+            with pytest.raises(StorageError, match="the disk is gone"):
+                call()
+        assert writer.files == []
