@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardckpt.storage.memory import LARGE, PAGE
 from shardckpt_torch_dist.dtypes import storage_name
 from shardckpt_torch_dist.torch_private import rebuild_tensor_v2, rebuild_tensor_v3
 
 #: Where every archive begins in its file, in bytes.
 ARCHIVE_ALIGN = 64
-_PAGE = 4096
-_LARGE = 1 << 20
 _MAX32 = 0xFFFFFFFF
 _DATE = 0x21  # 1 January 1980, the zip epoch
 _PADDING_ID = 0x4246  # "FB", as torch marks its own padding
@@ -62,8 +61,8 @@ def fitted(dtype: torch.dtype, shape: tuple[int, ...], position: int, address: i
             of memory, so that the pages can be written as they are.
     """
     bare = _bare(dtype, shape)
-    large = bare.nbytes >= _LARGE
-    align, start = (_PAGE, address if address % ARCHIVE_ALIGN == 0 else 0) if large else (ARCHIVE_ALIGN, 0)
+    large = bare.nbytes >= LARGE
+    align, start = (PAGE, address if address % ARCHIVE_ALIGN == 0 else 0) if large else (ARCHIVE_ALIGN, 0)
     return _made(dtype, shape, (start - position - bare.head) % align)
 
 
@@ -71,7 +70,7 @@ def of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> Envelo
     """The archive of so many bytes, payload included, that :func:`fitted` makes somewhere; None if it makes none."""
     bare = _bare(dtype, shape)
     gap = length - bare.head - bare.nbytes - bare.tail
-    return _made(dtype, shape, gap) if 0 <= gap < _PAGE else None
+    return _made(dtype, shape, gap) if 0 <= gap < PAGE else None
 
 
 class _Bare(NamedTuple):

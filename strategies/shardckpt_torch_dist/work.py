@@ -53,8 +53,8 @@ class SaveWork:
         synchronize_devices(self.tensors)
         open_files = [(file, writer.create(file.name)) for file in self.files]
         for file, into in open_files:
-            for _, data in file.objects:
-                into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)))
+            for name, data in file.objects:
+                into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
             for number in file.tensors:
                 self._append_tensor(into, number)
         for _, into in open_files:
@@ -69,18 +69,18 @@ class SaveWork:
         head, tail = envelope
         filler = bytes(-nbytes % ARCHIVE_ALIGN)
         if nbytes <= SMALL_RECORD and is_ordinary(tensor):
-            file.append_small((head, tensor_bytes(tensor), tail, filler))
+            file.append_small((head, tensor_bytes(tensor), tail, filler), what=key)
             return
 
         if nbytes <= PIECE_BYTES or is_ordinary(tensor) or not is_plain(tensor):
             parts = partial(_around_values, memoryview(head), tensor, memoryview(tail + filler), key)
             file.append(nbytes + len(filler), parts, what=key)
             return
-        file.append_small((head,))
+        file.append_small((head,), what=key)
         copies = Copier(tensor, PIECE_BYTES)
         for piece in copies.pieces():
             file.append(piece.nbytes, partial(copies.copied, piece), keys=0, what=key)
-        file.append_small((tail, filler), keys=0)
+        file.append_small((tail, filler), keys=0, what=key)
 
 
 def _around_values(before: memoryview, tensor: torch.Tensor, after: memoryview, key: str) -> list[memoryview]:

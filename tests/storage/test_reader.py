@@ -300,8 +300,7 @@ def test_parsed_once(tmp_path: Path, file: FileRecord) -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("written", [None, 5])
-def test_a_file_that_was_replaced_meanwhile(tmp_path: Path, written: int | None) -> None:
+def test_a_file_that_was_replaced_meanwhile(tmp_path: Path) -> None:
     """A file that is opened again by its name and is another one by now is refused, however often it is asked for."""
     records = [write(tmp_path, f"f{n}", [[bytes([n % 256]) * 10]]) for n in range(OPEN_FILES + 2)]
     with CheckpointReader(tmp_path, manifest(*records), verify=False) as reader:

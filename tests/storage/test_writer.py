@@ -341,8 +341,10 @@ def test_no_thread_waits_for_ever_after_errors(
 
     monkeypatch.setattr(NewFile, where, failing)
 
+    first = 100 if where == "write" else 100_000  # written by the calling thread, or by another
+
     def complete(writer: CheckpointWriter, file: FileWriter) -> None:
-        file.append(LARGE + 100_000, lambda: [memoryview(bytearray(100_000)), memoryview(bytearray(LARGE))])
+        file.append(first + LARGE, lambda: [memoryview(bytearray(first)), memoryview(bytearray(LARGE))])
         writer.finish(file)
 
     def save() -> None:
