@@ -59,7 +59,7 @@ def refuse_misfits(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> None:
 
 def _fit(wholes: list[Whole], weights: torch.Tensor, sums: list[int], comm: Comm) -> bool:
     """Whether the boxes of all ranks add up to what they are parts of."""
-    mine = _marks(wholes)
+    mine = _marks(weights)
     squares = [mark * mark % PRIME for mark in mine]
     total = comm.total(*sums, *mine, *squares)
     if _all_equal(total[LANES : 2 * LANES], total[2 * LANES :], comm.world_size):
@@ -68,9 +68,9 @@ def _fit(wholes: list[Whole], weights: torch.Tensor, sums: list[int], comm: Comm
     return bool(comm.largest(comm.is_main and _agree(known) and same(total[:LANES], expected(known, weigh(known))))[0])
 
 
-def _marks(wholes: list[Whole]) -> list[int]:
+def _marks(weights: torch.Tensor) -> list[int]:
     """Elements of the field, the same where ranks have the same wholes in the same order, and hardly ever else."""
-    digest = hashlib.sha256(repr(wholes).encode()).digest()
+    digest = hashlib.sha256(repr(weights.tolist()).encode()).digest()
     return [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
 
 

@@ -106,13 +106,14 @@ def load_checkpoint(
     index = checkpoint.index()
     with checkpoint.operation.step("comparing keys"):
         mismatch = compare_keys(template.shards, map(stored_key, index), strict, comm)
-    available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
+    is_absent = [bool(mismatch.unexpected) and stored_key(shard) in mismatch.unexpected for shard in template.shards]
+    available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
     with checkpoint.operation.step("comparing shapes"):
         check_shapes(available, {s.key: tuple(s.global_shape) for s in index if isinstance(s, ShardedTensor)})
     common = checkpoint.common()
     loaded = iter(checkpoint.values(available))
     with checkpoint.operation.step("assembling the state dict"):
-        values = [MISSING if stored_key(s) in mismatch.unexpected else next(loaded) for s in template.shards]
+        values = [MISSING if absent else next(loaded) for absent in is_absent]
         state_dict = template.fill(values, common)
     return state_dict, mismatch
 

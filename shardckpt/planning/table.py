@@ -125,7 +125,8 @@ def matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
 
 def weigh(wholes: list[Whole]) -> torch.Tensor:
     """A random element of the field for every whole and lane, the same on every rank: int64 of shape (n, lanes)."""
-    digests = [hashlib.blake2b(repr(whole).encode(), digest_size=8).digest() for whole in wholes]
+    texts = (f"{kind}\0{key}\0{dtype}\0{shape}" for kind, key, dtype, shape in wholes)
+    digests = [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest() for text in texts]
     if not digests:
         return _empty(0, LANES)
     words = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, LANES)

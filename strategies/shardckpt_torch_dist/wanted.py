@@ -86,7 +86,7 @@ class WantedTensors:
         """All regions, in the order of the files; shards that have no memory get some."""
         for shard in self.shards:
             shard.init_data("cpu")
-        views = [part_view(shard, FlatPart(whole_box(shard), 0)) for shard in self.shards]
+        views = [_view(shard) for shard in self.shards]
         found, axes = self._in_file_order(), self._wanted.offset.shape[1]
         stored = self._index.chunks.box.rows(found.stored).widened(axes)
         entire = (found.extent == stored.extent).all(1).tolist()
@@ -104,8 +104,8 @@ class WantedTensors:
             if not filled[place]:
                 for axis in range(dims):
                     target = target.narrow(axis, low[place][axis], extent[place][axis])
-            box = Box(chunk.box.offset[:dims], chunk.box.shape[:dims])
-            regions.append(Region(number, chunk._replace(box=box), tuple(start[place][:dims]), target, entire[place]))
+            stored_chunk = chunk if dims == axes else _with_axes(chunk, dims)
+            regions.append(Region(number, stored_chunk, tuple(start[place][:dims]), target, entire[place]))
         return regions
 
     def _in_file_order(self) -> Overlaps:
@@ -113,6 +113,18 @@ class WantedTensors:
         order = chunks.start[stored].argsort(stable=True)
         order = order[chunks.file[stored[order]].argsort(stable=True)]
         return Overlaps(*(column[order] for column in self._found))
+
+
+def _view(shard: ShardedTensor) -> torch.Tensor:
+    """The shard's memory in the shape of its box."""
+    if shard.data is not None and not shard.prepend_axis_num:
+        return shard.data.detach()
+    return part_view(shard, FlatPart(whole_box(shard), 0))
+
+
+def _with_axes(chunk: Chunk, dims: int) -> Chunk:
+    """A chunk without the axes that it has only because others have more."""
+    return chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims]))
 
 
 def _covered(wanted: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor:
