@@ -6,15 +6,15 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage.memory import LARGE, PAGE, is_plain, page_place, plain_cpu, synchronize_devices
+from shardckpt.storage.memory import LARGE, PAGE, is_ordinary, is_plain, page_place, plain_cpu, synchronize_devices
 from shardckpt.storage.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
 
 #: Where a tensor begins, in bytes: torch's own allocator aligns to it, and so do the largest elements.
 _ALIGNED = 64
@@ -121,19 +121,7 @@ class Copies:
 
 def _address(tensor: torch.Tensor) -> int:
     """Where a tensor's values lie in a row, as they are; 0 if they do not, or that is not known at a glance."""
-    kind = type(tensor)
-    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or not tensor.is_cpu:
-        return 0
-    if tensor.layout is not torch.strided:
-        return 0
-    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or not tensor.is_contiguous():
-        return 0
-    try:
-        if tensor.storage_offset() and not tensor.untyped_storage().data_ptr():
-            return 0  # its address is an offset from null
-        return tensor.data_ptr()
-    except RuntimeError:  # it only pretends to be a tensor
-        return 0
+    return tensor.data_ptr() if is_ordinary(tensor) else 0
 
 
 def _move(moves: Iterable[_Move]) -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import ShardedBase
     from shardckpt.storage.reader import CheckpointReader
-    from shardckpt_torch_dist.regions import Source
     from shardckpt_torch_dist.runs import Run
     from shardckpt_torch_dist.stored import Item, StoredIndex, StoredTensor
 
@@ -101,7 +100,7 @@ class LoadPlan:
     def _read_run(self, run: Run) -> None:
         if not run.small or len(run.items) == 1:
             for item in run.items:
-                self._read(item, self._reader)
+                self._read(item, None)
             return
         with ReadAhead(self._reader, run) as ahead:
             for item in run.items:
@@ -115,20 +114,23 @@ class LoadPlan:
             return False
         return ahead.copy(region.chunk.item, region.chunk.box.shape, target)
 
-    def _read(self, item: Region | ReadItem, source: Source) -> None:
+    def _read(self, item: Region | ReadItem, ahead: ReadAhead | None) -> None:
+        """Read an item; one of a run that was read ahead from there."""
+        key = self._index.keys[item.number] if isinstance(item, Region) else item.storage_index.fqn
+        whole = None if ahead is None else ahead.read_range(*self._place(item), key)
         if isinstance(item, Region):
-            key, dtype = self._index.keys[item.number], self._index.dtypes[item.number]
-            read_chunk(source, item.chunk, item.start, item.target, dtype, key)
+            dtype = self._index.dtypes[item.number]
+            read_chunk(self._reader, item.chunk, item.start, item.target, dtype, key, whole)
             _settle(item.target)
             return
-        key = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
-            self._planner.load_bytes(item, io.BytesIO(read_object(source, self._index.objects[key], key)))
+            archive = read_object(self._reader, self._index.objects[key], key) if whole is None else whole
+            self._planner.load_bytes(item, io.BytesIO(archive))
             return
         tensor = self._stored(item)
         target = self._planner.resolve_tensor(item)
         chunk = tensor.chunks[tuple(item.storage_index.offset or ())]
-        read_chunk(source, chunk, tuple(item.storage_offsets), target, tensor.dtype, key)
+        read_chunk(self._reader, chunk, tuple(item.storage_offsets), target, tensor.dtype, key, whole)
         _settle(target)
         self._planner.commit_tensor(item, target)
 

@@ -31,15 +31,24 @@ class Source(scatter.Source, Protocol):
 
 
 def read_chunk(
-    reader: Source, chunk: Chunk, start: Sequence[int], target: torch.Tensor, dtype: torch.dtype, key: str
+    reader: Source,
+    chunk: Chunk,
+    start: Sequence[int],
+    target: torch.Tensor,
+    dtype: torch.dtype,
+    key: str,
+    whole: bytes | None = None,
 ) -> None:
     """Read the box of the target's shape that begins at ``start`` in the chunk, casting to the target's dtype.
+
+    ``whole`` is the chunk's archive, where it has been read already.
 
     Raises:
         CorruptCheckpointError: the archive is not the tensor that the metadata says.
     """
     item = chunk.item
-    whole = reader.read_range(item.file, item.offset, item.length, key) if item.length <= SMALL_ITEM else None
+    if whole is None and item.length <= SMALL_ITEM:
+        whole = reader.read_range(item.file, item.offset, item.length, key)
     stored = _ours(reader, chunk, whole, dtype, key) or _archive(reader, item, whole, key).payload()
     if math.prod(stored.shape) != chunk.volume or stored.dtype != dtype:
         raise CorruptCheckpointError(

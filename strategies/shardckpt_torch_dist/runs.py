@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from shardckpt.storage.reader import CheckpointReader, Take
-    from shardckpt.storage.spans import Elements
+    from shardckpt.storage.reader import CheckpointReader
     from shardckpt_torch_dist.stored import Item
 
 #: Bytes between two items of a run at most.
@@ -103,23 +102,6 @@ class ReadAhead:
         if name == self._file and 0 <= place <= len(self._data) - nbytes:
             return bytes(self._data[place : place + nbytes])
         return self._reader.read_range(name, offset, nbytes, what)
-
-    def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill memory from a range."""
-        self._reader.read_into(name, offset, buffer, what)
-
-    def read_pieces(
-        self,
-        name: str,
-        elements: Elements,
-        ranges: Iterable[tuple[int, int]],
-        take: Take,
-        what: str,
-        *,
-        pinned: bool = False,
-    ) -> None:
-        """Read ranges piece by piece."""
-        self._reader.read_pieces(name, elements, ranges, take, what, pinned=pinned)
 
     def copy(self, item: Item, shape: tuple[int, ...], target: torch.Tensor) -> bool:
         """Fill a tensor with an archive's payload; False if that is not, byte for byte, one that we write.
