@@ -54,12 +54,13 @@ def read_manifest(directory: Path, host: PluginHost) -> Manifest:
         raise IncompleteCheckpointError(f"{directory} is the staging directory of a save that was not committed")
     if not directory.is_dir():
         raise _absent(directory)
-    if not (directory / MARKER_NAME).exists():
+    marker_file, record_file = directory / MARKER_NAME, directory / RECORD_NAME
+    if not marker_file.exists():
         return _recognised(directory, host)
-    marker = parse_file(Marker.model_validate_json, directory / MARKER_NAME, MARKER_LIMIT)
+    marker = parse_file(Marker.model_validate_json, marker_file, MARKER_LIMIT)
     record = None
-    if (directory / RECORD_NAME).exists():
-        record = parse_file(Record.parse, directory / RECORD_NAME, RECORD_LIMIT)
+    if record_file.exists():
+        record = parse_file(Record.parse, record_file, RECORD_LIMIT)
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
             raise CorruptCheckpointError(
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "

@@ -10,6 +10,7 @@ import pluggy
 if TYPE_CHECKING:
     import argparse
 
+    from shardckpt.key_mapping import KeyMapping
     from shardckpt.registry import StrategyRegistry
     from shardckpt.storage.remote import RemoteFolder
 
@@ -22,16 +23,16 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 @dataclass(frozen=True)
 class Event:
-    """A moment of a save, load, migration or removal on one rank.
+    """A moment of a save, load, migration, removal or export on one rank.
 
     Attributes:
-        operation: ``save``, ``load``, ``migrate`` or ``remove``.
+        operation: ``save``, ``load``, ``migrate``, ``remove`` or ``export``.
         phase: Name of the step; ``""`` for the operation as a whole.
         state: ``start``, ``end`` or ``failure``.
         directory: The checkpoint.
         rank: Who reports.
         seconds: Time since the start of the phase; 0 at its start.
-        nbytes: Bytes that the rank wrote, at the end of a save; else 0.
+        nbytes: Bytes that the rank wrote, at the end of a save or export; else 0.
         strategy: ``(backend, version)`` and class that do the work, once known.
         error: Text of the failure.
     """
@@ -62,6 +63,15 @@ def shardckpt_filesystem(url: str) -> RemoteFolder | None:
     """The folder at a URL; None leaves it to another plugin. Called anew in every process that opens the URL."""
 
 
+@hookspec(firstresult=True)
+def shardckpt_key_mapping(model_type: str) -> KeyMapping | None:
+    """How tensors of checkpoints of a model (``model_type`` of its ``config.json``) are called and cut on the hub.
+
+    A :class:`shardckpt.key_mapping.KeyMapping`, or a ``shardckpt.huggingface.RuleMapping`` of patterns of names; it
+    serves export and import. None leaves it to another plugin, and to the built-in mappings behind all plugins.
+    """
+
+
 @hookspec
 def shardckpt_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add verbs to the ``shardckpt`` command: parsers that ``set_defaults(run=function)``."""
@@ -75,5 +85,6 @@ __all__ = [
     "shardckpt_commands",
     "shardckpt_event",
     "shardckpt_filesystem",
+    "shardckpt_key_mapping",
     "shardckpt_register",
 ]

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -17,6 +17,8 @@ StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
 ShardedStateDict: TypeAlias = dict[str, Any]
 ReplicaId: TypeAlias = int | tuple[int, ...]
+#: Whether ranks that have the same shard settle among themselves whose is the main replica; see ShardedTensor.
+Replicated: TypeAlias = bool | Literal["unchecked"]
 FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, "slice | None"], Any]
 FactoryMergeFn: TypeAlias = Callable[[Any], torch.Tensor]
 
@@ -62,6 +64,9 @@ class ShardedTensor(ShardedBase):
             region is loaded, the rest is zero.
         flattened_range: Legacy (Megatron 0.6 to 0.15): ``data`` is this slice of the row-major flattened local
             block of shape ``local_shape``.
+        replicated: True: whichever ranks have this shard hold the same, and the lowest of them has the main replica;
+            ``replica_id`` is not looked at, and a save that validates compares the values. ``"unchecked"``: without
+            the comparison.
     """
 
     key: str
@@ -75,6 +80,7 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
+    replicated: Replicated = False
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
@@ -87,7 +93,7 @@ class ShardedTensor(ShardedBase):
         made.local_shape = made.global_shape = shape
         made.global_offset, made.axis_fragmentations = (0,) * len(shape), (1,) * len(shape)
         made.replica_id, made.prepend_axis_num = 0, 0
-        made.allow_shape_mismatch, made.flattened_range = False, None
+        made.allow_shape_mismatch, made.flattened_range, made.replicated = False, None, False
         return made
 
     @property
@@ -241,6 +247,7 @@ class ShardedObject(ShardedBase):
         global_shape: Shape of the grid.
         global_offset: This object's place in it.
         replica_id: See :class:`ShardedTensor`.
+        replicated: See :class:`ShardedTensor`.
     """
 
     key: str
@@ -248,6 +255,7 @@ class ShardedObject(ShardedBase):
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
     replica_id: ReplicaId = 0
+    replicated: Replicated = False
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
@@ -435,6 +443,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "LocalNonpersitentObject",
     "ReplicaId",
+    "Replicated",
     "ShardedBase",
     "ShardedObject",
     "ShardedStateDict",

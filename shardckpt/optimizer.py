@@ -60,8 +60,9 @@ def get_param_id_to_sharded_param_map(
     described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     found: dict[int, ShardedParam] = {}
     for shard in nested_values(described):
-        place = _place(shard.data)
-        number = numbers.get(id(shard.data), places.get(place) if place else None)
+        data = _local(shard.data)
+        place = _place(data)
+        number = numbers.get(id(data), places.get(place) if place else None)
         if number is not None:
             found[number] = shard
     if params and not found:
@@ -80,7 +81,8 @@ def make_sharded_optimizer_tensor(
     data = _local(optim_param)
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
-        return replace(model_param, key=key, data=data)
+        is_local = _local(model_param.data) is model_param.data  # else it takes what torch spreads, and gives it back
+        return replace(model_param, key=key, data=data if is_local else optim_param)
     if tuple(data.shape) != model_param.data_shape:
         raise ShardingError(
             f"{key!r}: the optimizer's tensor has shape {tuple(data.shape)}, its parameter {model_param.data_shape}; "
@@ -146,10 +148,10 @@ def _once(param: ShardedParam, value: Any, key: str) -> ShardedTensor | ShardedO
     copies = first.replica_id if isinstance(first.replica_id, tuple) else (first.replica_id,)
     start = first.flattened_range.start if first.flattened_range is not None else 0
     empty = int(math.prod(first.data_shape) == 0)
-    replica = (*first.global_offset[layers:], start, empty, *copies)
+    replica, shared = (*first.global_offset[layers:], start, empty, *copies), first.replicated
     if isinstance(value, torch.Tensor):
-        return ShardedTensor(key, value, value.dtype, (), shape, offset, shape, replica, prepend_axis_num=layers)
-    return ShardedObject(key, value, shape or (1,), offset or (0,), replica)
+        return ShardedTensor(key, value, value.dtype, (), shape, offset, shape, replica, layers, replicated=shared)
+    return ShardedObject(key, value, shape or (1,), offset or (0,), replica, replicated=shared)
 
 
 def _first_shard(param: ShardedParam) -> ShardedTensor:

@@ -22,7 +22,7 @@ from shardckpt.demo.training import Trainer
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import host
-from shardckpt.state_dict import nested_values
+from shardckpt.state_dict import build_copy, dict_list_map_outplace, nested_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +133,7 @@ def _note(result: RankResult, stopwatch: Stopwatch) -> None:
 
 def _rows(trainer: Trainer) -> dict[str, tuple[int, list[int]]]:
     """Rows of the local shard and global shape of some tensors."""
-    shards = nested_values(to_sharded_state_dict(trainer.state()))
+    shards = nested_values(dict_list_map_outplace(build_copy, to_sharded_state_dict(trainer.state())))
     return {
         shard.key: (shard.local_shape[0], list(shard.global_shape))
         for shard in shards

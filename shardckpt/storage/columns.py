@@ -1,17 +1,16 @@
 """Columns of integers and names as the bytes of a safetensors file: what tables are on the wire and on the disk.
 
 Format: https://github.com/huggingface/safetensors#format. Written here, because safetensors' own writer needs numpy;
-read by safetensors. Integers are as narrow as a column allows, names are one JSON list a column.
+taken apart by safetensors. Integers are as narrow as a column allows, names are one JSON list a column.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import safetensors
-import safetensors.torch
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
@@ -21,6 +20,7 @@ from shardckpt.storage.memory import tensor_bytes
 Column: TypeAlias = torch.Tensor | Sequence[str]
 
 _INTEGERS = {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"}
+_DTYPES = {kind: dtype for dtype, kind in _INTEGERS.items()}
 _ALIGN = 8
 
 
@@ -57,29 +57,33 @@ class Columns:
     def __init__(self, data: bytes, source: str) -> None:
         self._source = source
         try:
-            with torch.device("cpu"):  # empty ones are made on the caller's default device else
-                self._found = safetensors.torch.load(data)
-        except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as exc:
+            self._found: dict[str, dict[str, Any]] = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
+        except safetensors.SafetensorError as exc:
             raise CorruptCheckpointError(f"{source} is not a table of columns: {exc}") from exc
 
     def integers(self, name: str) -> torch.Tensor:
         """A column of integers, as int64."""
-        found = self._column(name)
-        if found.dtype not in _INTEGERS:
-            raise CorruptCheckpointError(f"{self._source}: its column {name!r} is of {found.dtype}")
-        return found.to(torch.int64)
+        column = self._column(name)
+        dtype = _DTYPES.get(column["dtype"])
+        if dtype is None:
+            raise CorruptCheckpointError(f"{self._source}: its column {name!r} is of {column['dtype']}")
+        if not column["data"]:  # of which torch makes no tensor
+            return torch.empty(column["shape"], dtype=torch.int64, device="cpu")
+        found = torch.frombuffer(column["data"], dtype=dtype).to(torch.int64)
+        return found if len(column["shape"]) == 1 else found.view(column["shape"])
 
     def texts(self, name: str) -> list[str]:
         """A column of text."""
         try:
-            found = json.loads(bytes(tensor_bytes(self._column(name))))
+            found = json.loads(self._column(name)["data"])
         except (ValueError, RecursionError) as exc:
             raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not JSON: {exc}") from exc
-        if not isinstance(found, list) or not all(type(value) is str for value in found):
+        if not isinstance(found, list) or not set(map(type, found)) <= {str}:
             raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not a list of text")
         return found
 
-    def _column(self, name: str) -> torch.Tensor:
+    def _column(self, name: str) -> dict[str, Any]:
+        """What the file says of a column: its dtype by safetensors' name, shape and bytes."""
         if name not in self._found:
             raise CorruptCheckpointError(f"{self._source} has no column {name!r}")
         return self._found[name]

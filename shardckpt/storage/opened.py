@@ -32,6 +32,7 @@ class OpenFile:
 
     def __init__(self, path: Path, record: FileRecord | None, algorithm: str | None) -> None:
         self.path = path
+        self.name = path.name
         self.fd, self.size = open_existing(path)
         self.is_open = True
         self._status = status(self.fd)
@@ -106,20 +107,23 @@ class OpenFiles:
             return file
 
     @contextmanager
-    def in_use(self, file: OpenFile) -> Iterator[None]:
-        """Keep a file open as long as it is read."""
+    def lent(self, name: str) -> Iterator[OpenFile]:
+        """The file, which stays open as long as it is read."""
         with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = self._open_one(name)
             file.open()
             file.users += 1
             self._used(file)
         try:
-            yield
+            yield file
         finally:
             with self._lock:
                 file.users -= 1
-                if not file.users and self._files.get(file.path.name) is not file:  # close() came before
-                    if self._open.get(file.path.name) is file:
-                        del self._open[file.path.name]
+                if not file.users and self._files.get(file.name) is not file:  # close() came before
+                    if self._open.get(file.name) is file:
+                        del self._open[file.name]
                     file.close()
 
     def close(self) -> None:
@@ -132,8 +136,8 @@ class OpenFiles:
             self._open.clear()
 
     def _used(self, file: OpenFile) -> None:
-        self._open.pop(file.path.name, None)
-        self._open[file.path.name] = file
+        self._open.pop(file.name, None)
+        self._open[file.name] = file
         if len(self._open) > OPEN_FILES:
             for name, idle in list(self._open.items())[:-OPEN_FILES]:
                 if not idle.users:

@@ -38,6 +38,8 @@ Take = Callable[[int, memoryview], "Callable[[], None] | None"]
 BLOCK_BYTES = 4 * MAX_SEGMENT
 #: Bytes that one call reads, so that they are still in the processor's cache when they are checked and copied.
 _READ_BYTES = 1 << 20
+#: As many of them are a piece that goes through a buffer: what Python does for a piece costs as much as copying half.
+_PIECE_READS = 2
 #: Bytes that a thread takes at a time.
 _BATCH_BYTES = 8 << 20
 #: Smaller items are read by the calling thread: handing them over costs more than reading them.
@@ -73,8 +75,9 @@ class CheckpointReader:
         self._threads = settings.remote_threads() if self._is_remote else settings.io_threads()
         self._workers = Workers(self._threads, "shardckpt-read")
         self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
+        self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
         self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
-        self._buffers = ReadBuffers(self._request_bytes + _ALIGNED)
+        self._buffers = ReadBuffers(self._piece_bytes + _ALIGNED)
         self._parsed: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
@@ -96,17 +99,17 @@ class CheckpointReader:
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Bytes of a range; ``what`` (a key) is named in errors."""
-        file = self._files.get(name)
-        _check_range(file, offset, nbytes, what)
-        data, view = unfilled_bytes(nbytes)
-        self._fill(file, offset, view, what)
+        with self._files.lent(name) as file:
+            _check_range(file, offset, nbytes, what)
+            data, view = unfilled_bytes(nbytes)
+            self._fill(file, offset, view, what)
         return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
         """Fill writable memory from the range that begins at ``offset``; what is large is shared among threads."""
-        file = self._files.get(name)
-        _check_range(file, offset, buffer.nbytes, what)
-        self._fill(file, offset, buffer.cast("B"), what)
+        with self._files.lent(name) as file:
+            _check_range(file, offset, buffer.nbytes, what)
+            self._fill(file, offset, buffer.cast("B"), what)
 
     def read_pieces(
         self,
@@ -128,14 +131,13 @@ class CheckpointReader:
             what: A key, named in errors.
             pinned: Whether a CUDA device shall copy from the memory behind the host's back.
         """
-        file = self._files.get(name)
-        _check_range(file, elements.start, elements.stop - elements.start, what)
+        with self._files.lent(name) as file:
+            _check_range(file, elements.start, elements.stop - elements.start, what)
 
-        def pieces(batch: list[Span]) -> None:
-            self._deliver(file, batch, elements, take, what, pinned=pinned)
+            def pieces(batch: list[Span]) -> None:
+                self._deliver(file, batch, elements, take, what, pinned=pinned)
 
-        with self._files.in_use(file):
-            self._share(pieces, cut(file.segments, ranges, self._request_bytes, elements))
+            self._share(pieces, cut(file.segments, ranges, self._piece_bytes, elements))
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
@@ -216,13 +218,16 @@ class CheckpointReader:
     def _fill(self, file: OpenFile, offset: int, buffer: memoryview, what: str) -> None:
         stop = offset + buffer.nbytes
 
-        def fill(batch: list[Span]) -> None:
-            for span in batch:
+        def fill(some: Iterable[Span]) -> None:
+            for span in some:
                 low, high = max(span.start, offset), min(span.stop, stop)
                 self._read_part(file, span, low, buffer[low - offset : high - offset], what)
 
-        with self._files.in_use(file):
-            self._share(fill, cut(file.segments, [(offset, stop)], self._request_bytes, Elements(offset, stop)))
+        spans = cut(file.segments, ((offset, stop),), self._request_bytes, Elements(offset, stop))
+        if buffer.nbytes <= _BATCH_BYTES:
+            fill(spans)
+        else:
+            self._share(fill, spans)
 
     def _read_part(self, file: OpenFile, span: Span, low: int, target: memoryview, what: str) -> None:
         """Read a span of which the bytes from ``low`` on are wanted."""

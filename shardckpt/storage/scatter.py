@@ -105,7 +105,7 @@ class _Scatter:
         values = torch.frombuffer(memory, dtype=torch.uint8).view(self.stored.dtype)
         later = self.target.device.type == "cuda"  # which is waited for; other devices' copies are not
         first = (position - self.stored.offset) // self.stored.dtype.itemsize
-        for box, begin in flat_parts(self.stored.shape, first, first + len(values)):
+        for box, begin in flat_parts(self.stored.shape, first, first + values.numel()):
             common = intersect(box, self.wanted)
             if common is not None:
                 part = values[begin : begin + box.volume].view(box.shape)
@@ -137,11 +137,13 @@ def _waiter(device: torch.device) -> Callable[[], None] | None:
 
 def _ranges(stored: StoredArray, wanted: Box) -> Iterator[tuple[int, int]]:
     """(start, stop) in the file of what a box spans, without the gaps that are worth it, in file order."""
-    shape, itemsize = stored.shape, stored.dtype.itemsize
-    steps = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
-    spans = [itemsize]  # of the box along its last axes, one more each
-    for length, step in zip(reversed(wanted.shape), reversed(steps), strict=True):
-        spans.insert(0, (length - 1) * step + spans[0])
+    step = span = stored.dtype.itemsize
+    steps, spans = list[int](), [span]  # of an index along each axis; of the box along its last axes, one more each
+    for size, length in zip(reversed(stored.shape), reversed(wanted.shape), strict=True):
+        steps.insert(0, step)
+        span += (length - 1) * step
+        spans.insert(0, span)
+        step *= size
     depth = next((axis for axis, step in enumerate(steps) if step - spans[axis + 1] < _GAP), len(steps))
     base = stored.offset + sum(index * step for index, step in zip(wanted.offset, steps, strict=True))
     for index in product(*map(range, wanted.shape[:depth])):

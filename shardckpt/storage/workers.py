@@ -86,6 +86,8 @@ class Workers:
                     job.do(number, item, Exception)
             while self._step(job, Exception):
                 pass
+            while (other := self._open_job(lambda: bool(job.errors) or not job.busy, job)) is not None:
+                self._step(other, BaseException)
         finally:
             self._end(job)
         if job.errors:
@@ -134,14 +136,21 @@ class Workers:
 
     def _help(self, generation: int) -> None:
         """Work on whatever job is there, the oldest first."""
-        while (job := self._open_job(generation)) is not None:
+        while (job := self._open_job(lambda: self._generation != generation)) is not None:
             while self._step(job, BaseException):
                 pass
 
-    def _open_job(self, generation: int) -> _Job[Any, Any] | None:
+    def _open_job(self, is_over: Callable[[], bool], after: _Job[Any, Any] | None = None) -> _Job[Any, Any] | None:
+        """The first job that has items to take, when there is one; None when it is over.
+
+        Args:
+            is_over: Whether to wait no more.
+            after: Only jobs that came later: of those the thread that asks is not in the midst of one.
+        """
         with self._changed:
-            while self._generation == generation:
-                for job in self._jobs:
+            while not is_over():
+                first = 0 if after is None else self._jobs.index(after) + 1
+                for job in self._jobs[first:]:
                     if job.open:
                         return job
                 self._changed.wait()

@@ -6,60 +6,23 @@ payloads are located, so that any range of a tensor can be read by itself.
 
 from __future__ import annotations
 
-import io
 import struct
 import sys
-import zipfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt_torch_dist.members import members
 from shardckpt_torch_dist.tensor_pickles import Storage, TensorRebuilder, one_tensor, unpickle
 
-ReadRange = Callable[[int, int], bytes]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-
-
-class _RangeFile(io.RawIOBase):
-    """A seekable file over a function that reads ranges."""
-
-    def __init__(self, read_range: ReadRange, size: int) -> None:
-        self._read_range = read_range
-        self._size = size
-        self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._size - self._position))
-        buffer[:count] = self._read_range(self._position, count)
-        self._position += count
-        return count
+    from shardckpt_torch_dist.members import Member, ReadRange
 
 
-@dataclass(frozen=True)
-class _Record:
-    """A member of the zip: where its bytes are in the archive."""
-
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
-class StoredPayload:
+class StoredPayload(NamedTuple):
     """A tensor as an archive stores it.
 
     Attributes:
@@ -127,7 +90,7 @@ class Archive:
         """The object of the archive."""
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def memory(record: _Record) -> torch.UntypedStorage:
+        def memory(record: Member) -> torch.UntypedStorage:
             if record.offset not in storages:
                 data = bytearray(self._bytes(record))
                 values = (
@@ -146,7 +109,7 @@ class Archive:
     def _pickled(self) -> bytes:
         return self._bytes(self._records[self._root + "data.pkl"])
 
-    def _record(self, storage: Storage) -> _Record:
+    def _record(self, storage: Storage) -> Member:
         """The member that holds a storage."""
         record = self._records.get(f"{self._root}data/{storage.name}")
         if record is None:
@@ -155,26 +118,17 @@ class Archive:
             raise CorruptCheckpointError(f"{self._source}: a storage has {record.size} bytes, not {storage.nbytes}")
         return record
 
-    def _bytes(self, record: _Record) -> bytes:
+    def _bytes(self, record: Member) -> bytes:
         return self._read_range(record.offset, record.size)
 
-    def _directory(self, size: int) -> dict[str, _Record]:
-        file = io.BufferedReader(_RangeFile(self._read_range, size), 4096)
+    def _directory(self, size: int) -> dict[str, Member]:
         try:
-            with zipfile.ZipFile(file) as archive:
-                records = {info.filename: self._located(info, size) for info in archive.infolist()}
-        except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError) as exc:
+            records = members(self._read_range, size)
+        except (ValueError, struct.error) as exc:
             raise CorruptCheckpointError(f"{self._source} is not a torch.save archive: {exc}") from exc
         if sum(record.size for record in records.values()) > size:
             raise CorruptCheckpointError(f"{self._source}: its members are larger than itself: they overlap")
         return records
-
-    def _located(self, info: zipfile.ZipInfo, size: int) -> _Record:
-        magic, name_length, extra_length = _LOCAL_HEADER.unpack(self._read_range(info.header_offset, 30))
-        offset = info.header_offset + 30 + name_length + extra_length
-        if magic != b"PK\x03\x04" or info.compress_type != zipfile.ZIP_STORED or offset + info.file_size > size:
-            raise CorruptCheckpointError(f"{self._source}: member {info.filename!r} is compressed or out of bounds")
-        return _Record(offset, info.file_size)
 
 
 def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = ()) -> Any:
@@ -182,4 +136,4 @@ def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = ()) -> A
     return Archive(lambda offset, size: data[offset : offset + size], len(data), source).load(allow_globals)
 
 
-__all__ = ["Archive", "ReadRange", "StoredPayload", "load_bytes"]
+__all__ = ["Archive", "StoredPayload", "load_bytes"]

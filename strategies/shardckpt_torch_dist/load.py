@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import ShardedTensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage.reader import CheckpointReader
     from shardckpt.strategy import LoadContext, Removal
@@ -29,6 +30,14 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
     backend = "torch_dist"
     version = 1
+    #: Other backends and versions whose files are the same.
+    same_files: ClassVar[tuple[tuple[str, int], ...]] = (("ep", 1),)
+
+    def cannot_load(self, manifest: Manifest) -> str | None:
+        """Why it cannot read this checkpoint; the files may be the same where the name is another."""
+        if (manifest.backend, manifest.version) in self.same_files:
+            return None
+        return super().cannot_load(manifest)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Plan, and once every rank has a sound plan, read into the destinations."""

@@ -26,6 +26,7 @@ from shardckpt_torch_dist.wanted import Region, WantedTensors
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from torch.distributed.checkpoint.planner import LoadPlan as ItemPlan
     from torch.distributed.checkpoint.planner import ReadItem
 
     from shardckpt.mapping import ShardedBase
@@ -67,18 +68,21 @@ class LoadPlan:
         self._tensors.check_sizes(reader)
         others += self._tensors.others
         self._planner = ShardedLoadPlanner(flatten_state_dict=False, allow_globals=allow_globals)
-        leaves = {str(number): shard for number, shard in enumerate(others)}
-        self._planner.set_up_planner(leaves, _metadata(others, index))
-        self._items = self._planner.create_local_plan()
+        self._others = self._planned(others) if others else None
 
     def read(self) -> None:
         """Read into the destinations."""
-        self._planner.finish_plan(self._items)
         units: list[Sequence[Any]] = [(region,) for region in self._tensors.regions()]
         synchronize_devices(region.target for (region,) in units)
-        ordered = sorted(self._items.items, key=self._place)
-        units += self._planner.units(ordered)
+        if self._others is not None:
+            self._planner.finish_plan(self._others)
+            units += self._planner.units(sorted(self._others.items, key=self._place))
         self._reader.map(self._read_run, runs(units, self._place), self._nbytes)
+
+    def _planned(self, shards: Sequence[ShardedBase]) -> ItemPlan:
+        leaves = {str(number): shard for number, shard in enumerate(shards)}
+        self._planner.set_up_planner(leaves, _metadata(shards, self._index))
+        return self._planner.create_local_plan()
 
     def _nbytes(self, run: Run) -> int:
         """Bytes that are wanted of a run; small items count as none: they cost Python's time, not the disk's."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +18,7 @@ from shardckpt_torch_dist.tensor_pickles import resolved
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardckpt.planning.boxes import Ints
     from shardckpt_torch_dist.stored import Chunk, Item
 
 #: Items up to this size are read whole, in one call.
@@ -70,6 +72,25 @@ def read_chunk(
     scatter.read_box(reader, array, tuple(start), target, key)
 
 
+class OurArchive(NamedTuple):
+    """An archive as we write it: what is before and after the payload, and the payload."""
+
+    head: bytes
+    tail: bytes
+    payload: StoredPayload
+
+
+@functools.lru_cache(1024)  # at most 4 MiB: layers are alike, and so is the next load
+def our_archive(dtype: torch.dtype, shape: Ints, length: int) -> OurArchive | None:
+    """What we would have written around a tensor, in so many bytes with it; None for a length that we never write."""
+    envelope = of_length(dtype, shape, length)
+    if envelope is None:
+        return None
+    head, tail = envelope
+    payload = StoredPayload(dtype, shape, row_major(shape), 0, len(head), length - len(head) - len(tail))
+    return OurArchive(head, tail, payload)
+
+
 def read_object(reader: Source, item: Item, key: str) -> bytes:
     """The bytes of an object's archive."""
     return reader.read_range(item.file, item.offset, item.length, key)
@@ -77,18 +98,15 @@ def read_object(reader: Source, item: Item, key: str) -> bytes:
 
 def _ours(reader: Source, chunk: Chunk, whole: bytes | None, dtype: torch.dtype, key: str) -> StoredPayload | None:
     """The payload of an archive that is, byte for byte, the one that we write; None for any other."""
-    item, shape = chunk.item, chunk.box.shape
-    envelope = of_length(dtype, tuple(shape), item.length)
-    if chunk.first or envelope is None:
+    item = chunk.item
+    ours = our_archive(dtype, chunk.box.shape, item.length)
+    if chunk.first or ours is None:
         return None
-    head, tail = envelope
-    nbytes = chunk.box.volume * dtype.itemsize
     if whole is None:
-        if reader.read_range(item.file, item.offset, len(head), key) != head:
-            return None
-    elif not (whole.startswith(head) and whole.endswith(tail)):
-        return None
-    return StoredPayload(dtype, shape, row_major(shape), 0, len(head), nbytes)
+        is_ours = reader.read_range(item.file, item.offset, len(ours.head), key) == ours.head
+    else:
+        is_ours = whole.startswith(ours.head) and whole.endswith(ours.tail)
+    return ours.payload if is_ours else None
 
 
 def _archive(reader: Source, item: Item, whole: bytes | None, key: str) -> Archive:
@@ -111,4 +129,4 @@ def _tensor_in(reader: Source, item: Item, stored: StoredPayload, whole: bytes |
     return resolved(values.as_strided(stored.shape, stored.stride, stored.first), stored.lazy)
 
 
-__all__ = ["SMALL_ITEM", "Source", "read_chunk", "read_object"]
+__all__ = ["SMALL_ITEM", "OurArchive", "Source", "our_archive", "read_chunk", "read_object"]

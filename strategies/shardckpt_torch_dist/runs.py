@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
-from shardckpt_torch_dist.envelope import of_length
-from shardckpt_torch_dist.regions import SMALL_ITEM
+from shardckpt_torch_dist.regions import SMALL_ITEM, our_archive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -111,10 +110,10 @@ class ReadAhead:
             shape: Of the tensor in it, by what the index says.
             target: Contiguous memory for it, of the stored dtype, on the CPU.
         """
-        envelope = of_length(target.dtype, shape, item.length)
-        if envelope is None:
+        ours = our_archive(target.dtype, shape, item.length)
+        if ours is None:
             return False
-        head, tail = envelope
+        head, tail, _ = ours
         first = item.offset - self._start
         payload = first + len(head)
         end = first + item.length

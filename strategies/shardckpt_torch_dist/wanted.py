@@ -55,12 +55,13 @@ class WantedTensors:
         found = overlaps(wanted, index.chunks.box, index.bounds)
         sound = _covered(wanted, found, index)
         #: Those that are stored so, and the others.
-        self.shards = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if good]
-        self.others = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if not good]
-        number = sound.cumsum(0) - 1
-        kept = sound[found.wanted]
-        self._found = Overlaps(number[found.wanted[kept]], found.stored[kept], found.offset[kept], found.extent[kept])
-        self._wanted = wanted.rows(sound).widened(found.offset.shape[1])
+        self.shards, self.others = list(shards), []
+        if not bool(sound.all()):
+            self.shards = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if good]
+            self.others = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if not good]
+            wanted, found = wanted.rows(sound), _kept(found, sound)
+        self._found = found
+        self._wanted = wanted.widened(found.offset.shape[1])
 
     def check_sizes(self, reader: CheckpointReader) -> None:
         """Whether the files have the bytes of the tensors that memory is to be allocated for.
@@ -68,6 +69,8 @@ class WantedTensors:
         Raises:
             CorruptCheckpointError: they do not.
         """
+        if all(shard.data is not None for shard in self.shards):
+            return
         without = torch.tensor([shard.data is None for shard in self.shards], dtype=torch.bool, device="cpu")
         chunks = self._index.chunks
         rows = rows_of(distinct(self._wanted.whole[without]), self._index.bounds)
@@ -125,6 +128,12 @@ def _view(shard: ShardedTensor) -> torch.Tensor:
 def _with_axes(chunk: Chunk, dims: int) -> Chunk:
     """A chunk without the axes that it has only because others have more."""
     return chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims]))
+
+
+def _kept(found: Overlaps, sound: torch.Tensor) -> Overlaps:
+    """The overlaps of those wanted boxes that are sound, numbered without the others."""
+    number, kept = sound.cumsum(0) - 1, sound[found.wanted]
+    return Overlaps(number[found.wanted[kept]], found.stored[kept], found.offset[kept], found.extent[kept])
 
 
 def _covered(wanted: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor:

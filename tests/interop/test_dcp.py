@@ -99,9 +99,10 @@ def _load_plain_state(path: str) -> None:
     expected = _plain_state(PLAIN_TENSORS)
     assert loaded["mixed"][0] == 0.25
     assert loaded["mixed"][2] == "end"
-    for nest in (memory, expected):  # loaded has the local tensors
-        for key in ("rows", "columns"):
-            if isinstance(nest["model"][key], DTensor):
+    for key in ("rows", "columns"):
+        if isinstance(memory["model"][key], DTensor):
+            assert loaded["model"][key] is memory["model"][key]
+            for nest in (loaded, memory, expected):
                 nest["model"][key] = nest["model"][key].to_local()
     sample.check_equal(loaded, expected, "loaded")
     sample.check_equal(memory["model"], expected["model"], "memory")

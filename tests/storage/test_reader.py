@@ -321,8 +321,7 @@ def test_close_while_a_file_is_read(tmp_path: Path, file: FileRecord) -> None:
     """A reader that is closed while a thread reads keeps that thread's file open until it has read it."""
     before = _descriptors()
     reader = CheckpointReader(tmp_path, manifest(file))
-    opened = reader._files.get("data")
-    with reader._files.in_use(opened):
+    with reader._files.lent("data") as opened:
         reader.close()
         assert os.pread(opened.fd, 5, 0) == b"first"
     assert _descriptors() == before

@@ -46,6 +46,26 @@ def test_a_thread_without_items_helps_with_the_pieces_of_anothers() -> None:
     assert workers.each(whole, [(0, 7)]) == {0: [7, 8]}
 
 
+def test_the_caller_without_items_helps_too() -> None:
+    """When a thread still has an item, and the caller none any more, the caller does pieces of that one."""
+    workers = Workers(2, "w")
+    caller, taken, met = threading.get_ident(), threading.Event(), threading.Barrier(2)
+
+    def whole(item: int) -> list[int]:
+        if threading.get_ident() == caller:
+            assert taken.wait(10)
+            return [item]
+        taken.set()
+        return [*workers.each(piece, enumerate([item, item])).values()]
+
+    def piece(number: int) -> int:
+        met.wait(10)
+        return number
+
+    found = workers.each(whole, enumerate([7, 7]))
+    assert sorted(map(len, found.values())) == [1, 2]
+
+
 def test_pieces_of_many_items_at_once() -> None:
     """Items that are all cut into pieces by threads that share them come out whole: nobody waits for himself."""
     workers = Workers(3, "w")

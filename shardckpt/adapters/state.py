@@ -1,0 +1,145 @@
+"""State dicts, modules and optimizers as what a save and a load take; and what was loaded handed back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.adapters.leaves import describe_leaf, describe_nest, describe_object
+from shardckpt.errors import KeyMismatchError, ShardingError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
+
+_SHOWN = 20
+
+
+def to_sharded_state_dict(
+    model_or_dict: Module | Sequence[Module] | Mapping[Any, Any],
+    *optimizers: Optimizer,
+    prefix: str = "",
+    check_replicas: bool = True,
+) -> ShardedStateDict:
+    """Describe a state dict, or a model and its optimizers, so that they can be saved, or loaded in place.
+
+    A DTensor, or a ShardedTensor of torch's, becomes its pieces of the global tensor: a load fills them and gives the
+    tensor itself back. Any other tensor is whole on every rank that has it, and the lowest of these writes it.
+
+    A state dict keeps its form, and its keys are the path in it, joined by dots; what is no tensor stays: common state,
+    and shards described already. Of modules the keys are the full names of torch's state-dict API, without what
+    wrappers (checkpoint wrappers, torch.compile, FSDP, DDP) put into them; what is no tensor is stored once a name.
+    With optimizers the result is ``{"model": ..., "optimizer": ...}`` and keys are ``model.<name>``,
+    ``optimizer.state.<name>.exp_avg`` and, for the options of its group, ``optimizer.param_groups.<name>``. Hand what
+    was loaded to :func:`load_into`.
+
+    Args:
+        model_or_dict: A nest of dicts and lists, a module, or a list of the modules of this rank (pipeline or virtual
+            stages); it stays as it is.
+        optimizers: Of the modules; each has parameters of one of them.
+        prefix: Put before every key as it is: ``"model."``.
+        check_replicas: Whether a save compares what several ranks have under one key without a mesh to say that these
+            are replicas, and raises where values differ. (It reads all of them; without, the lowest rank's is saved.)
+
+    Raises:
+        ShardingError: two modules or two optimizers have different things under one name, or arguments do not fit.
+    """
+    replicated: Replicated = True if check_replicas else "unchecked"
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ShardingError(f"expected an optimizer, got {optimizer!r:.80}; prefix= is given by its name")
+    if isinstance(model_or_dict, Mapping):
+        if optimizers:
+            raise ShardingError("optimizers are described with their modules; put an optimizer's state into the dict")
+        return {k: describe_nest(v, f"{prefix}{k}", replicated, objects=False) for k, v in model_or_dict.items()}
+    return _describe_modules(model_or_dict, optimizers, prefix, replicated)
+
+
+def load_into(
+    loaded: StateDict,
+    model_or_parts: Module | Sequence[Module],
+    *optimizers: Optimizer,
+    strict: bool = True,
+) -> None:
+    """Hand what was loaded to the modules and optimizers that were described, options of groups (lr, betas) included.
+
+    Args:
+        loaded: What ``load`` gave for ``to_sharded_state_dict(model_or_parts, *optimizers)``.
+        model_or_parts: The same modules.
+        optimizers: The same optimizers.
+        strict: Whether everything must have been loaded; else what was not stays as it is.
+
+    Raises:
+        KeyMismatchError: something was not loaded; modules and optimizers stay as they are.
+        CheckpointingException: parameters of one group of an optimizer were saved with different options.
+    """
+    from shardckpt.adapters import handing_back, modules
+
+    parts = modules.parts_of(model_or_parts)
+    model, optimizer = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
+    options = {name: _options(values) for name, values in optimizer.get("param_groups", {}).items()}
+    groups = [handing_back.groups_of(parts, each, number) for number, each in enumerate(optimizers)]
+    if strict:
+        trained = {name for each in groups for group in each for name in group["params"]}
+        _refuse(modules.model_state(parts).keys() - model.keys(), "model")
+        _refuse(trained - options.keys(), "optimizer")
+    filled = [[handing_back.with_options(group, options) for group in each] for each in groups]
+    for part in parts:
+        handing_back.set_model(part, model)
+    for number, each in enumerate(optimizers):
+        handing_back.set_optimizer(modules.owner(parts, each, number), each, optimizer.get("state", {}), filled[number])
+
+
+def _describe_modules(
+    model: Module | Sequence[Module], optimizers: Sequence[Optimizer], prefix: str, replicated: Replicated
+) -> ShardedStateDict:
+    from shardckpt.adapters import modules  # torch's state-dict API is slow to import
+
+    parts = modules.parts_of(model)
+    values = modules.model_state(parts)
+    if not optimizers:
+        return _describe_model(values, prefix, replicated)
+    states, options = modules.optimizer_state(parts, optimizers)
+    state, groups = f"{prefix}optimizer.state", f"{prefix}optimizer.param_groups"
+    return {
+        "model": _describe_model(values, f"{prefix}model.", replicated),
+        "optimizer": {
+            "state": describe_nest({n: s for n, s in states.items() if s}, state, replicated, objects=True),
+            "param_groups": {n: _describe_options(o, f"{groups}.{n}", replicated) for n, o in options.items()},
+        },
+    }
+
+
+def _describe_model(model: dict[str, Any], prefix: str, replicated: Replicated) -> ShardedStateDict:
+    return {name: describe_leaf(value, f"{prefix}{name}", replicated) for name, value in model.items()}
+
+
+def _describe_options(options: dict[str, Any], key: str, replicated: Replicated) -> dict[str, Any]:
+    """The options of a parameter's group: what is no tensor as one object; a load must not fill the live tensors."""
+    tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    plain = {name: value for name, value in options.items() if name not in tensors}
+    copies = {n: describe_leaf(tensor.detach().clone(), f"{key}.{n}", replicated) for n, tensor in tensors.items()}
+    return {"values": describe_object(plain, key, replicated), **({"tensors": copies} if copies else {})}
+
+
+def _options(loaded: dict[str, Any]) -> dict[str, Any]:
+    """Undo :func:`_describe_options` on what was loaded."""
+    return {**loaded.get("values", {}), **loaded.get("tensors", {})}
+
+
+def _refuse(missing: Collection[str], what: str) -> None:
+    if missing:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise KeyMismatchError(
+            f"the {what} has parameters that are not in what was loaded: {', '.join(sorted(missing)[:_SHOWN])}{more}; "
+            "load with to_sharded_state_dict of the same modules and optimizers, or pass strict=False to keep theirs"
+        )
+
+
+__all__ = ["load_into", "to_sharded_state_dict"]

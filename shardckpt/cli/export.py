@@ -1,0 +1,52 @@
+"""``shardckpt export CHECKPOINT TARGET``: write a checkpoint's tensors as Hugging Face tools read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def add(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("export", help="write a checkpoint as a Hugging Face folder (safetensors)")
+    parser.add_argument("checkpoint", help="the checkpoint, or its URL")
+    parser.add_argument("target", help="the folder: absent or empty")
+    parser.add_argument(
+        "--format", choices=("safetensors", "bin"), default="safetensors", help="of the files of weights"
+    )
+    parser.add_argument("--dtype", help="cast floating-point tensors: float32, float16, bfloat16")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file: 5GB (10^9), 5GiB (5GB)")
+    parser.add_argument(
+        "--mapping", metavar="MODEL_TYPE", help="rename and cut as this model has it: qwen3_moe, mixtral"
+    )
+    parser.add_argument(
+        "--prefix", help="of the keys to export, taken off; by default that of the model, if it has one"
+    )
+    parser.add_argument("--assets", metavar="DIR", help="copy a model's other files (config, tokenizer) from here")
+    parser.add_argument("--leave-out", action="append", default=[], metavar="NAME", help="do not write this tensor")
+    parser.add_argument("--overwrite", action="store_true", help="replace the weights of a folder, and keep its rest")
+    parser.set_defaults(run=run)
+
+
+def run(options: Any) -> int:
+    """Export, and print a row for every file."""
+    from shardckpt.cli.table import table
+    from shardckpt.huggingface import export_to_huggingface
+
+    exported = export_to_huggingface(
+        options.checkpoint,
+        options.target,
+        prefix=options.prefix,
+        mapping=options.mapping,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        format=options.format,
+        assets=options.assets,
+        leave_out=options.leave_out,
+        overwrite=options.overwrite,
+    )
+    print(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
+    print(f"{options.target}: {exported.total_size:,} bytes of tensors")
+    return 0
+
+
+__all__ = ["add", "run"]

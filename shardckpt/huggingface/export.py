@@ -1,0 +1,217 @@
+"""Exporting a checkpoint of any strategy as a Hugging Face folder, in bounded memory, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.comm import Comm
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.huggingface.blocks import BlockWriter
+from shardckpt.huggingface.dtypes import parse_dtype
+from shardckpt.huggingface.models import find_mapping
+from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, is_asset, is_weights, parse_size
+from shardckpt.huggingface.planning import Choice, Plan, plan_export
+from shardckpt.huggingface.safetensors_file import SafetensorsFile
+from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
+from shardckpt.loading import LoadOptions, open_checkpoint
+from shardckpt.locations import locate, locate_local
+from shardckpt.operation import Operation
+from shardckpt.planning.balance import deal
+from shardckpt.plugins import host
+from shardckpt.storage import commit
+from shardckpt.storage.filesystem import naming
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from shardckpt.huggingface.hub_tensor import HubTensor
+    from shardckpt.key_mapping import KeyMapping
+    from shardckpt.loading import OpenCheckpoint
+    from shardckpt.mapping import ShardedBase, ShardedTensor
+
+    PathLike = str | os.PathLike[str]
+
+
+class Exported(NamedTuple):
+    """What an export has written.
+
+    Attributes:
+        files: Names of the files of weights, with the number of tensors and their bytes.
+        total_size: Bytes of all tensors.
+    """
+
+    files: tuple[tuple[str, int, int], ...]
+    total_size: int
+
+
+def export_to_huggingface(
+    checkpoint_dir: PathLike,
+    target: PathLike,
+    *,
+    prefix: str | None = None,
+    mapping: str | KeyMapping | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    format: str = SAFETENSORS,  # noqa: A002 - what the user calls it
+    assets: PathLike | None = None,
+    leave_out: Collection[str] = (),
+    overwrite: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> Exported:
+    """Write a checkpoint's tensors as Hugging Face tools read them; the bytes do not depend on how they were sharded.
+
+    ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` with ``model.safetensors.index.json``. They are read
+    and written in blocks: about 64 MiB of memory a rank, whatever the size of tensors and files (``bin``: the largest
+    file). Every rank writes whole files, dealt by their bytes, so that more ranks than files are of no use. The folder
+    is whole at ``target`` when this returns, or nothing there has changed.
+
+    Objects and what the mapping has no place for are left out, with a warning that names them.
+
+    Args:
+        checkpoint_dir: A checkpoint: a directory or a URL.
+        target: The folder: absent or empty unless ``overwrite``; a directory that all ranks see.
+        prefix: Of the keys to export, taken off; by default ``"model."`` where the checkpoint is of a model with its
+            optimizers (``model.*`` and ``optimizer.*``), else none.
+        mapping: How names and shapes change: the ``model_type`` of a model (``"qwen3_moe"``, ``"mixtral"``, or one that
+            a plugin's ``shardckpt_key_mapping`` knows), a KeyMapping, or None for the same names.
+        dtype: What floating-point tensors of 16 bits and more are cast to, scales of 8-bit weights excepted.
+        max_shard_size: Bytes of tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``; a larger tensor has its own file.
+        format: ``safetensors`` or ``bin`` (what ``torch.load`` reads).
+        assets: A folder of the model's other files (config, tokenizer), which are copied as they are.
+        leave_out: Names in the folder that are not written: a ``lm_head.weight`` that is tied to the embedding.
+        overwrite: Replace the weights of a folder in one step; its other files stay.
+        process_group: The ranks that write; by default all, or this process alone without torch.distributed.
+
+    Raises:
+        CannotLoadError: no installed strategy reads the checkpoint.
+        CheckpointingException: any other failure; the same on every rank.
+    """
+    comm = Comm(process_group)
+    with comm.phase("reading the arguments"):
+        source, folder = locate(checkpoint_dir, host()), locate_local(target, "export to")
+        choice = Choice(
+            prefix,
+            find_mapping(mapping),
+            parse_dtype(dtype),
+            parse_size(max_shard_size),
+            check_format(format),
+            frozenset(leave_out),
+        )
+        extra = [] if assets is None else _assets(Path(assets))
+    comm.agree(checkpoint_dir=str(source), target=str(folder))
+    operation = Operation("export", folder, comm, host())
+    with operation.whole(), ExitStack() as stack:
+        with operation.step("opening the checkpoint"):
+            checkpoint = stack.enter_context(open_checkpoint(source, Comm(alone=True), host(), LoadOptions()))
+        with operation.step("planning the export"):
+            plan = comm.main_runs("planning the export", lambda: plan_export(checkpoint.index(), choice, str(source)))
+        _Export(operation, folder, plan, checkpoint, overwrite=overwrite).run(extra)
+    files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
+    return Exported(tuple(files), plan.total_size)
+
+
+class _Export:
+    """An export between its plan and its commit."""
+
+    def __init__(
+        self, operation: Operation, target: Path, plan: Plan, checkpoint: OpenCheckpoint, *, overwrite: bool
+    ) -> None:
+        self._operation = operation
+        self._comm = operation.comm
+        self._target = target
+        self._plan = plan
+        self._checkpoint = checkpoint
+        self._overwrite = overwrite
+        self._staging = Path()
+
+    def run(self, extra: Sequence[Path]) -> None:
+        """Stage, write and commit; ``extra`` are files to copy."""
+        try:
+            with self._operation.step("staging"):
+                if self._comm.is_main:
+                    self._check_target()
+                    self._staging = commit.create_staging(self._target, commit.new_save_id())
+            staging = self._comm.broadcast(self._staging)
+            with self._operation.step("writing"):
+                self._write(staging)
+            with self._operation.step("committing"):
+                if self._comm.is_main:
+                    self._finish(extra)
+        except BaseException:
+            if self._staging.name and self._staging.exists():
+                commit.discard(self._staging)
+            raise
+
+    def _check_target(self) -> None:
+        if not self._overwrite and not commit.is_free(self._target):
+            raise StorageError(
+                f"{self._target} is not empty: give another folder, or pass overwrite=True to replace its weights"
+            )
+
+    def _write(self, staging: Path) -> None:
+        """Write this rank's files."""
+        everyone = tuple(range(self._comm.world_size))
+        sizes = [sum(tensor.nbytes for tensor in tensors) for _, tensors in self._plan.files]
+        writers = deal([everyone] * len(sizes), sizes)
+        mine = [file for file, rank in zip(self._plan.files, writers, strict=True) if rank == self._comm.rank]
+        if self._plan.form != SAFETENSORS:
+            for name, tensors in mine:
+                write_pickled(staging / name, self._whole(tensors))
+        elif mine:
+            with BlockWriter() as writer:
+                for name, tensors in mine:
+                    file = SafetensorsFile(tensors, self._load)
+                    writer.write(staging / name, file.size, file.fill)
+        self._operation.wrote(sum(size for size, rank in zip(sizes, writers, strict=True) if rank == self._comm.rank))
+
+    def _whole(self, tensors: Sequence[HubTensor]) -> dict[str, torch.Tensor]:
+        """The tensors of a file, in memory."""
+        values = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors}
+        self._load([shard for tensor in tensors for shard in tensor.wanted(tensor.whole, values[tensor.name])])
+        return values
+
+    def _load(self, wanted: Sequence[ShardedTensor]) -> None:
+        if wanted:
+            shards: list[ShardedBase] = list(wanted)
+            self._checkpoint.values(shards)
+
+    def _finish(self, extra: Sequence[Path]) -> None:
+        """On the main rank, when all have written: the index, the other files, and the commit."""
+        if len(self._plan.files) > 1:
+            write_new(self._staging / index_name(self._plan.form), _index_json(self._plan))
+        for path in extra:
+            copy_new(path, self._staging / path.name)
+        if commit.is_free(self._target):
+            commit.publish(self._staging, self._target)
+            return
+        self._check_target()  # something may have come meanwhile
+        with naming("list", self._target):
+            replaced = {path.name for path in self._target.iterdir() if is_weights(path.name)}
+        commit.replace(self._staging, self._target, replaced)
+
+
+def _index_json(plan: Plan) -> bytes:
+    """Which tensor is in which file, as transformers reads it."""
+    weight_map = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
+    content = {"metadata": {"total_size": plan.total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _assets(folder: Path) -> list[Path]:
+    """The files of a model's folder that are no weights."""
+    with naming("list", folder):
+        found = [path for path in sorted(folder.iterdir()) if path.is_file() and is_asset(path.name)]
+    if not found:
+        raise CheckpointingException(f"assets={folder}: there are no files in it besides weights")
+    return found
+
+
+__all__ = ["Exported", "export_to_huggingface"]

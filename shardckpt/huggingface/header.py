@@ -1,0 +1,165 @@
+"""The header of a safetensors file: what it holds and where. https://github.com/huggingface/safetensors#format."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from shardckpt.planning.boxes import Ints
+
+#: Bytes of the header's length, which come first.
+LENGTH_BYTES = 8
+#: Longest header that readers accept.
+HEADER_LIMIT = 100_000_000
+_ALIGN = 8
+_METADATA = "__metadata__"
+
+
+class Named(Protocol):
+    """A tensor to be placed."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    @property
+    def shape(self) -> Ints:
+        """Its shape."""
+
+
+_T = TypeVar("_T", bound=Named)
+
+
+class Placed(NamedTuple, Generic[_T]):
+    """A tensor and the bytes of the file that are its."""
+
+    tensor: _T
+    start: int
+    stop: int
+
+
+class Layout(NamedTuple, Generic[_T]):
+    """A file that is to be written: its head (length and header), and its tensors in file order."""
+
+    head: bytes
+    placed: list[Placed[_T]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.placed[-1].stop if self.placed else len(self.head)
+
+
+class FileTensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        kind: The format's name of its dtype.
+        shape: Its shape, as torch has it.
+        start: Offset of its first byte in the file.
+    """
+
+    kind: str
+    shape: Ints
+    start: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Its dtype; None where this torch has none such."""
+        return from_safetensors(self.kind)
+
+
+def lay_out(tensors: Sequence[_T], metadata: Mapping[str, str]) -> Layout[_T]:
+    """Place tensors in a file, wide dtypes first: all then lie at multiples of their elements' size.
+
+    Args:
+        tensors: Of dtypes that the format can hold.
+        metadata: Put into the header; ``format: pt`` is added.
+    """
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    header: dict[str, Any] = {_METADATA: {**metadata, "format": "pt"}}
+    ends = [0]
+    for tensor in ordered:
+        ends.append(ends[-1] + math.prod(tensor.shape) * tensor.dtype.itemsize)
+        kind = safetensors_name(tensor.dtype) or ""
+        shape = list(written_shape(kind, tensor.shape))
+        header[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": ends[-2:]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    if len(text) > HEADER_LIMIT:
+        raise CheckpointingException(
+            f"{len(tensors)} tensors in one file need a header of {len(text)} bytes, readers accept {HEADER_LIMIT}: "
+            "give a smaller max_shard_size"
+        )
+    head = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    first = len(head)
+    spans = zip(ordered, ends, ends[1:], strict=False)
+    return Layout(head, [Placed(tensor, first + start, first + stop) for tensor, start, stop in spans])
+
+
+def header_length(first: bytes, size: int, source: str) -> int:
+    """Bytes of the header, by the first bytes of a file of ``size`` bytes.
+
+    Raises:
+        CorruptCheckpointError: there cannot be such a header.
+    """
+    length = int.from_bytes(first, "little")
+    if len(first) < LENGTH_BYTES or length > min(HEADER_LIMIT, size - LENGTH_BYTES):
+        raise CorruptCheckpointError(f"{source} of {size} bytes is not a safetensors file, or is cut short")
+    return length
+
+
+def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
+    """The tensors of a file of ``size`` bytes, by name.
+
+    Raises:
+        CorruptCheckpointError: the header contradicts itself or the file.
+    """
+    first = LENGTH_BYTES + len(text)
+    try:
+        entries = json.loads(text)
+        entries.pop(_METADATA, None)
+        found = {name: _entry(entry, first, size) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise CorruptCheckpointError(f"{source}: its header is damaged, or the file is cut short ({exc})") from exc
+    return found
+
+
+def _entry(entry: Any, first: int, size: int) -> FileTensor:
+    kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    numbers = (*shape, start, stop)
+    if not isinstance(kind, str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"not a tensor: {entry!r:.200}")
+    if start > stop or first + stop > size:
+        raise ValueError(f"bytes {first + start} to {first + stop} of a file of {size}")
+    dtype = from_safetensors(kind)
+    shape = torch_shape(kind, shape)
+    if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
+        raise ValueError(f"{stop - start} bytes for {kind} of shape {shape}")
+    return FileTensor(kind, shape, first + start)
+
+
+__all__ = [
+    "HEADER_LIMIT",
+    "LENGTH_BYTES",
+    "FileTensor",
+    "Layout",
+    "Named",
+    "Placed",
+    "header_length",
+    "lay_out",
+    "parse_header",
+]

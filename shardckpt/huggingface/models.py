@@ -1,0 +1,102 @@
+"""Mappings of models whose trainers hold all experts in one tensor, where the hub has a tensor an expert.
+
+The names are those of transformers 5 (its conversion_mapping.py) and of torchtitan 0.1 to 0.3 (its Qwen3 adapter).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CheckpointingException, PluginError
+from shardckpt.huggingface.rules import Rule, RuleMapping
+from shardckpt.key_mapping import Identity, KeyMapping
+from shardckpt.plugins import host
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_LAYER = "model.layers.{layer}"
+_EXPERTS = f"{_LAYER}.mlp.experts"
+_HUB_EXPERT = f"{_EXPERTS}.{{expert}}"
+_MIXTRAL = f"{_LAYER}.block_sparse_moe"
+
+
+def _qwen3_moe() -> Iterable[Rule]:
+    yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{_HUB_EXPERT}.gate_proj.weight", f"{_HUB_EXPERT}.up_proj.weight"))
+    yield Rule(f"{_EXPERTS}.down_proj", (f"{_HUB_EXPERT}.down_proj.weight",))
+    yield from _torchtitan_qwen3()
+
+
+def _torchtitan_qwen3() -> Iterable[Rule]:
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    axes = {"w1": "EFD", "w2": "EDF", "w3": "EFD"}
+    for ours, theirs in names.items():
+        experts = (f"{_HUB_EXPERT}.{theirs}.weight",)
+        yield Rule(f"layers.{{layer}}.moe.experts.{ours}", experts)
+        yield Rule(f"layers.{{layer}}.moe.routed_experts.inner_experts.{ours}_{axes[ours]}", experts)
+        yield Rule(f"layers.{{layer}}.feed_forward.{ours}.weight", (f"{_LAYER}.mlp.{theirs}.weight",))
+    for letter in "qkv":
+        for inner in ("attention", "attention.qkv_linear"):
+            hub = (f"{_LAYER}.self_attn.{letter}_proj.weight",)
+            yield Rule(f"layers.{{layer}}.{inner}.w{letter}.weight", hub)
+    yield Rule("layers.{layer}.attention.wo.weight", (f"{_LAYER}.self_attn.o_proj.weight",))
+    for norm in ("q_norm", "k_norm"):
+        yield Rule(f"layers.{{layer}}.attention.{norm}.weight", (f"{_LAYER}.self_attn.{norm}.weight",))
+    yield Rule("layers.{layer}.attention_norm.weight", (f"{_LAYER}.input_layernorm.weight",))
+    yield Rule("layers.{layer}.ffn_norm.weight", (f"{_LAYER}.post_attention_layernorm.weight",))
+    yield Rule("layers.{layer}.moe.router.gate.weight", (f"{_LAYER}.mlp.gate.weight",))
+    for counter in ("expert_bias", "tokens_per_expert"):
+        yield Rule(f"layers.{{layer}}.moe.{counter}", ())  # of the training alone
+    yield Rule("tok_embeddings.weight", ("model.embed_tokens.weight",))
+    yield Rule("norm.weight", ("model.norm.weight",))
+    yield Rule("output.weight", ("lm_head.weight",))
+
+
+def _mixtral() -> Iterable[Rule]:
+    expert = f"{_MIXTRAL}.experts.{{expert}}"
+    yield Rule(f"{_EXPERTS}.gate_up_proj", (f"{expert}.w1.weight", f"{expert}.w3.weight"))
+    yield Rule(f"{_EXPERTS}.down_proj", (f"{expert}.w2.weight",))
+    yield Rule(f"{_LAYER}.mlp.gate.weight", (f"{_MIXTRAL}.gate.weight",))
+
+
+_BUILT_IN: dict[str, KeyMapping] = {
+    "mixtral": RuleMapping(tuple(_mixtral())),
+    "qwen3_moe": RuleMapping(tuple(_qwen3_moe())),
+}
+
+
+def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
+    """The mapping that a caller means.
+
+    Args:
+        mapping: A mapping; the ``model_type`` of a model, for which plugins are asked before the built-in ones; or
+            None for the same names.
+
+    Raises:
+        CheckpointingException: nobody knows the model.
+        PluginError: a plugin fails, or gives something else.
+    """
+    if mapping is None:
+        return Identity()
+    if not isinstance(mapping, str):
+        return _checked(mapping, "mapping=")
+    try:
+        found = host().hook.shardckpt_key_mapping(model_type=mapping)
+    except Exception as exc:
+        raise PluginError(f"a plugin's shardckpt_key_mapping failed: {type(exc).__name__}: {exc}") from exc
+    found = _BUILT_IN.get(mapping) if found is None else found
+    if found is None:
+        raise CheckpointingException(
+            f"no mapping for models of type {mapping!r}: built in are {', '.join(sorted(_BUILT_IN))}; others come from "
+            f"plugins that have shardckpt_key_mapping; mapping=None keeps the names{host().faults_text()}"
+        )
+    return _checked(found, f"the mapping of {mapping!r}")
+
+
+def _checked(mapping: object, what: str) -> KeyMapping:
+    if not isinstance(mapping, KeyMapping):
+        raise PluginError(f"{what} is a {type(mapping).__name__}, which has no method links(key, shape)")
+    return mapping
+
+
+__all__ = ["find_mapping"]

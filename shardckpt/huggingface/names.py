@@ -1,0 +1,77 @@
+"""The names of a Hugging Face folder's files, and which of them are weights."""
+
+from __future__ import annotations
+
+import re
+
+from shardckpt.errors import CheckpointingException
+
+SAFETENSORS = "safetensors"
+BIN = "bin"
+
+#: Stem and ending of each format's files.
+_STEMS = {SAFETENSORS: ("model", ".safetensors"), BIN: ("pytorch_model", ".bin")}
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+#: Endings of files of weights of any kind.
+_OF_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def check_format(name: str) -> str:
+    """The format itself if there is such a one.
+
+    Raises:
+        CheckpointingException: there is not.
+    """
+    if name not in _STEMS:
+        raise CheckpointingException(f"format={name!r}: expected {SAFETENSORS!r} or {BIN!r}")
+    return name
+
+
+def file_names(count: int, form: str) -> list[str]:
+    """The names of so many files of weights: one has a plain name, several are numbered from 1."""
+    stem, ending = _STEMS[form]
+    if count == 1:
+        return [f"{stem}{ending}"]
+    return [f"{stem}-{number:05d}-of-{count:05d}{ending}" for number in range(1, count + 1)]
+
+
+def index_name(form: str) -> str:
+    """The name of the file that says which tensor is in which of several files."""
+    stem, ending = _STEMS[form]
+    return f"{stem}{ending}.index.json"
+
+
+def is_weights(name: str) -> bool:
+    """Whether an export, of any format, may have written a file of this name."""
+    return _WEIGHTS.fullmatch(name) is not None
+
+
+def is_asset(name: str) -> bool:
+    """Whether a file of this name belongs to a model and holds no weights: its config, its tokenizer."""
+    return not name.startswith(".") and not name.endswith(_OF_WEIGHTS)
+
+
+def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
+    """Bytes of a size such as ``5GB`` (10^9) or ``5GiB`` (2^30).
+
+    Args:
+        size: The text, or the number itself.
+        argument: What the caller calls it, for the error.
+
+    Raises:
+        CheckpointingException: it is none, or not above 0.
+    """
+    found = _SIZE.fullmatch(str(size))
+    factor = _UNITS.get(found[2].upper()) if found else None
+    nbytes = int(float(found[1]) * factor) if found and factor else 0
+    if nbytes < 1:
+        raise CheckpointingException(
+            f"{argument}={size!r}: expected a number of bytes above 0, or text such as '5GB', '500MB' or '2GiB'"
+        )
+    return nbytes
+
+
+__all__ = ["BIN", "SAFETENSORS", "check_format", "file_names", "index_name", "is_asset", "is_weights", "parse_size"]

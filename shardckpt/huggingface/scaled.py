@@ -1,0 +1,113 @@
+"""Weights of 8-bit floats with a scale for each block of a matrix, read as what they stand for.
+
+The scheme of DeepSeek-V3 and transformers' ``quant_method: fp8``: beside ``x.weight`` a matrix ``x.weight_scale_inv``
+with a value for every block of 128 x 128 (``weight_block_size``); a weight is the product of both, in float32.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from shardckpt.errors import CorruptCheckpointError, ShardingError
+from shardckpt.storage.scatter import StoredArray, read_box
+from shardckpt.wrappers import copy_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardckpt.planning.boxes import Ints
+    from shardckpt.storage.scatter import Source
+
+SCALE_ENDING = "_scale_inv"
+#: Endings of scales of other schemes, which need not be factors of blocks.
+_OF_OTHERS = ("_scale", "_scale_inv_2", "_scale_2")
+_BLOCK = (128, 128)
+#: Elements that are made at a time.
+_ELEMENTS = 1 << 18
+_AXES = 2
+
+
+class Scaled(NamedTuple):
+    """A stored matrix, or several under leading axes, with its scales.
+
+    Attributes:
+        weight: The 8-bit values.
+        scale: A value a block.
+        block: Rows and columns of a block.
+    """
+
+    weight: StoredArray
+    scale: StoredArray
+    block: tuple[int, int]
+
+    def check(self, name: str) -> None:
+        """Raise :class:`CorruptCheckpointError` if the scales are not as many as the blocks."""
+        shape, (rows, columns) = self.weight.shape, self.block
+        expected = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)) if len(shape) >= _AXES else ()
+        if self.scale.shape != expected or not expected:
+            raise CorruptCheckpointError(
+                f"{name!r} of shape {shape} needs scales of shape {expected} for blocks of {rows} x {columns}, and "
+                f"{name + SCALE_ENDING!r} has {self.scale.shape}"
+            )
+
+    def read(self, source: Source, start: Ints, target: torch.Tensor, what: str) -> None:
+        """Fill a tensor with the values from an index on, a few rows at a time."""
+        rows, columns = target.shape[-2:]
+        step = max(1, _ELEMENTS // max(1, columns))
+        for index in product(*map(range, target.shape[:-2])):
+            lead = tuple(base + place for base, place in zip(start, index, strict=False))
+            for row in range(0, rows, step):
+                part = target[index][row : row + step]
+                copy_values(part, self._values(source, lead, (start[-2] + row, start[-1]), part.shape, what))
+
+    def _values(self, source: Source, lead: Ints, corner: tuple[int, int], shape: Any, what: str) -> torch.Tensor:
+        """A box of one matrix, in float32."""
+        ones = (1,) * len(lead)
+        weight = torch.empty((*ones, *shape), dtype=self.weight.dtype, device="cpu")
+        read_box(source, self.weight, (*lead, *corner), weight, what)
+        first = tuple(place // size for place, size in zip(corner, self.block, strict=True))
+        spans = zip(corner, shape, self.block, first, strict=True)
+        counts = (-(-(place + length) // size) - base for place, length, size, base in spans)
+        scale = torch.empty((*ones, *counts), dtype=torch.float32, device="cpu")
+        read_box(source, self.scale, (*lead, *first), scale, what + SCALE_ENDING)
+        factors = scale.view(scale.shape[-2:])
+        for axis, (place, base, length) in enumerate(zip(corner, first, shape, strict=True)):
+            size = self.block[axis]
+            factors = factors.repeat_interleave(size, axis).narrow(axis, place - base * size, length)
+        return weight.view(weight.shape[-2:]).float() * factors
+
+
+def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of a block, as a model's ``config.json`` says.
+
+    Raises:
+        CorruptCheckpointError: it says something else.
+    """
+    quantization = config.get("quantization_config")
+    found = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if found is None:
+        return _BLOCK
+    if not isinstance(found, list) or len(found) != _AXES or not all(type(n) is int and n > 0 for n in found):
+        raise CorruptCheckpointError(f"config.json: weight_block_size {found!r} is not two numbers above 0")
+    return found[0], found[1]
+
+
+def refuse_other_schemes(name: str, names: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise if 8-bit values without block scales are quantized by another scheme, so that a cast would be wrong.
+
+    Raises:
+        ShardingError: they are.
+    """
+    scales = [name + ending for ending in _OF_OTHERS if name + ending in names]
+    if scales or config.get("quantization_config"):
+        raise ShardingError(
+            f"{name!r} is quantized, and {name + SCALE_ENDING!r} is not there"
+            f"{f' (but {scales})' if scales else ''}: only 8-bit floats with block scales become other dtypes; "
+            "load it in the dtype that it has"
+        )
+
+
+__all__ = ["SCALE_ENDING", "Scaled", "block_size", "refuse_other_schemes"]

@@ -1,0 +1,140 @@
+"""Writing a state dict that is in memory: which tensor goes into which file, and a file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype, refuse_unknown
+from shardckpt.huggingface.header import lay_out
+from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names, parse_size
+from shardckpt.huggingface.small_file import replacing, write_pickled
+from shardckpt.huggingface.splitting import split
+from shardckpt.huggingface.ties import find_ties
+from shardckpt.storage.memory import plain_cpu, tensor_bytes
+from shardckpt.storage.new_file import NewFile
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from shardckpt.planning.boxes import Ints
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a state dict, by its name."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Ints
+
+
+def get_shard_info(
+    state_dict: Mapping[str, torch.Tensor],
+    save_dtype: torch.dtype | str | None = None,
+    shard_size: int | str = "5GB",
+    safe: bool = True,
+) -> tuple[bool, int, dict[str, str]]:
+    """Deal the tensors of a state dict to files, in their order, each as full as it can be.
+
+    A tensor above the limit has a file of its own. Tied tensors count once; in safetensors files they have the first
+    name alone (:func:`save_state_dict`), in ``.bin`` files all names.
+
+    Args:
+        state_dict: Tensors by name, DTensors of whole size among them; no values are read.
+        save_dtype: What floating-point tensors of 16 bits and more will be cast to; others stay as they are.
+        shard_size: Bytes of tensors in a file: a number, or text such as ``"5GB"``.
+        safe: Whether files are safetensors, else ``.bin``.
+
+    Returns:
+        Whether there are several files, the bytes of all tensors (the index's ``metadata.total_size``), and the file
+        of every tensor that is written.
+
+    Raises:
+        CheckpointingException: there is no such dtype or size, or a value is no tensor.
+    """
+    dtype, limit = parse_dtype(save_dtype, "save_dtype"), parse_size(shard_size, "shard_size")
+    _check_tensors(state_dict)
+    ties = find_ties(state_dict)
+    sizes = {name: _nbytes(tensor, dtype) for name, tensor in state_dict.items() if name not in ties}
+    files = split(sizes.items(), limit)
+    names = file_names(len(files), SAFETENSORS if safe else BIN)
+    file_of = {name: file for file, members in zip(names, files, strict=True) for name in members}
+    if not safe:
+        file_of |= {name: file_of[other] for name, other in ties.items()}
+    return len(files) > 1, sum(sizes.values()), {name: file_of[name] for name in state_dict if name in file_of}
+
+
+def save_state_dict(state_dict: Mapping[str, torch.Tensor], path: str | os.PathLike[str], safe: bool = True) -> None:
+    """Write tensors into one file, whole or not at all: it replaces what has the name when all its bytes are durable.
+
+    Of tied tensors a safetensors file has the first, and says in its header's metadata which other names it has; a
+    ``.bin`` file has all. Views are written as the elements that they show.
+
+    Args:
+        state_dict: Tensors by name, on any device, in memory of their own.
+        path: The file.
+        safe: Whether to write safetensors, else what ``torch.load`` reads.
+
+    Raises:
+        ShardingError: a tensor has no memory of its own here (a DTensor: give its ``full_tensor()``, or save a
+            checkpoint and export that).
+        CheckpointingException: safetensors has no such dtype, or the file cannot be written.
+    """
+    _check_tensors(state_dict)
+    with replacing(Path(path)) as staged:
+        (_write_safetensors if safe else _write_bin)(state_dict, staged)
+
+
+def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
+    ties = find_ties(state_dict)
+    tensors = [_Tensor(name, t.dtype, tuple(t.shape)) for name, t in state_dict.items() if name not in ties]
+    refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors)
+    layout = lay_out(tensors, ties)
+    file = NewFile(path)
+    try:
+        file.write(memoryview(layout.head), 0)
+        for tensor, start, _ in layout.placed:
+            file.write(tensor_bytes(_plain(tensor.name, state_dict)), start, tensor.name)
+        file.finish(layout.size)
+    finally:
+        file.close()
+
+
+def _write_bin(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
+    ties = find_ties(state_dict)
+    plain = {name: _without_the_rest(_plain(name, state_dict)) for name in state_dict if name not in ties}
+    write_pickled(path, {name: plain[ties.get(name, name)] for name in state_dict})
+
+
+def _plain(name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    try:
+        return plain_cpu(state_dict[name])
+    except ShardingError as exc:
+        raise ShardingError(
+            f"{name!r} cannot be written: {exc} (of a DTensor, its full_tensor(); or save a checkpoint and export that)"
+        ) from exc
+
+
+def _without_the_rest(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory that holds nothing else: torch.save writes all of what a view is cut from."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _nbytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
+    return math.prod(tensor.shape) * get_dtype_size(cast_to(tensor.dtype, dtype))
+
+
+def _check_tensors(state_dict: Mapping[str, object]) -> None:
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointingException(
+                f"{name!r} is a {type(value).__name__}, not a tensor: leave it out of what is written as weights"
+            )
+
+
+__all__ = ["get_shard_info", "save_state_dict"]

@@ -1,0 +1,59 @@
+"""Files that are written at once, durable when the call returns."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.storage.commit import new_save_id
+from shardckpt.storage.filesystem import naming, open_new, sync_directory, sync_file
+from shardckpt.storage.new_file import NewFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file's name beside a path, to be written and made durable; at the end it takes the path's place."""
+    staged = path.with_name(f".{path.name}.shardckpt-staging-{new_save_id()}")
+    try:
+        yield staged
+        with naming(f"rename {staged} to", path):
+            staged.replace(path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """A new file of these bytes."""
+    file = NewFile(path)
+    try:
+        file.write(memoryview(data), 0)
+        file.finish(len(data))
+    finally:
+        file.close()
+
+
+def write_pickled(path: Path, state_dict: Mapping[Any, Any]) -> None:
+    """A new file of ``torch.save``."""
+    with naming("write", path):
+        with open(open_new(path), "wb") as file:  # noqa: PTH123 - a descriptor, of a file that was not there before
+            torch.save(dict(state_dict), file)
+        sync_file(path)
+
+
+def copy_new(source: Path, path: Path) -> None:
+    """A copy of a file; links are followed."""
+    with naming(f"copy {source} to", path):
+        shutil.copyfile(source, path)
+    sync_file(path)
+
+
+__all__ = ["copy_new", "replacing", "write_new", "write_pickled"]

@@ -1,0 +1,175 @@
+"""Which rank's copy of replicated shards is the main one, and whether the copies are the same.
+
+Ranks with the same shards find that out by one sum of a few bytes; only others tell what they have. Values are digested
+where several ranks have them, and not sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import pickle
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+
+from shardckpt.errors import ShardingError
+from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
+from shardckpt.state_dict import diff
+from shardckpt.storage.digest import CRC32, digest_function, preferred
+from shardckpt.storage.memory import plain_cpu, tensor_bytes
+from shardckpt.wrappers import is_quantized
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from shardckpt.comm import Comm
+    from shardckpt.storage.digest import Digest
+
+#: Says that two ranks mean the same shard, in as many bytes for any key.
+_Mark: TypeAlias = bytes
+#: The different digests that ranks have of each shard's copies, with the ranks that have them.
+_Seen: TypeAlias = "Mapping[_Mark, Mapping[int, Collection[int]]]"
+
+_SHOWN = 20
+#: Bytes that are taken from an accelerator at a time.
+_CHUNK = 16 << 20
+
+
+class _Holders(NamedTuple):
+    """Of a shard: the lowest rank that has it, and whether others have it too."""
+
+    first: int
+    shared: bool
+
+
+def settle_replicas(shards: Sequence[ShardedBase], comm: Comm, *, compare: bool) -> list[ShardedBase]:
+    """The shards with the replica ids of replicated ones decided: 0 on the lowest rank that has it, elsewhere 1.
+
+    Args:
+        shards: This rank's, factories built; they stay as they are, replicated ones are copied.
+        comm: The ranks that save or load together; all call it.
+        compare: Whether copies must have the same values, unless they are ``"unchecked"``.
+
+    Raises:
+        ShardingError: on every rank, naming shards whose copies differ and the ranks that have them.
+    """
+    with comm.phase("listing replicated shards"):
+        mine = [(shard, _mark(shard)) for shard in shards if _replicated(shard)]
+        marks = sorted(mark for _, mark in mine)
+    holders = _find_holders(marks, comm)
+    if holders is None:
+        return list(shards)
+    if compare:
+        shared = [(shard, mark) for shard, mark in mine if holders[mark].shared and _replicated(shard) is True]
+        _compare(sorted(shared, key=lambda pair: pair[1]), comm)
+    settled = iter([_settled(shard, holders[mark].first == comm.rank) for shard, mark in mine])
+    return [next(settled) if _replicated(shard) else shard for shard in shards]
+
+
+def _replicated(shard: ShardedBase) -> Replicated:
+    return shard.replicated if isinstance(shard, (ShardedTensor, ShardedObject)) else False
+
+
+def _mark(shard: Any) -> _Mark:
+    place = (type(shard) is ShardedObject, shard.key, tuple(shard.global_offset), shard.replicated)
+    extent = tuple(shard.global_shape if isinstance(shard, ShardedObject) else shard.local_shape)
+    return hashlib.sha256(repr((place, extent)).encode()).digest()[:16]
+
+
+def _find_holders(marks: list[_Mark], comm: Comm) -> dict[_Mark, _Holders] | None:
+    """Who has this rank's replicated shards; None where no rank has any."""
+    number = _folded(marks)
+    most, least = comm.largest(number, -number)
+    if most == -least:
+        return {mark: _Holders(0, comm.world_size > 1) for mark in marks} if marks else None
+    ranks = defaultdict(list)
+    for rank, theirs in enumerate(comm.all_gather(sorted(set(marks)))):
+        for mark in theirs:
+            ranks[mark].append(rank)
+    return {mark: _Holders(ranks[mark][0], len(ranks[mark]) > 1) for mark in marks}
+
+
+def _folded(parts: Iterable[bytes]) -> int:
+    """A number below 2^62 that says whether two lists are equal."""
+    return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "little") >> 2
+
+
+def _settled(shard: Any, is_main: bool) -> Any:
+    settled = copy.copy(shard)
+    settled.replica_id = int(not is_main)
+    return settled
+
+
+def _compare(shared: list[tuple[Any, _Mark]], comm: Comm) -> None:
+    """Raise on all ranks if copies differ; ``shared`` has this rank's of those that others have, too."""
+    without_xxhash = comm.largest(preferred() == CRC32)[0]
+    with comm.phase("comparing replicated shards"):
+        digest = digest_function(CRC32 if without_xxhash else preferred())
+        mine = [(mark, _digest(shard.data, digest)) for shard, mark in shared]
+    number = _folded(mark + value.to_bytes(8, "little") for mark, value in mine)
+    most, least = comm.largest(number, -number)
+    if most == -least:
+        return
+    different = _different(comm.all_gather(mine))
+    objects = {m: s.data for s, m in shared if m in different and isinstance(s, ShardedObject)}
+    equal = _equal_objects(comm.all_gather(objects))  # the same values may be pickled in two ways
+    with comm.phase("comparing replicated shards"):
+        keys = {mark: shard.key for shard, mark in shared if mark in different.keys() - equal}
+        _refuse({key: different[mark] for mark, key in keys.items()})
+
+
+def _different(everyone: list[list[tuple[_Mark, int]]]) -> _Seen:
+    seen: dict[_Mark, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, digests in enumerate(everyone):
+        for mark, value in digests:
+            seen[mark][value].append(rank)
+    return {mark: ranks for mark, ranks in seen.items() if len(ranks) > 1}
+
+
+def _equal_objects(everyone: list[dict[_Mark, Any]]) -> set[_Mark]:
+    """Of objects whose pickles differ, those that are equal."""
+    copies = defaultdict(list)
+    for objects in everyone:
+        for mark, value in objects.items():
+            copies[mark].append(value)
+    return {mark for mark, values in copies.items() if not any(any(diff(values[0], other)) for other in values[1:])}
+
+
+def _refuse(faults: dict[str, Mapping[int, Collection[int]]]) -> None:
+    if not faults:
+        return
+    shown = [f"{key!r}: {_groups(faults[key])}" for key in sorted(faults)[:_SHOWN]]
+    shown += [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    raise ShardingError(
+        "values that should be the same on all ranks that have them differ:\n  "
+        + "\n  ".join(shown)
+        + "\nDescribe what each rank has as a shard of its own (a DTensor, a ShardedTensor with another offset, or "
+        "under another key); or, if any copy will do, pass check_replicas=False to to_sharded_state_dict: then the "
+        "lowest rank's is saved"
+    )
+
+
+def _groups(ranks: Mapping[int, Collection[int]]) -> str:
+    """Which ranks have the same, of so many that all fit in a line."""
+    groups = [", ".join(map(str, sorted(set(group))[:4])) + ", ..." * (len(group) > 4) for group in ranks.values()]  # noqa: PLR2004
+    return " / ".join(f"one value on rank {group}" for group in groups[:4]) + " / ..." * (len(groups) > 4)  # noqa: PLR2004
+
+
+def _digest(value: Any, digest: Digest) -> int:
+    if not isinstance(value, torch.Tensor):
+        return digest(pickle.dumps(value))
+    parts = [digest(tensor_bytes(plain_cpu(part))) for part in _parts(value)]
+    return parts[0] if len(parts) == 1 else digest(b"".join(part.to_bytes(8, "little") for part in parts))
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensor in parts of which each may be copied; they are cut alike on every kind of device."""
+    if tensor.nbytes <= _CHUNK or is_quantized(tensor) or tensor.layout != torch.strided:
+        return (tensor,)
+    return torch.split(tensor.detach().reshape(-1), math.ceil(_CHUNK / tensor.element_size()))
+
+
+__all__ = ["settle_replicas"]

@@ -1,0 +1,23 @@
+"""The entry point: registers (ep, 1) without importing torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from shardckpt.registry import StrategyRegistry
+
+
+@hookimpl
+def shardckpt_register(registry: StrategyRegistry) -> None:
+    """Add the pair of strategies."""
+    registry.add_lazy(
+        "ep",
+        1,
+        save="shardckpt_ep.save:EPSaveStrategy",
+        load="shardckpt_ep.load:EPLoadStrategy",
+        writes="expert parallelism: all experts of a tensor in true order, in files that plain DCP reads",
+        reads="what (ep, 1) and (torch_dist, 1) wrote, at any expert parallelism",
+    )

@@ -1,0 +1,186 @@
+"""Layouts: what a rank's tensor must look like, and which meshes are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from shardckpt.errors import ShardingError
+from shardckpt.planning.boxes import Box
+from shardckpt.planning.placements import Piece, Split
+from shardckpt_ep import ExpertLayout, gather_experts_per_rank
+from shardckpt_ep.compat import restore_ep_dim
+from tests.ep.live import from_local
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+
+def _boxes_of_two_axes(names: tuple[str, str]) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    tensor = torch.zeros(4, 3, 5)
+    found = ExpertLayout.from_local(tensor, mesh, fsdp_dim=1, name="w1")
+    return found.global_shape, found.pieces()
+
+
+@pytest.mark.parametrize("names", [("efsdp", "ep"), ("ep", "ep_fsdp")])
+def test_the_mesh_is_read_by_names_in_either_order(ranks: RankPool, names: tuple[str, str]) -> None:
+    """Which experts a rank has depends on its coordinate under the name, not on the order of the dimensions."""
+    found = ranks.run(4, _boxes_of_two_axes, names)
+
+    assert {shape for shape, _ in found} == {(8, 6, 5)}
+    starts = [pieces[0].box.offset for _, pieces in found]
+    first = [(0, 0, 0), (4, 0, 0), (0, 3, 0), (4, 3, 0)]
+    assert starts == (first if names[1] == "ep" else [first[0], first[2], first[1], first[3]])
+
+
+def _both_on_one_axis() -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    return ExpertLayout.from_local(torch.zeros(2, 3), mesh, fsdp_dim=0, name="w1").pieces()[0].box.offset[0]
+
+
+def test_experts_are_cut_first_and_fsdp_inside(ranks: RankPool) -> None:
+    """Where both cut the same axis, a rank of the inner mesh dimension has neighbours of its own experts."""
+    assert ranks.run(4, _both_on_one_axis) == [0, 4, 2, 6]
+
+
+def _gathered() -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "ep"))
+    experts = 1 + 3 * mesh.get_local_rank("ep")
+    counts = gather_experts_per_rank(experts, mesh)
+    found = ExpertLayout.from_local(torch.zeros(experts, 2), mesh, experts_per_rank=counts)
+    return counts, found.global_shape, found.pieces()[0].box, found.replica
+
+
+def test_uneven_counts_are_gathered_along_the_expert_dimension(ranks: RankPool) -> None:
+    """Ranks tell each other how many experts they have, and replicas are named by the other dimensions."""
+    few, many = Box((0, 0), (1, 2)), Box((1, 0), (4, 2))
+
+    assert ranks.run(4, _gathered) == [
+        ((1, 4), (5, 2), few, (0,)),
+        ((1, 4), (5, 2), many, (0,)),
+        ((1, 4), (5, 2), few, (1,)),
+        ((1, 4), (5, 2), many, (1,)),
+    ]
+
+
+def _wrong_mesh(how: str) -> None:
+    live = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))  # made anew from sizes, as seeds do
+    efsdp = from_local(torch.zeros(4, 3), live["efsdp"], [Shard(1)], (4, 6))
+    if how == "efsdp":
+        ExpertLayout.from_efsdp(efsdp, wrong, name="w1")
+    elif how == "restore":
+        restore_ep_dim(efsdp, wrong)
+    elif how == "restore, shape given":
+        restore_ep_dim(efsdp, wrong, global_shape=(8, 6))
+    elif how == "alone":
+        ExpertLayout.from_efsdp(efsdp, wrong["ep"], name="w1")
+    else:
+        local = torch.zeros((1, 4)[live.get_local_rank("ep")], 3)
+        ExpertLayout.from_local(local, wrong, experts_per_rank=(1, 4), name="w1")
+
+
+@pytest.mark.parametrize("how", ["efsdp", "restore", "restore, shape given", "alone"])
+def test_a_mesh_of_other_ranks_is_an_error_on_every_rank(ranks: RankPool, how: str) -> None:
+    """The mesh that a DTensor lies on contradicts one made anew from sizes: refused, never a permutation."""
+    for outcome in ranks.outcomes(4, _wrong_mesh, how):
+        assert outcome.kind == ShardingError.__name__
+        assert re.search(
+            r"lies on ranks \[.*give the mesh that the model was sharded on, not one made anew", outcome.message
+        )
+
+
+def test_a_plain_tensor_of_another_length_than_its_place_is_refused(ranks: RankPool) -> None:
+    """Ranks 1 and 2 change places in a wrong mesh; where their experts are not as many, each says so."""
+    outcomes = ranks.outcomes(4, _wrong_mesh, "plain")
+
+    assert [outcome.kind if outcome else None for outcome in outcomes] == [None, "ShardingError", "ShardingError", None]
+    assert "'w1': this rank's tensor has shape (4, 3), but its place by the mesh is (1, 3)" in outcomes[1].message
+
+
+def _refused(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    tensor = torch.zeros(2, 3)
+    if kind == "no name":
+        ExpertLayout.from_local(tensor, init_device_mesh("cpu", (2,)))
+    elif kind == "no dimension":
+        ExpertLayout.from_local(tensor, mesh, ep="expert")
+    elif kind == "counts":
+        ExpertLayout.from_local(tensor, mesh, experts_per_rank=(2, 2, 2))
+    elif kind == "shape":
+        ExpertLayout.from_local(tensor, mesh, experts_per_rank=(2, 2), global_shape=(5, 3))
+    elif kind == "axis":
+        ExpertLayout.from_local(tensor, mesh, expert_dim=2)
+    else:
+        partial = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
+        ExpertLayout.from_dtensor(partial, name="w1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("no name", r"dimensions without names.*must be called 'ep'"),
+        ("no dimension", r"dimensions \('ep',\), of which one, and not 0, must be called 'expert'"),
+        ("counts", r"experts_per_rank=\[2, 2, 2\] has 3 counts, the expert-parallel dimension 2 ranks"),
+        ("shape", r"global_shape \(5, 3\) does not fit this rank's \(2, 3\) and experts_per_rank=\[2, 2\]"),
+        ("axis", r"shape \(2, 3\) has no axis 2"),
+        ("partial", r"'w1' has the placement Partial.*still to be reduced"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_by_name(ranks: RankPool, kind: str, reason: str) -> None:
+    """A layout that cannot be made is a ShardingError that says what does not fit."""
+    for outcome in ranks.outcomes(2, _refused, kind):
+        assert outcome.kind == ShardingError.__name__
+        assert re.search(reason, outcome.message)
+
+
+def _outside() -> Any:
+    mesh = DeviceMesh("cpu", [[2, 3]], mesh_dim_names=("efsdp", "ep"))
+    plain = ExpertLayout.from_local(torch.zeros(2, 3), mesh, fsdp_dim=1)
+    efsdp = (
+        DTensor.from_local(torch.zeros(2, 3), mesh["efsdp"], [Shard(1)], run_check=False)
+        if mesh.get_coordinate()
+        else None
+    )
+    return dist.get_rank(), plain.inside, len(plain.pieces()), efsdp is not None
+
+
+def test_ranks_outside_the_mesh_hold_nothing(ranks: RankPool) -> None:
+    """A rank that the mesh does not have gets a layout without boxes."""
+    assert ranks.run(4, _outside) == [
+        (0, False, 0, False),
+        (1, False, 0, False),
+        (2, True, 1, True),
+        (3, True, 1, True),
+    ]
+
+
+ROWS = ExpertLayout((8, 6, 4), Box((2, 0, 0), (2, 6, 4)), (Split(1, 2, 1),))
+
+
+def test_state_of_the_parameters_shape_lies_as_the_parameter() -> None:
+    """exp_avg and its like have the parameter's own layout."""
+    assert ROWS.local_shape == (2, 3, 4)
+    assert ROWS.of_state((2, 3, 4)) is ROWS
+
+
+def test_state_reduced_along_an_axis_that_nobody_cuts_has_a_layout() -> None:
+    """Adafactor's row statistics have an extent of 1 along the last axis, and are cut as the parameter is."""
+    rows = ROWS.of_state((2, 3, 1))
+
+    assert rows is not None
+    assert rows.global_shape == (8, 6, 1)
+    assert rows.pieces() == [Piece(Box((2, 3, 0), (2, 3, 1)), (0, 0, 0))]
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4), (1, 3, 4), (), (1,), (2, 3), (2, 3, 5)])
+def test_state_that_ranks_cannot_share_has_none(shape: tuple[int, ...]) -> None:
+    """Reduced along a cut axis, or over experts, or of other axes: no box of a whole tensor."""
+    assert ROWS.of_state(shape) is None

@@ -1,0 +1,121 @@
+"""Every layout of experts, saved and loaded as every other: the tensor of all experts is the single process's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from shardckpt import dist_checkpointing
+from shardckpt_ep import EPLoadPlanner, EPLoadStrategy, EPSavePlanner, EPSaveStrategy, expert_sharded_state_dict
+from tests.ep.live import FQN, Case, Meshes, all_cases, check, expected, layout, state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardckpt_ep import ExpertLayout
+    from tests.ranks import RankPool
+
+
+def _layouts(case: Case, mesh: DeviceMesh, held: dict[str, Any]) -> dict[str, ExpertLayout]:
+    return {FQN: layout(case, mesh, held["model"][FQN])}
+
+
+def _save(case: Case, meshes: Meshes, path: Path) -> None:
+    held = state(case, meshes.of(case))
+    layouts = _layouts(case, meshes.of(case), held)
+    dist_checkpointing.save(expert_sharded_state_dict(held, layouts), path, EPSaveStrategy(layouts))
+
+
+def _load(case: Case, meshes: Meshes, path: Path) -> None:
+    held = state(case, meshes.of(case), empty=True)
+    layouts = _layouts(case, meshes.of(case), held)
+    wanted = expert_sharded_state_dict(held, layouts)
+    loaded = dist_checkpointing.load(wanted, path, EPLoadStrategy(layouts), strict=True)
+    check(case, meshes.of(case), loaded)
+    check(case, meshes.of(case), held)  # in place
+
+
+def _cases(experts: int) -> list[Case]:
+    return [case for case in all_cases() if case.experts == experts]
+
+
+def _check_whole(experts: int, path: Path) -> None:
+    """Plain DCP, in one process, reads all experts in true order."""
+    if dist.get_rank() == 0:
+        wanted = expected(experts)
+        found = {key: torch.zeros_like(value) for key, value in wanted.items()}
+        dcp.load(found, checkpoint_id=path, no_dist=True)
+        for key, value in wanted.items():
+            assert torch.equal(found[key], value), key
+
+
+def _cycle(folder: Path, step: int) -> int:
+    """Save as every ``step``-th case, look at it from one process, and load as another case of as many experts."""
+    meshes, count = Meshes(), 0
+    for experts in (8, 5):
+        cases = _cases(experts)
+        for number, case in enumerate(cases[::step]):
+            path = folder / f"{experts}-{number}"
+            _save(case, meshes, path)
+            _check_whole(experts, path)
+            _load(cases[(number * 7 + 1) % len(cases)], meshes, path)
+            count += 1
+    return count
+
+
+def test_any_layout_loads_as_another(ranks: RankPool, tmp_path: Path) -> None:
+    """A third of all layouts are saved, hold all experts in true order, and are loaded in place as another."""
+    assert ranks.run(4, _cycle, tmp_path, 3) == [40] * 4
+
+
+@pytest.mark.slow
+def test_every_layout_holds_all_experts_in_true_order(ranks: RankPool, tmp_path: Path) -> None:
+    """The same of all layouts."""
+    assert ranks.run(4, _cycle, tmp_path, 1, timeout=250) == [120] * 4
+
+
+def _pairs(folder: Path, experts: int) -> int:
+    meshes, count = Meshes(), 0
+    cases = [case for case in _cases(experts) if case.kind == "efsdp"]
+    for number, case in enumerate(cases):
+        _save(case, meshes, folder / str(number))
+        for other in cases:
+            _load(other, meshes, folder / str(number))
+            count += 1
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("experts", "pairs"), [(8, 15 * 15), (5, 30 * 30)])
+def test_every_layout_loads_as_every_other(ranks: RankPool, tmp_path: Path, experts: int, pairs: int) -> None:
+    """All pairs of layouts of as many experts, cut by FSDP within the ranks of a mesh in either order."""
+    assert ranks.run(4, _pairs, tmp_path, experts, timeout=280) == [pairs] * 4
+
+
+def _with_planners(folder: Path) -> int:
+    """The same through plain DCP: saved by one planner, loaded by the other."""
+    meshes, count = Meshes(), 0
+    for experts in (8, 5):
+        cases = _cases(experts)
+        for number, case in enumerate(cases):
+            path = folder / f"{experts}-{number}"
+            held = state(case, meshes.of(case))
+            dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(_layouts(case, meshes.of(case), held)))
+            _check_whole(experts, path)
+            other = cases[(number * 11 + 1) % len(cases)]
+            held = state(other, meshes.of(other), empty=True)
+            dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(_layouts(other, meshes.of(other), held)))
+            check(other, meshes.of(other), held)
+            count += 1
+    return count
+
+
+def test_planners_take_any_layout_through_plain_dcp(ranks: RankPool, tmp_path: Path) -> None:
+    """dcp.save and dcp.load with our planners: all experts in true order, and any layout loaded in place."""
+    assert ranks.run(4, _with_planners, tmp_path) == [120] * 4

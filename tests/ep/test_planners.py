@@ -1,0 +1,206 @@
+"""The DCP planners: any stored chunks, ranks outside the mesh, refusals, and DCP's own modules left alone."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import default_planner, metadata, planner, planner_helpers, utils
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
+from shardckpt.planning.boxes import Box
+from shardckpt_ep import EPLoadPlanner, EPSavePlanner, ExpertLayout
+from shardckpt_ep.read_items import expert_read_items
+from tests.ep.checkpoints import store
+from tests.ep.live import FQN, Case, Meshes, check, expected, layout, local_of, order, state, whole
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+EP_FSDP = [
+    Case(order(("efsdp", 2), ("ep", 2)), fsdp_dim=1),
+    Case(order(("ep", 2), ("efsdp", 2)), fsdp_dim=0),
+    Case(order(("ep", 4), ("efsdp", 1)), counts=(1, 4, 0, 3)),
+    Case(order(("replicate", 2), ("ep", 2)), kind="local"),
+]
+
+#: Experts 2 and 3 of 4.
+SECOND_HALF = ExpertLayout((4, 4), Box((2, 0), (2, 4)))
+
+
+def _layouts(case: Case, meshes: Meshes, held: dict[str, Any]) -> dict[str, ExpertLayout]:
+    return {FQN: layout(case, meshes.of(case), held["model"][FQN])}
+
+
+def _load_all(folder: Path) -> int:
+    meshes, count = Meshes(), 0
+    for path in sorted(folder.iterdir()):
+        for case in EP_FSDP:
+            held = state(case, meshes.of(case), empty=True)
+            dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(_layouts(case, meshes, held)))
+            check(case, meshes.of(case), held)
+            count += 1
+    return count
+
+
+def test_tensors_stored_in_any_chunks_load_right(ranks: RankPool, tmp_path: Path) -> None:
+    """One, two, three and seven stored chunks along either axis fill every layout with its own experts."""
+    for dim in (0, 1):
+        for pieces in (1, 2, 3, 7):
+            store(tmp_path / f"{dim}-{pieces}", expected(8), pieces, dim)
+
+    assert ranks.run(4, _load_all, tmp_path) == [32] * 4
+
+
+def _dcp_globals() -> dict[str, int]:
+    modules = (default_planner, metadata, planner, planner_helpers, utils, dcp)
+    return {f"{module.__name__}.{name}": id(value) for module in modules for name, value in vars(module).items()}
+
+
+def _untouched(path: Path) -> bool:
+    before = _dcp_globals()
+    case, meshes = EP_FSDP[0], Meshes()
+    held = state(case, meshes.of(case))
+    dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(_layouts(case, meshes, held)))
+    dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(_layouts(case, meshes, held)))
+    return _dcp_globals() == before
+
+
+def test_dcp_is_untouched(ranks: RankPool, tmp_path: Path) -> None:
+    """After saves and loads every name in DCP's modules is bound to what it was bound to before."""
+    assert ranks.run(4, _untouched, tmp_path / "ckpt") == [True] * 4
+
+
+def _outside(path: Path) -> Any:
+    mesh = DeviceMesh("cpu", [[2, 3]], mesh_dim_names=("efsdp", "ep"))
+    held = {FQN: torch.full((4, 6, 3), -1.0)}
+    given = ExpertLayout.from_local(held[FQN], mesh)
+    reading = EPLoadPlanner({FQN: given})
+    dcp.load(held, checkpoint_id=path, planner=reading)
+    return dist.get_rank(), len(reading.create_local_plan().items), float(local_of(held[FQN]).min())
+
+
+def test_ranks_outside_the_mesh_read_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """No item is planned outside the mesh, and what these ranks have stays as it is."""
+    store(tmp_path / "ckpt", {FQN: whole(8)}, 1, 0)
+
+    assert ranks.run(4, _outside, tmp_path / "ckpt") == [(0, 0, -1.0), (1, 0, -1.0), (2, 1, 1.0), (3, 1, 73.0)]
+
+
+def _refused(path: Path, how: str) -> None:
+    case, meshes = Case(order(("ep", 2)), kind="local"), Meshes()
+    held = state(case, meshes.of(case))
+    layouts = _layouts(case, meshes, held)
+    if how == "more experts":
+        dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(layouts))
+    elif how == "forgotten":
+        held["model"]["layers.1.moe.experts.w1"] = torch.zeros(4, 6, 3)
+        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(layouts))
+    elif how == "absent":
+        layouts = {**layouts, "other.w1": layouts[FQN]}
+        dcp.load({"other.w1": held["model"][FQN]}, checkpoint_id=path, planner=EPLoadPlanner(layouts))
+    elif how == "lost" and dist.get_rank() == 1:
+        dcp.save({"step": torch.zeros(())}, checkpoint_id=path, planner=EPSavePlanner({}))
+    elif how == "lost":
+        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(layouts))
+    else:
+        both_first = ExpertLayout((8, 6, 3), Box((0, 0, 0), (4, 6, 3)))
+        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner({FQN: both_first}))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("more experts", r"is stored with shape \(5, 6, 3\); its layout has 8 experts"),
+        ("forgotten", r"'model.layers.1.moe.experts.w1' is an expert's and has no layout: a plain tensor of shape"),
+        ("absent", r"not in the checkpoint: other.w1"),
+        ("lost", r"experts 4-7 of 'model.layers.0.moe.experts.w1' are described by no rank"),
+        ("twice", r"experts 0-3 of 'model.layers.0.moe.experts.w1' are described by several ranks \(rank 0 and rank 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path, how: str, reason: str) -> None:
+    """Other sizes, forgotten layouts, absent keys and lost experts are errors that name key and experts."""
+    if how in ("more experts", "absent"):
+        store(tmp_path / "ckpt", expected(5), 1, 0)
+    for outcome in ranks.outcomes(2, _refused, tmp_path / "ckpt", how):
+        assert outcome.kind == "CheckpointException"
+        assert re.search(reason, outcome.message)
+
+
+def _partial(path: Path) -> float:
+    case, meshes = Case(order(("ep", 2)), kind="local"), Meshes()
+    held = {FQN: torch.full((4, 6, 3), -1.0), "there": torch.zeros(2)}
+    planner_ = EPLoadPlanner({FQN: layout(case, meshes.of(case), held[FQN])}, allow_partial_load=True)
+    dcp.load(held, checkpoint_id=path, planner=planner_)
+    return float(held[FQN].max() + held["there"].sum())
+
+
+def test_a_partial_load_leaves_absent_experts_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
+    """With allow_partial_load what is not stored stays, and the rest is loaded."""
+    store(tmp_path / "ckpt", {"there": torch.ones(2)}, 1, 0)
+
+    assert ranks.run(2, _partial, tmp_path / "ckpt") == [1.0, 1.0]
+
+
+def test_a_checkpoint_with_a_hole_is_corrupt() -> None:
+    """Chunks that do not cover this rank's experts are an error, not uninitialised memory."""
+    chunk = metadata.ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((3, 4)))
+    properties = metadata.TensorProperties(dtype=torch.float32)
+    stored = metadata.TensorStorageMetadata(properties, torch.Size((4, 4)), [chunk])
+
+    with pytest.raises(CorruptCheckpointError, match=r"'w1': the checkpoint does not hold Box\(offset=\(3, 0\)"):
+        expert_read_items("w1", SECOND_HALF, stored)
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("owned",))
+
+
+def test_objects_are_not_unpickled_without_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A planner of ours never runs what a checkpoint's object would run; dcp.load's own would."""
+    dcp.save({"object": _Evil()}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+
+    with pytest.raises(BaseException, match=re.escape("print")) as caught:  # DCP's error is no Exception
+        dcp.load({"object": None}, checkpoint_id=tmp_path / "ckpt", planner=EPLoadPlanner({}), no_dist=True)
+    assert isinstance(caught.value, UnsafePickleError) or UnsafePickleError.__name__ in repr(caught.value)
+    assert "owned" not in capsys.readouterr().out
+
+
+def test_plain_objects_are_put_into_the_callers_nest(tmp_path: Path) -> None:
+    """Numbers and text come back at their places, in lists and under keys that are no text, too."""
+    held = {"a": {"lr": 0.1, 3: [torch.zeros(2), {"name": "adam"}]}}
+    dcp.save(held, checkpoint_id=tmp_path / "ckpt", planner=EPSavePlanner({}), no_dist=True)
+    found = {"a": {"lr": 0.0, 3: [torch.ones(2), {"name": ""}]}}
+    dcp.load(found, checkpoint_id=tmp_path / "ckpt", planner=EPLoadPlanner({}), no_dist=True)
+
+    assert found["a"]["lr"] == 0.1
+    assert found["a"][3][1] == {"name": "adam"}
+    assert torch.equal(found["a"][3][0], torch.zeros(2))
+
+
+def test_dcps_plan_cache_is_refused() -> None:
+    """One cache for all planners of a name cannot tell layouts apart."""
+    with pytest.raises(CheckpointingException, match="does not take enable_plan_caching"):
+        EPSavePlanner({}, enable_plan_caching=True)
+
+
+def test_a_layout_of_another_tensor_is_refused(tmp_path: Path) -> None:
+    """A tensor that is not as long as its layout says is an error that names both."""
+    with pytest.raises(
+        BaseException, match=r"'w1': this rank's has shape \(3, 4\), its layout says \(2, 4\)"
+    ) as caught:
+        dcp.save(
+            {"w1": torch.zeros(3, 4)},
+            checkpoint_id=tmp_path / "ckpt",
+            planner=EPSavePlanner({"w1": SECOND_HALF}),
+            no_dist=True,
+        )
+    assert isinstance(caught.value, ShardingError) or ShardingError.__name__ in repr(caught.value)
