@@ -97,7 +97,7 @@ def save(
             the connection between ranks broke after the commit.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.task("reading the arguments"):
         target = locate(checkpoint_dir, host())
         options = SaveOptions(
             validate_access_integrity,
@@ -151,7 +151,7 @@ def load(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.task("reading the arguments"):
         directory, mode = locate(checkpoint_dir, host()), parse_strict_flag(strict)
         options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
     with open_stored(directory, comm, host(), options) as checkpoint:
@@ -247,7 +247,7 @@ def remove_sharded_tensors(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.task("reading the arguments"):
         directory = locate_local(checkpoint_dir, "take keys out of")
     remove_keys(directory, key_prefix, comm, host())
 

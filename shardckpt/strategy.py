@@ -24,7 +24,7 @@ class PlanContext:
     """With whom a strategy plans a save.
 
     Attributes:
-        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)``.
+        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)``, or, cheaper, ``comm.task(...)``.
         save_id: A name that no other save has.
         allow_globals: Classes and functions that objects may name although a load refuses them without leave.
     """
@@ -126,7 +126,7 @@ class AsyncSaveStrategy(SaveStrategy):
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Prepare, write and finish, here and now."""
         prepared = self.prepare(shards, common, context)
-        with context.comm.phase("writing shards"):
+        with context.comm.task("writing shards"):
             result = prepared.work.write(context.writer)
         prepared.finish(context.comm.gather(result), context)
 

@@ -94,7 +94,7 @@ class Transaction:
 
     def writer(self) -> CheckpointWriter:
         """A writer of this rank's files."""
-        with self.operation.comm.phase("starting the file threads"):
+        with self.operation.comm.task("starting the file threads"):
             rank, staging = self.operation.comm.rank, self.staging or Path()
             writer = CheckpointWriter(staging, rank, sha256=self.sha256, algorithm=self.algorithm)
         return writer
@@ -119,6 +119,7 @@ class Transaction:
             if comm.is_main:
                 self._write_markers(writer, everyone, content)
                 self._publish(writer, everyone)
+        comm.settle()
         if self._upload is not None:
             self._upload.close()
 

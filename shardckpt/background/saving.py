@@ -139,6 +139,7 @@ def request_save(
             context = PlanContext(comm=comm, save_id=transaction.save_id, allow_globals=options.allow_globals)
             with operation.step("planning"):
                 prepared = saver.prepare(state.shards, state.common, context)
+            comm.settle()
         except BaseException:
             transaction.abort()
             raise

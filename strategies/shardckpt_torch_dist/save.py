@@ -73,19 +73,19 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         comm = context.comm
         if not self._main_only:
             shards = share_out(shards, comm)
-        with comm.phase("pickling the common state"):
+        with comm.task("pickling the common state"):
             stored_common = pickled(common, "the common state", context.allow_globals) if comm.is_main else b""
-        with comm.phase("planning"):
+        with comm.task("planning"):
             items = local_items(shards)
-        with comm.phase("pickling objects"):
+        with comm.task("pickling objects"):
             items.pickle_objects(context.allow_globals)
-        with comm.phase("placing items in files"):
+        with comm.task("placing items in files"):
             placed = place(items, comm.rank, self._files, self._hint)
             local = local_plan(items, placed)
         plan = self.plans.get(local, comm, lambda: _global_plan(local, comm))
 
         def finish(_: Sequence[None], saving: SaveContext) -> None:
-            with saving.comm.phase("writing metadata"):
+            with saving.comm.task("writing metadata"):
                 if plan is not None:
                     saving.writer.write(METADATA_FILE, encode(plan, saving.save_id), keys=0)
                     saving.writer.write(INDEX_FILE, dump(plan), keys=0)
@@ -98,7 +98,7 @@ def _global_plan(local: LocalPlan, comm: Comm) -> StoredIndex | None:
     """What all ranks store, on the main rank."""
     plans = comm.gather(local)
     plan = None
-    with comm.phase("planning for all ranks"):
+    with comm.task("planning for all ranks"):
         if comm.is_main:
             plan = merged(plans)
     return plan

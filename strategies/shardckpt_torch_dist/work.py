@@ -31,11 +31,13 @@ class PlannedFile:
         name: Its name.
         objects: Keys and archives of objects, which come first as Megatron has it.
         tensors: Numbers of tensors among the work's.
+        nbytes: Its size.
     """
 
     name: str
     objects: list[tuple[str, bytes]] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
+    nbytes: int = 0
 
 
 @dataclass
@@ -51,7 +53,7 @@ class SaveWork:
     def write(self, writer: CheckpointWriter) -> None:
         """Write all files, side by side; everything lies where it was planned to."""
         synchronize_devices(self.tensors)
-        open_files = [(file, writer.create(file.name)) for file in self.files]
+        open_files = [(file, writer.create(file.name, file.nbytes)) for file in self.files]
         for file, into in open_files:
             for name, data in file.objects:
                 into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
