@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import pickle
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -19,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # keeps the default group of the moment it is imported: best before there is one
 
-from shardckpt import errors
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
 from shardckpt.torch_private import group_timeout
+from shardckpt.verdict import Report, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,16 +36,6 @@ _CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
 _numbers = itertools.count()
 #: gloo twins of groups whose backend cannot move CPU tensors, by group, as long as the group lives.
 _cpu_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class _Report:
-    """An error on its way to the other ranks."""
-
-    rank: int
-    phase: str
-    kind: str
-    message: str
 
 
 class Comm:
@@ -146,11 +135,11 @@ class Comm:
         self._call(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group))
         failed, *largest = found.tolist()
         if failed:
-            report = None if error is None else self._report(error)
+            report = None if error is None else Report.of(error, self.rank, self._phase)
             reports = self._all_gather_bytes(bytearray(pickle.dumps(report)))
-            verdict = _verdict([report for report in reports if report is not None])
-            verdict.settled_by = self._number
-            raise verdict from error
+            shared = verdict([report for report in reports if report is not None])
+            shared.settled_by = self._number
+            raise shared from error
         return largest
 
     def all_gather(self, value: _T) -> list[_T]:
@@ -351,11 +340,6 @@ class Comm:
         error.settled_by = self._number
         return error
 
-    def _report(self, error: BaseException) -> _Report:
-        kind = type(error).__name__ if isinstance(error, CheckpointingException) else ""
-        message = str(error) if kind else f"{type(error).__name__}: {error}"
-        return _Report(self.rank, self._phase, kind, message)
-
 
 def _alive(group: ref[Any]) -> Any:
     found = group()
@@ -376,18 +360,6 @@ def can_be_pickled(value: Any) -> bool:
 def unpickled(data: bytes | bytearray) -> Any:
     """What another process of this job has pickled: never anything that was stored."""
     return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
-
-
-def _verdict(reports: list[_Report]) -> CheckpointingException:
-    """The one error that all ranks raise."""
-    first = reports[0]
-    kind = getattr(errors, first.kind, RankFailedError) if first.kind else RankFailedError
-    message = f"rank {first.rank}, in {first.phase!r}: {first.message}"
-    also = [report for report in reports[1:] if report.message != first.message]
-    message += "".join(f"\nrank {report.rank}, in {report.phase!r}: {report.message}" for report in also[:8])
-    if len(also) > 8:  # noqa: PLR2004 - enough to see the pattern
-        message += f"\n... and {len(also) - 8} more ranks"
-    return kind(message)
 
 
 def _joined_group(group: Any) -> Any:

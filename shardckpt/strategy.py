@@ -24,7 +24,7 @@ class PlanContext:
     """With whom a strategy plans a save.
 
     Attributes:
-        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)``, or, cheaper, ``comm.task(...)``.
+        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)`` or ``with comm.task(...)``.
         save_id: A name that no other save has.
         allow_globals: Classes and functions that objects may name although a load refuses them without leave.
     """
