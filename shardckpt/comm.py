@@ -32,6 +32,8 @@ _Route: TypeAlias = "tuple[torch.Tensor, int]"
 
 #: Backends that take tensors through the memory of the CPU, and no backend.
 _CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
+#: Bytes that the main rank takes from all ranks in one go, though some of them may be filling.
+_AT_ONCE = 16 << 20
 #: Tells the Comms of a process apart.
 _numbers = itertools.count()
 #: gloo twins of groups whose backend cannot move CPU tensors, by group, as long as the group lives.
@@ -153,9 +155,11 @@ class Comm:
 
     def gather_some(self, value: _T, *, given: bool) -> list[_T]:
         """The values of those ranks that give one, on the main rank in rank order; an empty list on the others."""
-        data, _ = self._settled_pickle(value, given=given)
+        data, longest = self._settled_pickle(value, given=given)
         if self.world_size == 1:
             return [value] if given else []
+        if longest * self.world_size <= _AT_ONCE:
+            return self._gathered(data, longest)
         parts = self._parts(len(data))
         receives = [(torch.frombuffer(part, dtype=torch.uint8), rank) for rank, part in parts.items() if rank]
         sends = [(torch.frombuffer(data, dtype=torch.uint8), 0)] if data and not self.is_main else []
@@ -312,6 +316,16 @@ class Comm:
         found = torch.tensor(list(map(int, values)), dtype=torch.int64, device="cpu")
         self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))
         return found.tolist()
+
+    def _gathered(self, data: bytearray, longest: int) -> list[Any]:
+        """On the main rank, the values of those that have pickled one, from parts filled up with zeros."""
+        if not longest:
+            return []
+        data.extend(bytes(longest - len(data)))
+        parts = [bytearray(longest) for _ in range(self.world_size if self.is_main else 0)]
+        mine, *into = (torch.frombuffer(part, dtype=torch.uint8) for part in (data, *parts))
+        self._call(lambda: dist.gather(mine, into or None, dst=self._main(), group=self._group))
+        return [unpickled(part) for part in parts if part[0]]  # no pickle begins with 0
 
     def _parts(self, nbytes: int) -> dict[int, bytearray]:
         """On the main rank, memory for what every rank that has something sends to it, by rank."""

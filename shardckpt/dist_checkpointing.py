@@ -12,7 +12,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.lazy import StoredCheckpoint
 from shardckpt.loading import LoadOptions, load_checkpoint
 from shardckpt.loading import open_checkpoint as open_stored
-from shardckpt.locations import is_remote, locate, locate_local
+from shardckpt.locations import locate, locate_local
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, Marker
 from shardckpt.mapping import (
     LocalNonpersistentObject,
@@ -107,7 +107,6 @@ def save(
             tuple(allow_globals),
             verify_integrity,
         )
-    comm.agree(async_sharded_save=async_sharded_save, checkpoint_dir=str(target) if is_remote(target) else "a path")
     if async_sharded_save:
         return request_save(sharded_state_dict, target, sharded_strategy, comm, host(), options)
     save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, host(), options)

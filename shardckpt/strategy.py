@@ -109,11 +109,11 @@ class PreparedSave:
         work: What this rank writes.
         finish: ``finish(results, context)``, called on every rank when all have written; on the main rank the results
             are those of every rank's ``work.write``, in rank order, elsewhere there are none. It writes what names
-            the rest.
+            the rest. None, on all ranks, where the work writes everything.
     """
 
     work: BackgroundWork
-    finish: Callable[[Sequence[Any], SaveContext], None]
+    finish: Callable[[Sequence[Any], SaveContext], None] | None = None
 
 
 class AsyncSaveStrategy(SaveStrategy):
@@ -128,7 +128,8 @@ class AsyncSaveStrategy(SaveStrategy):
         prepared = self.prepare(shards, common, context)
         with context.comm.task("writing shards"):
             result = prepared.work.write(context.writer)
-        prepared.finish(context.comm.gather(result), context)
+        if prepared.finish is not None:
+            prepared.finish(context.comm.gather(result), context)
 
 
 class LoadStrategy(ABC):

@@ -100,7 +100,7 @@ class Transaction:
         return writer
 
     def commit(self, writer: CheckpointWriter, before: Written | None = None, content: Any = None) -> None:
-        """Make the files of all ranks the checkpoint.
+        """Make the files of all ranks the checkpoint; it is one when the ranks settle next.
 
         Args:
             writer: Has written this rank's files; writes those that make them valid.
@@ -119,7 +119,6 @@ class Transaction:
             if comm.is_main:
                 self._write_markers(writer, everyone, content)
                 self._publish(writer, everyone)
-        comm.settle()
         if self._upload is not None:
             self._upload.close()
 

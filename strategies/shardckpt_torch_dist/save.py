@@ -8,21 +8,18 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import PlanCache, share_out
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
-from shardckpt_torch_dist.dialects import METADATA_FILE
 from shardckpt_torch_dist.global_plan import LocalPlan, local_plan, merged
-from shardckpt_torch_dist.index_file import INDEX_FILE, dump
 from shardckpt_torch_dist.items import local_items
-from shardckpt_torch_dist.metadata_pickle import encode
 from shardckpt_torch_dist.pickled import pickled
 from shardckpt_torch_dist.placing import place
-from shardckpt_torch_dist.stored import COMMON_FILE
+from shardckpt_torch_dist.work import Names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.comm import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.strategy import PlanContext, SaveContext
+    from shardckpt.strategy import PlanContext
     from shardckpt_torch_dist.stored import StoredIndex
 
 
@@ -84,14 +81,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             local = local_plan(items, placed)
         plan = self.plans.get(local, comm, lambda: _global_plan(local, comm))
 
-        def finish(_: Sequence[None], saving: SaveContext) -> None:
-            with saving.comm.task("writing metadata"):
-                if plan is not None:
-                    saving.writer.write(METADATA_FILE, encode(plan, saving.save_id), keys=0)
-                    saving.writer.write(INDEX_FILE, dump(plan), keys=0)
-                    saving.writer.write(COMMON_FILE, stored_common)
-
-        return PreparedSave(placed.work, finish)
+        if plan is not None:
+            placed.work.names = Names(plan, context.save_id, stored_common)
+        return PreparedSave(placed.work)
 
 
 def _global_plan(local: LocalPlan, comm: Comm) -> StoredIndex | None:
