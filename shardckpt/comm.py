@@ -239,14 +239,16 @@ class Comm:
         """The sum of all ranks' values, place by place."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
+    def all_alike(self, data: bytes) -> bool:
+        """Whether every rank has the same bytes; no more than 8 of their digest's travel."""
+        mark = int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 2
+        largest, least = self._meet(mark, -mark)
+        return largest == -least
+
     def agree(self, **values: Any) -> None:
         """Raise on all ranks if they do not all have the same values (compared by their text)."""
-        if self.world_size == 1:
-            return
         mine = {name: repr(value) for name, value in values.items()}
-        mark = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
-        largest, least = self._meet(mark, -mark)
-        if largest == -least:
+        if self.all_alike(repr(mine).encode()):
             return
         everyone = self.all_gather(mine)
         with self.phase("comparing the arguments of all ranks"):
@@ -362,13 +364,17 @@ def _alive(group: ref[Any]) -> Any:
     return found
 
 
+def pickled(value: Any) -> bytes | None:
+    """The value on its way to another rank, or None where pickle does not take it."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - any class may refuse in any way
+        return None
+
+
 def can_be_pickled(value: Any) -> bool:
     """Whether pickle takes the value: it can go to another rank, or into a pickled object."""
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - any class may refuse in any way
-        return False
-    return True
+    return pickled(value) is not None
 
 
 def unpickled(data: bytes | bytearray) -> Any:
@@ -416,4 +422,4 @@ def _finish(works: Sequence[Any]) -> None:
         work.wait()
 
 
-__all__ = ["Comm", "can_be_pickled", "unpickled"]
+__all__ = ["Comm", "can_be_pickled", "pickled", "unpickled"]
