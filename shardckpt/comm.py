@@ -2,14 +2,15 @@
 
 The rule that makes it safe: each primitive begins by settling. A rank that fails anywhere goes to its next
 settlement, finds the others at theirs, and all raise; no rank is left in a collective that another never enters.
+So what a rank does alone need not be settled each time: a success is known to all with whatever they do together next.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import pickle
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # keeps the default group of the moment it is imported: best before there is one
 
-from shardckpt import errors
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
 from shardckpt.torch_private import group_timeout
+from shardckpt.verdict import Report, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,20 +32,12 @@ _Route: TypeAlias = "tuple[torch.Tensor, int]"
 
 #: Backends that take tensors through the memory of the CPU, and no backend.
 _CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
+#: Bytes that the main rank takes from all ranks in one go, though some of them may be filling.
+_AT_ONCE = 16 << 20
 #: Tells the Comms of a process apart.
 _numbers = itertools.count()
 #: gloo twins of groups whose backend cannot move CPU tensors, by group, as long as the group lives.
 _cpu_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class _Report:
-    """An error on its way to the other ranks."""
-
-    rank: int
-    phase: str
-    kind: str
-    message: str
 
 
 class Comm:
@@ -65,6 +58,7 @@ class Comm:
         self.world_size: int = dist.get_world_size(group) if active else 1
         self._phase = "start"
         self._number = next(_numbers)
+        self._ending = False
         self._joined: set[str] = set()
 
     @property
@@ -94,6 +88,20 @@ class Comm:
         Args:
             name: What the step does, for the error: "planning", "writing tensors".
         """
+        with self.task(name):
+            yield
+            self.settle()
+
+    @contextmanager
+    def task(self, name: str) -> Iterator[None]:
+        """Do this rank's part of a step: all hear of an error at once, of a success when they next settle.
+
+        It costs no message. What follows must bear that another rank may have failed, until the ranks settle: at the
+        end of a phase, or in any of the calls below. They do so before the ranks of another Comm call each other.
+
+        Args:
+            name: As in :meth:`phase`.
+        """
         before, self._phase = self._phase, name
         error: BaseException | None = None
         try:
@@ -103,33 +111,43 @@ class Comm:
         except BaseException as exc:  # Ctrl-C or an exit: the others hear of it, this rank goes on ending
             with suppress(CheckpointingException):
                 self.settle(exc)
+            self._ending = True
             raise
-        self.settle(error)
+        if error is not None:
+            self.settle(error)
         self._phase = before
 
     def settle(self, error: BaseException | None = None) -> None:
         """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
+        self._meet(error=error)
+
+    def _meet(self, *values: int, error: BaseException | None = None) -> list[int]:
+        """Settle, and find the largest of all ranks' values, of which there are two at most, in the same message."""
         if isinstance(error, CheckpointingException) and error.settled_by == self._number:
             raise error
         if isinstance(error, CommunicationError) and error.settled_by is not None:
             raise error  # a rank did not answer a smaller group: to ask it here is to wait as long once more
+        if error is not None and self._ending:
+            raise error  # it has been told
         if self.world_size == 1:
             if error is not None:
                 raise self._local(error)
-            return
-        failed = torch.tensor([int(error is not None)], device="cpu")
-        self._call(lambda: dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group))
-        if failed.item():
-            report = None if error is None else self._report(error)
+            return list(values)
+        found = torch.tensor([int(error is not None), *values, *[0] * (2 - len(values))], device="cpu")
+        self._call(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group))
+        failed, *largest = found.tolist()
+        if failed:
+            report = None if error is None else Report.of(error, self.rank, self._phase)
             reports = self._all_gather_bytes(bytearray(pickle.dumps(report)))
-            verdict = _verdict([report for report in reports if report is not None])
-            verdict.settled_by = self._number
-            raise verdict from error
+            shared = verdict([report for report in reports if report is not None])
+            shared.settled_by = self._number
+            raise shared from error
+        return largest
 
     def all_gather(self, value: _T) -> list[_T]:
         """Every rank's value, on every rank."""
-        data = self._settled_pickle(value)
-        return [value] if self.world_size == 1 else self._all_gather_bytes(data)
+        data, longest = self._settled_pickle(value)
+        return [value] if self.world_size == 1 else self._all_gather_bytes(data, longest)
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's value on the main rank, an empty list on the others."""
@@ -137,23 +155,23 @@ class Comm:
 
     def gather_some(self, value: _T, *, given: bool) -> list[_T]:
         """The values of those ranks that give one, on the main rank in rank order; an empty list on the others."""
-        data = self._settled_pickle(value) if given else self._settled_pickle(None)[:0]
+        data, longest = self._settled_pickle(value, given=given)
         if self.world_size == 1:
             return [value] if given else []
+        if longest * self.world_size <= _AT_ONCE:
+            return self._gathered(data, longest)
         parts = self._parts(len(data))
         receives = [(torch.frombuffer(part, dtype=torch.uint8), rank) for rank, part in parts.items() if rank]
         sends = [(torch.frombuffer(data, dtype=torch.uint8), 0)] if data and not self.is_main else []
-        self._move(sends, receives, "cpu")
+        self._transfer(self._transfers(sends, receives, self._group))
         return [unpickled(part) if rank else value for rank, part in parts.items()]
 
     def broadcast(self, value: _T) -> _T:
         """The main rank's value, on every rank."""
-        data = self._settled_pickle(value if self.is_main else None)
+        data, size = self._settled_pickle(value, given=self.is_main)
         if self.world_size == 1:
             return value
-        size = torch.tensor([len(data)], device="cpu")
-        self._call(lambda: dist.broadcast(size, src=self._main(), group=self._group))
-        data = data if self.is_main else bytearray(int(size))
+        data = data if self.is_main else bytearray(size)
         content = torch.frombuffer(data, dtype=torch.uint8)
         self._call(lambda: dist.broadcast(content, src=self._main(), group=self._group))
         return value if self.is_main else unpickled(data)
@@ -183,7 +201,10 @@ class Comm:
             receives: Contiguous tensors of the same sizes, each with the rank that it comes from.
             device_type: Where all tensors are, on every rank: the CPU, or what :meth:`moves`.
         """
-        self._move(sends, receives, device_type)
+        with self.phase(self._phase):
+            transfers = self._transfers(sends, receives, self._carrier(device_type))
+        self._join(device_type)
+        self._transfer(transfers)
 
     def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
         """Fill tensors on all ranks with those of single ranks, all at the same time.
@@ -203,22 +224,33 @@ class Comm:
     def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
         """Run ``function`` on the main rank as a phase, and hand its result to all."""
         result: Any = None
-        with self.phase(name):
+        with self.task(name):
             if self.is_main:
                 result = function()
         return self.broadcast(result)  # type: ignore[no-any-return]
 
     def largest(self, *values: int) -> list[int]:
         """The largest of all ranks' values, place by place."""
+        if len(values) <= 2:  # noqa: PLR2004 - they fit into the message of the settlement
+            return self._meet(*map(int, values))[: len(values)]
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def total(self, *values: int) -> list[int]:
         """The sum of all ranks' values, place by place."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
+    def all_alike(self, data: bytes) -> bool:
+        """Whether every rank has the same bytes; no more than 8 of their digest's travel."""
+        mark = int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 2
+        largest, least = self._meet(mark, -mark)
+        return largest == -least
+
     def agree(self, **values: Any) -> None:
         """Raise on all ranks if they do not all have the same values (compared by their text)."""
-        everyone = self.all_gather({name: repr(value) for name, value in values.items()})
+        mine = {name: repr(value) for name, value in values.items()}
+        if self.all_alike(repr(mine).encode()):
+            return
+        everyone = self.all_gather(mine)
         with self.phase("comparing the arguments of all ranks"):
             for rank, theirs in enumerate(everyone):
                 for name, value in theirs.items():
@@ -228,17 +260,16 @@ class Comm:
                             "the same on every rank"
                         )
 
-    def _move(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str) -> None:
-        with self.phase(self._phase):
-            group = self._carrier(device_type)
-            moves = [
-                dist.P2POp(way, _raw(tensor), dist.get_global_rank(group, rank), group)
-                for way, routes in ((dist.isend, sends), (dist.irecv, receives))
-                for tensor, rank in routes
-            ]
-        self._join(device_type)
-        if moves:
-            self._call(lambda: _finish(dist.batch_isend_irecv(moves)))
+    def _transfers(self, sends: Sequence[_Route], receives: Sequence[_Route], group: Any) -> list[Any]:
+        return [
+            dist.P2POp(way, _raw(tensor), dist.get_global_rank(group, rank), group)
+            for way, routes in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, rank in routes
+        ]
+
+    def _transfer(self, transfers: list[Any]) -> None:
+        if transfers:
+            self._call(lambda: _finish(dist.batch_isend_irecv(transfers)))
 
     def _carrier(self, device_type: str) -> Any:
         """The group that moves tensors on such devices."""
@@ -254,23 +285,29 @@ class Comm:
     def _main(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
-    def _settled_pickle(self, value: Any) -> bytearray:
-        """The value pickled for the way, once every rank has pickled its own.
+    def _settled_pickle(self, value: Any, *, given: bool = True) -> tuple[bytearray, int]:
+        """The value pickled for the way, once every rank has pickled its own, and the length of the longest.
 
         (torch's own object collectives need numpy, which shardckpt does not.)
         """
         if self.world_size == 1:
-            return bytearray()
+            return bytearray(), 0
         try:
-            data, error = bytearray(pickle.dumps(value)), None
+            data, error = bytearray(pickle.dumps(value) if given else b""), None
         except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
             data, error = bytearray(), exc
-        self.settle(error)
-        return data
+        longest, _ = self._meet(len(data), error=error)
+        return data, longest
 
-    def _all_gather_bytes(self, data: bytearray) -> list[Any]:
-        mine, parts = self._padded(data, self.world_size)
-        into = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+    def _all_gather_bytes(self, data: bytearray, longest: int | None = None) -> list[Any]:
+        """What all ranks have pickled; ``longest`` has the most bytes, if that is known."""
+        if longest is None:
+            size = torch.tensor([len(data)], device="cpu")
+            self._call(lambda: dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._group))
+            longest = int(size)
+        data.extend(bytes(longest - len(data)))  # a pickle ends where it says: what follows is not read
+        parts = [bytearray(longest) for _ in range(self.world_size)]
+        mine, *into = (torch.frombuffer(part, dtype=torch.uint8) for part in (data, *parts))
         self._call(lambda: dist.all_gather(into, mine, group=self._group))
         return [unpickled(part) for part in parts]
 
@@ -282,20 +319,22 @@ class Comm:
         self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))
         return found.tolist()
 
+    def _gathered(self, data: bytearray, longest: int) -> list[Any]:
+        """On the main rank, the values of those that have pickled one, from parts filled up with zeros."""
+        if not longest:
+            return []
+        data.extend(bytes(longest - len(data)))
+        parts = [bytearray(longest) for _ in range(self.world_size if self.is_main else 0)]
+        mine, *into = (torch.frombuffer(part, dtype=torch.uint8) for part in (data, *parts))
+        self._call(lambda: dist.gather(mine, into or None, dst=self._main(), group=self._group))
+        return [unpickled(part) for part in parts if part[0]]  # no pickle begins with 0
+
     def _parts(self, nbytes: int) -> dict[int, bytearray]:
         """On the main rank, memory for what every rank that has something sends to it, by rank."""
         mine = torch.tensor([nbytes], device="cpu")
         sizes = [torch.empty_like(mine) for _ in range(self.world_size if self.is_main else 0)]
         self._call(lambda: dist.gather(mine, sizes or None, dst=self._main(), group=self._group))
         return {rank: bytearray(int(size)) for rank, size in enumerate(sizes) if size}
-
-    def _padded(self, data: bytearray, count: int) -> tuple[torch.Tensor, list[bytearray]]:
-        """This rank's pickled value, made as long as the longest of all ranks, and memory for ``count`` such."""
-        longest = torch.tensor([len(data)], device="cpu")
-        self._call(lambda: dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._group))
-        data.extend(bytes(int(longest) - len(data)))  # a pickle ends where it says: what follows is not read
-        parts = [bytearray(len(data)) for _ in range(count)]
-        return torch.frombuffer(data, dtype=torch.uint8), parts
 
     def _call(self, collective: Callable[[], Any]) -> None:
         try:
@@ -317,11 +356,6 @@ class Comm:
         error.settled_by = self._number
         return error
 
-    def _report(self, error: BaseException) -> _Report:
-        kind = type(error).__name__ if isinstance(error, CheckpointingException) else ""
-        message = str(error) if kind else f"{type(error).__name__}: {error}"
-        return _Report(self.rank, self._phase, kind, message)
-
 
 def _alive(group: ref[Any]) -> Any:
     found = group()
@@ -330,30 +364,22 @@ def _alive(group: ref[Any]) -> Any:
     return found
 
 
+def pickled(value: Any) -> bytes | None:
+    """The value on its way to another rank, or None where pickle does not take it."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - any class may refuse in any way
+        return None
+
+
 def can_be_pickled(value: Any) -> bool:
     """Whether pickle takes the value: it can go to another rank, or into a pickled object."""
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - any class may refuse in any way
-        return False
-    return True
+    return pickled(value) is not None
 
 
 def unpickled(data: bytes | bytearray) -> Any:
     """What another process of this job has pickled: never anything that was stored."""
     return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
-
-
-def _verdict(reports: list[_Report]) -> CheckpointingException:
-    """The one error that all ranks raise."""
-    first = reports[0]
-    kind = getattr(errors, first.kind, RankFailedError) if first.kind else RankFailedError
-    message = f"rank {first.rank}, in {first.phase!r}: {first.message}"
-    also = [report for report in reports[1:] if report.message != first.message]
-    message += "".join(f"\nrank {report.rank}, in {report.phase!r}: {report.message}" for report in also[:8])
-    if len(also) > 8:  # noqa: PLR2004 - enough to see the pattern
-        message += f"\n... and {len(also) - 8} more ranks"
-    return kind(message)
 
 
 def _joined_group(group: Any) -> Any:
@@ -396,4 +422,4 @@ def _finish(works: Sequence[Any]) -> None:
         work.wait()
 
 
-__all__ = ["Comm", "can_be_pickled", "unpickled"]
+__all__ = ["Comm", "can_be_pickled", "pickled", "unpickled"]

@@ -12,7 +12,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.lazy import StoredCheckpoint
 from shardckpt.loading import LoadOptions, load_checkpoint
 from shardckpt.loading import open_checkpoint as open_stored
-from shardckpt.locations import is_remote, locate, locate_local
+from shardckpt.locations import locate, locate_local
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, Marker
 from shardckpt.mapping import (
     LocalNonpersistentObject,
@@ -97,7 +97,7 @@ def save(
             the connection between ranks broke after the commit.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.task("reading the arguments"):
         target = locate(checkpoint_dir, host())
         options = SaveOptions(
             validate_access_integrity,
@@ -107,7 +107,6 @@ def save(
             tuple(allow_globals),
             verify_integrity,
         )
-    comm.agree(async_sharded_save=async_sharded_save, checkpoint_dir=str(target) if is_remote(target) else "a path")
     if async_sharded_save:
         return request_save(sharded_state_dict, target, sharded_strategy, comm, host(), options)
     save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, host(), options)
@@ -151,7 +150,7 @@ def load(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.task("reading the arguments"):
         directory, mode = locate(checkpoint_dir, host()), parse_strict_flag(strict)
         options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
     with open_stored(directory, comm, host(), options) as checkpoint:
@@ -247,7 +246,7 @@ def remove_sharded_tensors(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.task("reading the arguments"):
         directory = locate_local(checkpoint_dir, "take keys out of")
     remove_keys(directory, key_prefix, comm, host())
 

@@ -41,7 +41,7 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
     Raises:
         ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
     """
-    with comm.phase("describing shards"):
+    with comm.task("describing shards"):
         wholes, table = _described(shards)
         weights = weigh(wholes)
         sums = fingerprint(table, weights)

@@ -54,11 +54,11 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
     """
     files = comm.main_runs("reading the digests", lambda: expected_files(directory, manifest))
     owners = deal([tuple(range(comm.world_size))] * len(files), [file.nbytes for file in files])
-    with comm.phase("checking files"):
+    with comm.task("checking files"):
         mine = [file for file, owner in zip(files, owners, strict=True) if owner == comm.rank]
         faults = [(file.name, fault) for file, fault in zip(mine, find_faults(directory, manifest, mine), strict=True)]
     everyone = comm.all_gather([found for found in faults if found[1]])
-    with comm.phase("comparing digests"):
+    with comm.task("comparing digests"):
         bad = sorted(found for part in everyone for found in part)
         if bad:
             listed = "".join(f"\n  {name}: {fault}" for name, fault in bad)

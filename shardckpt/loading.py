@@ -59,7 +59,8 @@ class OpenCheckpoint:
         return index
 
     def values(self, wanted: list[ShardedBase]) -> list[Any]:
-        """The values of shards that are stored."""
+        """The values of shards that are stored; nothing is filled before the ranks agree that all is well so far."""
+        self.context.comm.settle()
         with self.operation.step("loading shards"):
             values = self.strategy.load(wanted, self.context)
             delivered = [_delivered(shard, value) for shard, value in zip(wanted, values, strict=True)]

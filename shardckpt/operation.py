@@ -1,4 +1,4 @@
-"""One save or load as a sequence of steps that all ranks take together, each reported to ``shardckpt_event``."""
+"""One save or load as a sequence of steps, each reported to ``shardckpt_event``; an error in one ends it everywhere."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ class Operation:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Report the operation from start to end."""
+        """Report the operation from start to end; at the end all ranks have done it, or all raise the same error."""
         with self.begun():
             yield
+            self.comm.settle()
         self.ended()
 
     @contextmanager
@@ -62,7 +63,7 @@ class Operation:
         self._started = time.perf_counter()
         self._emit(phase="", state="start", nbytes=0)
         try:
-            with held_back():
+            with held_back(), self.comm.task(self._base.operation):
                 yield
         except Exception as exc:
             self.ended(exc)
@@ -75,8 +76,8 @@ class Operation:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A step after which all ranks go on or raise the same error."""
-        with self._reported(name), held_back(), self.comm.phase(name):
+        """A step of this rank; an error in it is raised on all ranks, as :meth:`Comm.task` says."""
+        with self._reported(name), held_back(), self.comm.task(name):
             yield
 
     @contextmanager

@@ -85,9 +85,14 @@ def save_checkpoint(
 
 
 def check_state(
-    sharded_state_dict: ShardedStateDict, strategy: Any, operation: Operation, options: SaveOptions
+    sharded_state_dict: ShardedStateDict,
+    strategy: Any,
+    operation: Operation,
+    options: SaveOptions,
+    *,
+    background: bool = False,
 ) -> CheckedState:
-    """Take the state dict apart and check it, on all ranks together."""
+    """Take the state dict apart and check it, on all ranks together; all ranks save in the background, or none."""
     comm = operation.comm
     with operation.step("preparing the state dict"):
         saver = find_saver(strategy, operation.host)
@@ -97,6 +102,7 @@ def check_state(
             common["content_metadata"] = options.content_metadata
         comm.agree(
             strategy=(saver.backend, saver.version),
+            async_sharded_save=background,
             checkpoint_dir=str(operation.directory),
             validate_access_integrity=options.validate,
             overwrite=options.overwrite,

@@ -36,8 +36,8 @@ def disabled_plugins() -> frozenset[str]:
 
 
 def io_threads() -> int:
-    """Number of file threads a rank; by default twice the cores, at most 4: some wait while others work."""
-    return _integer(IO_THREADS, default=min(4, 2 * (os.cpu_count() or 1)), least=1)
+    """Number of file threads a rank; by default one a core, 2 at least and 4 at most."""
+    return _integer(IO_THREADS, default=max(2, min(4, os.cpu_count() or 1)), least=1)
 
 
 def remote_attempts() -> int:

@@ -24,7 +24,7 @@ class PlanContext:
     """With whom a strategy plans a save.
 
     Attributes:
-        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)``.
+        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)`` or ``with comm.task(...)``.
         save_id: A name that no other save has.
         allow_globals: Classes and functions that objects may name although a load refuses them without leave.
     """
@@ -109,11 +109,11 @@ class PreparedSave:
         work: What this rank writes.
         finish: ``finish(results, context)``, called on every rank when all have written; on the main rank the results
             are those of every rank's ``work.write``, in rank order, elsewhere there are none. It writes what names
-            the rest.
+            the rest. None, on all ranks, where the work writes everything.
     """
 
     work: BackgroundWork
-    finish: Callable[[Sequence[Any], SaveContext], None]
+    finish: Callable[[Sequence[Any], SaveContext], None] | None = None
 
 
 class AsyncSaveStrategy(SaveStrategy):
@@ -126,9 +126,10 @@ class AsyncSaveStrategy(SaveStrategy):
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Prepare, write and finish, here and now."""
         prepared = self.prepare(shards, common, context)
-        with context.comm.phase("writing shards"):
+        with context.comm.task("writing shards"):
             result = prepared.work.write(context.writer)
-        prepared.finish(context.comm.gather(result), context)
+        if prepared.finish is not None:
+            prepared.finish(context.comm.gather(result), context)
 
 
 class LoadStrategy(ABC):

@@ -94,13 +94,13 @@ class Transaction:
 
     def writer(self) -> CheckpointWriter:
         """A writer of this rank's files."""
-        with self.operation.comm.phase("starting the file threads"):
+        with self.operation.comm.task("starting the file threads"):
             rank, staging = self.operation.comm.rank, self.staging or Path()
             writer = CheckpointWriter(staging, rank, sha256=self.sha256, algorithm=self.algorithm)
         return writer
 
     def commit(self, writer: CheckpointWriter, before: Written | None = None, content: Any = None) -> None:
-        """Make the files of all ranks the checkpoint.
+        """Make the files of all ranks the checkpoint; it is one when the ranks settle next.
 
         Args:
             writer: Has written this rank's files; writes those that make them valid.

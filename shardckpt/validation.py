@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from shardckpt.comm import Comm
+from shardckpt.comm import Comm, pickled
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.fit import refuse_misfits, validate_shards
 from shardckpt.mapping import ShardedBase, ShardedObject
@@ -115,7 +116,7 @@ def compare_keys(
         ordered = sorted(have)
         wanted_by_any = comm.largest(*(key in mine for key in ordered))
         missing = frozenset(key for key, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted)
-    with comm.phase("comparing keys"):
+    with comm.task("comparing keys"):
         if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL) and (unexpected or missing):
             raise KeyMismatchError(_mismatch_text(missing, unexpected))
         if strict is StrictHandling.ASSUME_OK_UNEXPECTED and unexpected:
@@ -137,7 +138,7 @@ def determine_global_metadata(
         process_group: The ranks; by default all.
     """
     comm = Comm(process_group)
-    with comm.phase("describing shards"):
+    with comm.task("describing shards"):
         mine = [leaf.without_data() for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)]
     return mine, comm.all_gather(mine)
 
@@ -240,9 +241,11 @@ def compare_common(
     """
     if comm.world_size == 1:
         return
-    with comm.phase("preparing the common state"):
+    with comm.task("preparing the common state"):
         mine = dict_list_map_outplace(lambda leaf: leaf, common)
         mine = mine if preprocess is None else preprocess(mine)
+    if comm.all_alike(pickled(mine) or os.urandom(8)):
+        return
     stored = comm.broadcast_or(mine, None)  # what cannot travel may still be stored: its strategy says
     places = ([], [], []) if stored is None else diff(stored, mine)
     if any(places):

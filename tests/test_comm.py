@@ -33,6 +33,21 @@ def test_values_move_between_ranks(ranks: RankPool) -> None:
     assert results[2] == ([0, 1, 2], [], 7, "main")
 
 
+def _gathers(unit: int) -> list[list[int]]:
+    comm = Comm()
+    everyone = comm.gather(bytes([comm.rank]) * unit * comm.rank)
+    some = comm.gather_some(bytes([7]) * unit, given=comm.rank == 2)
+    none = comm.gather_some(0, given=False)
+    return [[len(part) for part in parts] for parts in (everyone, some)] + [list(none)]
+
+
+@pytest.mark.parametrize("unit", [1, 4 << 20])
+def test_values_of_any_size_are_gathered(ranks: RankPool, unit: int) -> None:
+    """The main rank gets the values of those that give one, small ones at once and large ones each by itself."""
+    results = ranks.run(3, _gathers, unit)
+    assert results == [[[0, unit, 2 * unit], [unit], []], [[], [], []], [[], [], []]]
+
+
 def _fails(where: str) -> None:
     comm = Comm()
     with comm.phase("outer"):
@@ -162,6 +177,102 @@ def _is_interrupted() -> list[int]:
 def test_an_interrupt_on_one_rank_is_heard_by_all(ranks: RankPool) -> None:
     """Ctrl-C ends the rank that got it, the others raise, and no collective is left half entered."""
     assert ranks.run(3, _is_interrupted) == [[0, False, 0, 1, 2], [1, True, 0, 1, 2], [2, False, 0, 1, 2]]
+
+
+def _is_interrupted_deep_inside() -> list[int]:
+    comm = Comm()
+    try:
+        with comm.task("operation"), comm.phase("step"), comm.task("part"):
+            if comm.rank == 1:
+                raise KeyboardInterrupt
+    except (KeyboardInterrupt, RankFailedError) as exc:
+        return [isinstance(exc, KeyboardInterrupt), *Comm().all_gather(comm.rank)]
+    return []
+
+
+def test_an_interrupt_is_told_once(ranks: RankPool) -> None:
+    """However deep in tasks and phases a rank is, the others hear of its end once, and wait for it no second time."""
+    assert ranks.run(3, _is_interrupted_deep_inside) == [[False, 0, 1, 2], [True, 0, 1, 2], [False, 0, 1, 2]]
+
+
+def _fails_in_a_task(then: str) -> int:
+    comm = Comm()
+    with comm.task("alone"):
+        if comm.rank == 1:
+            raise ShardingError("bad shard")
+    done = 1  # the others go on, until they settle
+    calls = {
+        "phase": lambda: _phase(comm),
+        "agree": lambda: comm.agree(value=1),
+        "largest": lambda: comm.largest(1),
+        "many": lambda: comm.largest(1, 2, 3),
+        "total": lambda: comm.total(1),
+        "gather": lambda: comm.gather(1),
+        "all_gather": lambda: comm.all_gather(1),
+        "broadcast": lambda: comm.broadcast(1),
+        "main_runs": lambda: comm.main_runs("x", lambda: 1),
+        "exchange": lambda: comm.exchange([], []),
+        "broadcast_tensors": lambda: comm.broadcast_tensors([]),
+        "settle": comm.settle,
+    }
+    calls[then]()
+    return done
+
+
+def _phase(comm: Comm) -> None:
+    with comm.phase("together"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        "phase",
+        "agree",
+        "largest",
+        "many",
+        "total",
+        "gather",
+        "all_gather",
+        "broadcast",
+        "main_runs",
+        "exchange",
+        "broadcast_tensors",
+        "settle",
+    ],
+)
+def test_an_error_in_a_task_is_everyones_in_what_follows(ranks: RankPool, then: str) -> None:
+    """Whatever the ranks do together next, they do not do it, and raise the error of the one that has failed."""
+    outcomes = ranks.outcomes(3, _fails_in_a_task, then)
+    assert [outcome.kind for outcome in outcomes] == ["ShardingError"] * 3
+    assert {outcome.message for outcome in outcomes} == {"rank 1, in 'alone': bad shard"}
+
+
+def _messages(folder: str) -> list[int]:
+    comm_calls: list[int] = []
+    found: list[int] = []
+    call = Comm._call
+    Comm._call = lambda self, collective: (comm_calls.append(1), call(self, collective))[1]  # type: ignore[method-assign]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        for number in range(2):
+            tensors = [torch.full((2, 3), float(rank)) for _ in range(1 + 40 * number)]
+            shards = {
+                f"t{n}": ShardedTensor.from_rank_offsets(f"t{n}", tensor, (0, rank, world))
+                for n, tensor in enumerate(tensors)
+            }
+            for action in (dc.save, dc.load):
+                comm_calls.clear()
+                action(shards, f"{folder}/{number}")
+                found.append(len(comm_calls))
+    finally:
+        Comm._call = call  # type: ignore[method-assign]
+    return found
+
+
+def test_messages_do_not_grow_with_the_state(ranks: RankPool, tmp_path: Path) -> None:
+    """A save of one tensor and one of 41 take the same 12 messages between ranks, a load 8."""
+    assert ranks.run(2, _messages, str(tmp_path)) == [[12, 8, 12, 8]] * 2
 
 
 def _disagrees() -> None:

@@ -102,13 +102,14 @@ class _BackgroundSave:
         with operation.step("finishing a background save"):
             if self.result is None or self.result.save_id != transaction.save_id:
                 raise CheckpointingException(f"rank {comm.rank} has not written its part of {transaction.target}")
-        results = comm.gather(self.result.result)
         with transaction.writer() as writer:
-            context = SaveContext(
-                writer=writer, comm=comm, save_id=transaction.save_id, allow_globals=self.context.allow_globals
-            )
-            self.prepared.finish(results, context)
+            if self.prepared.finish is not None:
+                context = SaveContext(
+                    writer=writer, comm=comm, save_id=transaction.save_id, allow_globals=self.context.allow_globals
+                )
+                self.prepared.finish(comm.gather(self.result.result), context)
             transaction.commit(writer, self.result.written, self.content)
+        comm.settle()
         operation.ended()
         self.committed = True
 
@@ -131,7 +132,7 @@ def request_save(
     """Plan a save together; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
     operation = Operation("save", target, comm, host)
     with operation.begun():
-        state = check_state(sharded_state_dict, strategy, operation, options)
+        state = check_state(sharded_state_dict, strategy, operation, options, background=True)
         with operation.step("looking for background saves"):
             saver = _in_background(state.saver)
         transaction = Transaction(operation, target, state.identity, overwrite=options.overwrite, sha256=options.sha256)
@@ -139,6 +140,7 @@ def request_save(
             context = PlanContext(comm=comm, save_id=transaction.save_id, allow_globals=options.allow_globals)
             with operation.step("planning"):
                 prepared = saver.prepare(state.shards, state.common, context)
+            comm.settle()
         except BaseException:
             transaction.abort()
             raise

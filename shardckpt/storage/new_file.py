@@ -43,10 +43,13 @@ class NewFile:
 
     Args:
         path: The file.
+        nbytes: What it will have at least, if that is known: space for it is set aside in one go, before the first
+            pages are written. (While they are, ext4 lets all writers wait for it.)
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, nbytes: int = 0) -> None:
         self.path = path
+        self._expected = nbytes
         self._fd = open_new(path)
         self._direct = _CLOSED
         self._asked = False
@@ -60,7 +63,8 @@ class NewFile:
             self._asked = True
             self._direct, self._alignment = open_direct(self.path, self._fd)
         if self._alignment and self._allocates and size > self._allocated:
-            self._allocated = self._allocate(size + min(size // 8, _AHEAD), size) or self._allocate(size, size)
+            ahead = self._expected if size <= self._expected else size + min(size // 8, _AHEAD)
+            self._allocated = self._allocate(ahead, size) or self._allocate(size, size)
             self._allocates = self._allocated > 0
 
     def copies(self, view: memoryview, offset: int) -> bool:

@@ -36,13 +36,14 @@ class FileWriter:
         path: The file, which must not exist.
         crew: Who writes.
         algorithm: Of the digests.
+        nbytes: What it will have at least, if that is known.
         sha256: Whether to hash the file.
     """
 
-    def __init__(self, path: Path, crew: Crew, algorithm: str, *, sha256: bool = False) -> None:
+    def __init__(self, path: Path, crew: Crew, algorithm: str, nbytes: int = 0, *, sha256: bool = False) -> None:
         self._path = path
         self._crew = crew
-        self._file = NewFile(path)
+        self._file = NewFile(path, nbytes)
         self._stream = FileStream(self._file, crew, algorithm)
         #: SHA-256 of the records that are written, where it is wanted.
         self.sha256 = hashlib.sha256() if sha256 else None
@@ -204,10 +205,15 @@ class CheckpointWriter:
         #: Their SHA-256 in hex, by name, where it is wanted.
         self.sha256: dict[str, str] = {}
 
-    def create(self, name: str) -> FileWriter:
-        """Begin a new file; names are of letters, digits, ``.``, ``_`` and ``-``."""
+    def create(self, name: str, nbytes: int = 0) -> FileWriter:
+        """Begin a new file.
+
+        Args:
+            name: Of letters, digits, ``.``, ``_`` and ``-``.
+            nbytes: What it will have at least, if that is known: it is written faster.
+        """
         path = self._directory / check_file_name(name)
-        writer = FileWriter(path, self._crew, self._algorithm, sha256=self._sha256)
+        writer = FileWriter(path, self._crew, self._algorithm, nbytes, sha256=self._sha256)
         self._open[name] = writer
         return writer
 

@@ -44,7 +44,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         index = read_index(context.reader)
         with context.comm.phase("planning the load"):
             plan = LoadPlan(wanted, index, context.reader, context.allow_globals)
-        with context.comm.phase("reading shards"):
+        with context.comm.task("reading shards"):
             plan.read()
         return [_value(shard) for shard in wanted]
 

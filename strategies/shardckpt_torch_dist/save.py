@@ -8,21 +8,18 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import PlanCache, share_out
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
-from shardckpt_torch_dist.dialects import METADATA_FILE
 from shardckpt_torch_dist.global_plan import LocalPlan, local_plan, merged
-from shardckpt_torch_dist.index_file import INDEX_FILE, dump
 from shardckpt_torch_dist.items import local_items
-from shardckpt_torch_dist.metadata_pickle import encode
 from shardckpt_torch_dist.pickled import pickled
 from shardckpt_torch_dist.placing import place
-from shardckpt_torch_dist.stored import COMMON_FILE
+from shardckpt_torch_dist.work import Names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.comm import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.strategy import PlanContext, SaveContext
+    from shardckpt.strategy import PlanContext
     from shardckpt_torch_dist.stored import StoredIndex
 
 
@@ -73,32 +70,27 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         comm = context.comm
         if not self._main_only:
             shards = share_out(shards, comm)
-        with comm.phase("pickling the common state"):
+        with comm.task("pickling the common state"):
             stored_common = pickled(common, "the common state", context.allow_globals) if comm.is_main else b""
-        with comm.phase("planning"):
+        with comm.task("planning"):
             items = local_items(shards)
-        with comm.phase("pickling objects"):
+        with comm.task("pickling objects"):
             items.pickle_objects(context.allow_globals)
-        with comm.phase("placing items in files"):
+        with comm.task("placing items in files"):
             placed = place(items, comm.rank, self._files, self._hint)
             local = local_plan(items, placed)
         plan = self.plans.get(local, comm, lambda: _global_plan(local, comm))
 
-        def finish(_: Sequence[None], saving: SaveContext) -> None:
-            with saving.comm.phase("writing metadata"):
-                if plan is not None:
-                    saving.writer.write(METADATA_FILE, encode(plan, saving.save_id), keys=0)
-                    saving.writer.write(INDEX_FILE, dump(plan), keys=0)
-                    saving.writer.write(COMMON_FILE, stored_common)
-
-        return PreparedSave(placed.work, finish)
+        if plan is not None:
+            placed.work.names = Names(plan, context.save_id, stored_common)
+        return PreparedSave(placed.work)
 
 
 def _global_plan(local: LocalPlan, comm: Comm) -> StoredIndex | None:
     """What all ranks store, on the main rank."""
     plans = comm.gather(local)
     plan = None
-    with comm.phase("planning for all ranks"):
+    with comm.task("planning for all ranks"):
         if comm.is_main:
             plan = merged(plans)
     return plan

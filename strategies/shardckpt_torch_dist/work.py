@@ -10,12 +10,17 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.storage.copier import Copier
 from shardckpt.storage.digest import SEGMENT_BYTES, SMALL_RECORD
 from shardckpt.storage.memory import is_ordinary, is_plain, plain_cpu, synchronize_devices, tensor_bytes
+from shardckpt_torch_dist.dialects import METADATA_FILE
 from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN, of_length
+from shardckpt_torch_dist.index_file import INDEX_FILE, dump
+from shardckpt_torch_dist.metadata_pickle import encode
+from shardckpt_torch_dist.stored import COMMON_FILE
 
 if TYPE_CHECKING:
     import torch
 
     from shardckpt.storage.writer import CheckpointWriter, FileWriter
+    from shardckpt_torch_dist.stored import StoredIndex
 
 
 #: Bytes that are copied at a time of a tensor whose memory's bytes are not its values, one after the other, on the CPU;
@@ -31,11 +36,28 @@ class PlannedFile:
         name: Its name.
         objects: Keys and archives of objects, which come first as Megatron has it.
         tensors: Numbers of tensors among the work's.
+        nbytes: Its size.
     """
 
     name: str
     objects: list[tuple[str, bytes]] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Names:
+    """What names the tensors and objects of all ranks, and the common state: the main rank's to write."""
+
+    index: StoredIndex
+    save_id: str
+    common: bytes
+
+    def write(self, writer: CheckpointWriter) -> None:
+        """Write the index, in torch's form and in ours, and the common state."""
+        writer.write(METADATA_FILE, encode(self.index, self.save_id), keys=0)
+        writer.write(INDEX_FILE, dump(self.index), keys=0)
+        writer.write(COMMON_FILE, self.common)
 
 
 @dataclass
@@ -47,16 +69,19 @@ class SaveWork:
     keys: list[str]
     #: Bytes of every tensor's archive.
     lengths: list[int]
+    names: Names | None = None
 
     def write(self, writer: CheckpointWriter) -> None:
         """Write all files, side by side; everything lies where it was planned to."""
         synchronize_devices(self.tensors)
-        open_files = [(file, writer.create(file.name)) for file in self.files]
+        open_files = [(file, writer.create(file.name, file.nbytes)) for file in self.files]
         for file, into in open_files:
             for name, data in file.objects:
                 into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
             for number in file.tensors:
                 self._append_tensor(into, number)
+        if self.names is not None:
+            self.names.write(writer)  # while the last of the tensors are being written
         for _, into in open_files:
             writer.finish(into)
 
