@@ -14,6 +14,7 @@ from shardckpt.integrity import verify_integrity
 from shardckpt.mapping import ShardedTensor
 from shardckpt.operation import Operation
 from shardckpt.planning.shapes import check_shapes
+from shardckpt.replicas import settle_replicas
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.template import MISSING, LoadTemplate
@@ -98,6 +99,7 @@ def load_checkpoint(
             shard.validate_metadata_integrity()
             _refuse_meta(shard)
         comm.agree(strict=strict.value, validate_access_integrity=validate, verify_integrity=verify)
+        template.shards = settle_replicas(template.shards, comm, compare=False)
     if verify:
         with checkpoint.operation.step("verifying the files"):
             verify_integrity(checkpoint.context.reader.directory, checkpoint.context.reader.manifest, comm)

@@ -56,7 +56,7 @@ def settle_replicas(shards: Sequence[ShardedBase], comm: Comm, *, compare: bool)
     Raises:
         ShardingError: on every rank, naming shards whose copies differ and the ranks that have them.
     """
-    with comm.phase("listing replicated shards"):
+    with comm.task("listing replicated shards"):
         mine = [(shard, _mark(shard)) for shard in shards if _replicated(shard)]
         marks = sorted(mark for _, mark in mine)
     holders = _find_holders(marks, comm)
@@ -81,20 +81,13 @@ def _mark(shard: Any) -> _Mark:
 
 def _find_holders(marks: list[_Mark], comm: Comm) -> dict[_Mark, _Holders] | None:
     """Who has this rank's replicated shards; None where no rank has any."""
-    number = _folded(marks)
-    most, least = comm.largest(number, -number)
-    if most == -least:
+    if comm.all_alike(b"".join(marks)):
         return {mark: _Holders(0, comm.world_size > 1) for mark in marks} if marks else None
     ranks = defaultdict(list)
     for rank, theirs in enumerate(comm.all_gather(sorted(set(marks)))):
         for mark in theirs:
             ranks[mark].append(rank)
     return {mark: _Holders(ranks[mark][0], len(ranks[mark]) > 1) for mark in marks}
-
-
-def _folded(parts: Iterable[bytes]) -> int:
-    """A number below 2^62 that says whether two lists are equal."""
-    return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "little") >> 2
 
 
 def _settled(shard: Any, is_main: bool) -> Any:
@@ -106,12 +99,10 @@ def _settled(shard: Any, is_main: bool) -> Any:
 def _compare(shared: list[tuple[Any, _Mark]], comm: Comm) -> None:
     """Raise on all ranks if copies differ; ``shared`` has this rank's of those that others have, too."""
     without_xxhash = comm.largest(preferred() == CRC32)[0]
-    with comm.phase("comparing replicated shards"):
+    with comm.task("comparing replicated shards"):
         digest = digest_function(CRC32 if without_xxhash else preferred())
         mine = [(mark, _digest(shard.data, digest)) for shard, mark in shared]
-    number = _folded(mark + value.to_bytes(8, "little") for mark, value in mine)
-    most, least = comm.largest(number, -number)
-    if most == -least:
+    if comm.all_alike(b"".join(mark + value.to_bytes(8, "little") for mark, value in mine)):
         return
     different = _different(comm.all_gather(mine))
     objects = {m: s.data for s, m in shared if m in different and isinstance(s, ShardedObject)}

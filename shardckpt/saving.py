@@ -9,6 +9,7 @@ from shardckpt.entries import StrategyAction
 from shardckpt.errors import UnknownBackendError
 from shardckpt.operation import Operation
 from shardckpt.registry import parse_key
+from shardckpt.replicas import settle_replicas
 from shardckpt.state_dict import save_preprocess
 from shardckpt.strategy import SaveContext, SaveStrategy
 from shardckpt.transaction import Identity, commit_files
@@ -108,6 +109,7 @@ def check_state(
             overwrite=options.overwrite,
             verify_integrity=options.sha256,
         )
+        shards = settle_replicas(shards, comm, compare=options.validate)
     if options.validate:
         with operation.step("validating"):
             validate_shards(shards, comm)

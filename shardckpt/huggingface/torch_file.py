@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
 
 
 def read_torch_file(path: Path) -> dict[Any, Any]:
@@ -49,8 +51,8 @@ def _first_bytes(path: Path) -> bytes:
 
 def _reason(error: Exception) -> str:
     """What torch says of a refusal, without its advice to load the file all the same."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line.startswith("WeightsUnpickler error")), type(error).__name__)[:300]
+    found = _REFUSAL.search(str(error))
+    return found[0].strip()[:300] if found else type(error).__name__
 
 
 __all__ = ["read_torch_file"]

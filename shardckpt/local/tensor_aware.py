@@ -9,6 +9,7 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.local.holdings import check_exchange, deal_shards, drop_others, fetch_shards, shard_id
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning.shapes import check_shapes
+from shardckpt.replicas import settle_replicas
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
 from shardckpt.template import MISSING, LoadTemplate
 from shardckpt.validation import StrictHandling, compare_keys, parse_strict_flag, stored_key, validate_shards
@@ -77,6 +78,8 @@ class TensorAwareStateDict:
             _check_algo(algo)
             nest, common = split_for_save(sharded_state_dict)
             _check_filled(nest)
+        settled = iter(settle_replicas(list(nested_values(nest)), comm, compare=False))
+        nest = dict_list_map_outplace(lambda _: next(settled), nest)
         if not comm.all_true(cached_metadata is not None):
             validate_shards(list(nested_values(nest)), comm)
         if algo == "atomic":
@@ -123,6 +126,7 @@ class TensorAwareStateDict:
             _check_algo(algo)
             check_exchange(exchange_algo)
             template, mode = _checked_template(sharded_state_dict), parse_strict_flag(strict)
+        template.shards = settle_replicas(template.shards, comm, compare=False)
         if validate_access_integrity:
             validate_shards(template.shards, comm)
         kept_keys = map(stored_key, nested_values(self.sharded_state_dict))

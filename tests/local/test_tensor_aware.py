@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, NotACheckpointError
 from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.tensor_aware import TensorAwareStateDict
@@ -338,3 +339,20 @@ def test_a_missing_shard_is_a_key_mismatch(tmp_path: Path) -> None:
     with pytest.raises(KeyMismatchError, match="o/shard_0_1"):
         load_local(tmp_path / "0").to_state_dict(wanted)
     assert not destination.any()
+
+
+def _plain_tensors(algo: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    mine = {"everywhere": _whole(1)} if rank else {"everywhere": _whole(1), "one": _whole(2)}
+    part, _ = TensorAwareStateDict.from_state_dict(to_sharded_state_dict(mine), algo)
+    into = to_sharded_state_dict({key: torch.zeros_like(value) for key, value in mine.items()})
+    return part.to_state_dict(into, algo)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("algo", MODES)
+def test_plain_tensors_need_no_replica_ids(ranks: RankPool, algo: str) -> None:
+    """Tensors that the adapters describe are kept and given back, on however many ranks they are."""
+    first, second = ranks.run(2, _plain_tensors, algo)
+    assert first["one"].equal(_whole(2))
+    assert first["everywhere"].equal(_whole(1))
+    assert second["everywhere"].equal(_whole(1))

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.errors import CheckpointingException, PluginError, ShardingError
+from shardckpt.huggingface import Rule, RuleMapping
+from shardckpt.huggingface.models import find_mapping
+from shardckpt.key_mapping import Identity, Link, links_of
+from shardckpt.planning.boxes import Box, intersect
+from shardckpt.planning.coverage import find_hole, find_overlap
+
+
+def _cut(mapping: RuleMapping, key: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a folder that a mapping makes of a stored one."""
+    found: dict[str, torch.Tensor] = {}
+    for link in links_of(mapping, key, tuple(whole.shape)):
+        part = whole[link.box.within(Box((0,) * whole.dim(), tuple(whole.shape)))][(0,) * link.dropped]
+        found[link.name] = part.transpose(-1, -2) if link.transposed else part
+        assert found[link.name].shape == link.shape
+    return found
+
+
+def test_experts_and_halves_are_cut_as_transformers_does() -> None:
+    """(experts, 2 x rows, columns) is a gate and an up matrix an expert; other names stay."""
+    whole = torch.arange(3 * 8 * 5.0).reshape(3, 8, 5)
+    found = _cut(find_mapping("qwen3_moe"), "model.layers.7.mlp.experts.gate_up_proj", whole)  # type: ignore[arg-type]
+    for expert in range(3):
+        name = f"model.layers.7.mlp.experts.{expert}"
+        assert torch.equal(found[f"{name}.gate_proj.weight"], whole[expert, :4])
+        assert torch.equal(found[f"{name}.up_proj.weight"], whole[expert, 4:])
+    assert len(found) == 6
+    assert find_mapping("mixtral").links("lm_head.weight", (4, 3)) == Identity().links("lm_head.weight", (4, 3))
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.3.moe.experts.w2", "layers.3.moe.routed_experts.inner_experts.w2_EDF"], ids=str
+)
+def test_torchtitans_experts_have_the_same_names_on_the_hub(name: str) -> None:
+    """torchtitan holds w1, w2 and w3 apart, under other names in its releases."""
+    whole = torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)
+    found = _cut(find_mapping("qwen3_moe"), name, whole)  # type: ignore[arg-type]
+    assert {n: t.tolist() for n, t in found.items()} == {
+        f"model.layers.3.mlp.experts.{expert}.down_proj.weight": whole[expert].tolist() for expert in range(2)
+    }
+
+
+def test_transposed_and_dropped_tensors() -> None:
+    """A rule may swap the last two axes, or say that the folder has no place for a tensor."""
+    mapping = RuleMapping([Rule("e.w", ("e.{expert}.a", "e.{expert}.b"), transposed=True), Rule("{x}.cache", ())])
+    whole = torch.arange(2 * 6 * 4.0).reshape(2, 6, 4)
+    found = _cut(mapping, "e.w", whole)
+    assert torch.equal(found["e.1.b"], whole[1, 3:].t())
+    assert links_of(mapping, "rope.cache", (3,)) == []
+    assert len(links_of(mapping, "deep.rope.cache", (3,))) == 1  # a field has no dots
+
+
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)), st.integers(1, 3), st.booleans(), st.randoms()
+)
+def test_links_tile_the_stored_tensor_and_boxes_go_both_ways(
+    shape: tuple[int, int, int], parts: int, transposed: bool, random: object
+) -> None:
+    """Every element of a stored tensor is in one link; a part of a link has one place on each side."""
+    shape = (shape[0], shape[1] * parts, shape[2])
+    rule = Rule("w", tuple(f"{{expert}}.{n}" for n in range(parts)), transposed=transposed)
+    links = links_of(RuleMapping([rule]), "w", shape)
+    boxes = [link.box for link in links]
+    assert find_overlap(boxes) is None
+    assert find_hole(shape, boxes) is None
+    part = Box((0, shape[1] // 2, shape[2] // 2), (shape[0], shape[1] - shape[1] // 2, shape[2] - shape[2] // 2))
+    for link in links:
+        common = intersect(link.box, part)
+        if common is not None:
+            assert link.to_stored(link.to_hub(common)) == common
+            assert intersect(link.hub_box, link.to_hub(common)) == link.to_hub(common)
+
+
+def test_a_tensor_of_another_form_is_refused() -> None:
+    """Rows that cannot be halved, or no axis of experts, are an error that names the tensor and the mapping's names."""
+    for shape in ((2, 5, 3), (4,)):
+        with pytest.raises(ShardingError, match=r"gate_up_proj.*the mapping of another model"):
+            find_mapping("qwen3_moe").links("model.layers.0.mlp.experts.gate_up_proj", shape)
+
+
+def test_unknown_models_and_wrong_mappings_are_refused() -> None:
+    """Who knows no model, and what is no mapping, is said with what there is instead."""
+    with pytest.raises(CheckpointingException, match=r"'gpt9': built in are mixtral, qwen3_moe"):
+        find_mapping("gpt9")
+    with pytest.raises(PluginError, match="mapping= is a dict"):
+        find_mapping({})  # type: ignore[arg-type]
+
+
+class _Wrong:
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def links(self, key: str, shape: tuple[int, ...]) -> list[Link]:
+        return [self.link]
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link("x", (2, 3), (0, 0), Box((0, 0), (3, 3))),
+        Link("x", (9, 9), (0, 0), Box((2, 0), (2, 3))),
+        Link("x", (3,), (0,), Box((0, 0), (2, 3))),
+        Link("x", (3,), (0,), Box((0, 0), (1, 3)), transposed=True),
+        Link("x", (3,), (1,), Box((0, 0), (1, 3))),
+        Link("x", (3, 3, 3), (0, 0, 0), Box((0, 0), (1, 3))),
+    ],
+)
+def test_links_must_lie_in_both_tensors(link: Link) -> None:
+    """A plugin's mapping that leaves a tensor, or drops an axis that is not 1, is named and does no harm."""
+    with pytest.raises(PluginError, match="_Wrong maps 'w'"):
+        links_of(_Wrong(link), "w", (3, 3))
