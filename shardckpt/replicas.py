@@ -23,7 +23,7 @@ from shardckpt.storage.memory import plain_cpu, tensor_bytes
 from shardckpt.wrappers import is_quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from shardckpt.comm import Comm
     from shardckpt.storage.digest import Digest

@@ -39,7 +39,7 @@ def test_experts_and_halves_are_cut_as_transformers_does() -> None:
     "name", ["layers.3.moe.experts.w2", "layers.3.moe.routed_experts.inner_experts.w2_EDF"], ids=str
 )
 def test_torchtitans_experts_have_the_same_names_on_the_hub(name: str) -> None:
-    """torchtitan holds w1, w2 and w3 apart, under other names in its releases."""
+    """Torchtitan holds w1, w2 and w3 apart, under other names in its releases."""
     whole = torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)
     found = _cut(find_mapping("qwen3_moe"), name, whole)  # type: ignore[arg-type]
     assert {n: t.tolist() for n, t in found.items()} == {
