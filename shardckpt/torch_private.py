@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import datetime as dt
     from typing import TypeGuard
+
+    import torch
 
 
 def group_timeout(group: Any) -> dt.timedelta:
@@ -34,4 +37,30 @@ def is_sharded_tensor(value: object) -> TypeGuard[Any]:
     return isinstance(value, ShardedTensor)
 
 
-__all__ = ["group_timeout", "is_sharded_tensor", "split_factor"]
+def sharded_along(placement: Any, dim: int) -> Any:
+    """A Shard, or a ``_StridedShard`` of the same factor, along another axis."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    factor = split_factor(placement)
+    return Shard(dim) if factor is None else _StridedShard(dim, split_factor=factor)
+
+
+def empty_sharded_tensor_like(value: Any, dtype: torch.dtype) -> Any:
+    """An uninitialised ShardedTensor of the same shards, groups and devices; torch makes them in private ways alone."""
+    metadata = value.metadata()
+    properties = replace(metadata.tensor_properties, dtype=dtype, requires_grad=False, pin_memory=False)
+    shards = [type(shard)(_empty_shard(shard.tensor, dtype), shard.metadata) for shard in value.local_shards()]
+    return type(value)._init_from_local_shards_and_global_metadata(  # noqa: SLF001
+        shards,
+        sharded_tensor_metadata=replace(metadata, tensor_properties=properties),
+        process_group=value._process_group,  # noqa: SLF001
+    )
+
+
+def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
+    if is_sharded_tensor(tensor):
+        return empty_sharded_tensor_like(tensor, dtype)
+    return tensor.detach().new_empty(tensor.shape, dtype=dtype)
+
+
+__all__ = ["empty_sharded_tensor_like", "group_timeout", "is_sharded_tensor", "sharded_along", "split_factor"]

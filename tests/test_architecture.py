@@ -25,7 +25,7 @@ FLOORS = (
     ("integrity",),
     ("transaction",),
     ("saving", "loading", "removing"),
-    ("background", "lazy", "local"),
+    ("background", "lazy", "local", "optimizer_state"),
     ("dist_checkpointing", "async_save", "migrating", "verifying"),
     ("huggingface",),
     ("demo", "compat"),

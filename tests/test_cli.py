@@ -27,7 +27,10 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit, match="0"):
         main(arguments)
     out = capsys.readouterr().out
-    expected = {"--help": ("demo", "strategies", "inspect", "verify", "migrate", "remove"), "--version": (__version__,)}
+    expected = {
+        "--help": ("demo", "strategies", "inspect", "verify", "migrate", "remove", "export"),
+        "--version": (__version__,),
+    }
     assert all(text in out for text in expected.get(arguments[0], ("usage",)))
 
 

@@ -76,6 +76,11 @@ def is_castable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
+def is_real(dtype: torch.dtype) -> bool:
+    """Whether every element is a floating-point number: not two of them in a byte."""
+    return dtype.is_floating_point and safetensors_name(dtype) != _PAIRS
+
+
 def cast_to(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """The dtype that a tensor has after the cast: its own where the cast does not apply."""
     return wanted if wanted is not None and is_castable(dtype) else dtype
@@ -120,6 +125,7 @@ __all__ = [
     "from_safetensors",
     "get_dtype_size",
     "is_castable",
+    "is_real",
     "parse_dtype",
     "refuse_unknown",
     "safetensors_name",

@@ -95,7 +95,7 @@ def export_to_huggingface(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.task("reading the arguments"):
         source, folder = locate(checkpoint_dir, host()), locate_local(target, "export to")
         choice = Choice(
             prefix,
@@ -142,6 +142,7 @@ class _Export:
             staging = self._comm.broadcast(self._staging)
             with self._operation.step("writing"):
                 self._write(staging)
+            self._comm.settle()  # all have written
             with self._operation.step("committing"):
                 if self._comm.is_main:
                     self._finish(extra)

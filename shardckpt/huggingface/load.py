@@ -71,7 +71,7 @@ def load_from_huggingface(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.task("reading the arguments"):
         path, names = locate(folder, host()), find_mapping(mapping)
     operation = Operation("load", path, comm, host())
     with operation.whole():

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMismatchError, ShardingError
-from shardckpt.huggingface.dtypes import is_castable
+from shardckpt.huggingface.dtypes import is_castable, is_real
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
 from shardckpt.key_mapping import Link, links_of
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning.boxes import Box, intersect, part_view, shard_parts
+from shardckpt.storage.memory import synchronize_devices
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy
 from shardckpt.wrappers import is_quantized
@@ -74,9 +75,12 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
         with context.comm.phase("planning the load"):
             filled = [_with_memory(shard) for shard in tensors]
-            reads = [read for shard in filled for read in self._reads(shard)]
+            once = {_identity(shard): shard for shard in reversed(filled)}  # of tied ones the first
+            reads = [read for shard in once.values() for read in self._reads(shard)]
         with context.comm.phase("reading shards"):
+            _clear(filled)
             reader = context.reader
+            synchronize_devices(read.target for read in reads)
             reader.map(lambda read: _fill(reader, read), sorted(reads, key=_place), lambda read: read.nbytes)
         return [shard.data for shard in filled]
 
@@ -135,7 +139,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 )
         if not shard.allow_shape_mismatch or not _is_itself(links):
             return links
-        return _at_true_shape(shard, links[0], self._folder.tensors[links[0].name].tensor.shape)
+        return _at_true_shape(links[0], self._folder.tensors[links[0].name].tensor.shape)
 
     def _source(self, name: str, wanted: torch.dtype) -> StoredArray | Scaled:
         """What gives the values of a tensor in a dtype.
@@ -146,9 +150,11 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         stored = self._array(name)
         if stored.dtype == wanted:
             return stored
-        if not is_castable(wanted) or not stored.dtype.is_floating_point:
-            raise ShardingError(f"{name!r} is stored as {stored.dtype} and wanted as {wanted}: load it as that")
-        if is_castable(stored.dtype):
+        if not is_castable(wanted) or not is_real(stored.dtype):
+            raise ShardingError(
+                f"{name!r} is stored as {stored.dtype} and wanted as {wanted}: load it as {stored.dtype}, which it has"
+            )
+        if is_castable(stored.dtype) or name.endswith(SCALE_ENDING):
             return stored
         if name + SCALE_ENDING not in self._folder.tensors:
             refuse_other_schemes(name, self._folder.tensors, self._folder.config)
@@ -177,10 +183,8 @@ def _identity(shard: ShardedTensor) -> Hashable:
     return shard.data.data_ptr(), shard.data.device, shard.dtype, place
 
 
-def _at_true_shape(shard: ShardedTensor, link: Link, found: Ints) -> Sequence[Link]:
-    """The link of a tensor that may be larger or smaller than the folder's: what both have; the rest is zero."""
-    if shard.data is not None:
-        shard.data.zero_()
+def _at_true_shape(link: Link, found: Ints) -> Sequence[Link]:
+    """The link of a tensor that may be larger or smaller than the folder's: what both have."""
     common = Box((0,) * len(found), tuple(map(min, found, link.shape)))
     return (link._replace(shape=found, box=common),) if math.prod(common.shape) else ()
 
@@ -191,6 +195,13 @@ def _with_memory(shard: ShardedTensor) -> ShardedTensor:
         shard = shard.without_data()
         shard.init_data("cpu")
     return shard
+
+
+def _clear(shards: Sequence[ShardedTensor]) -> None:
+    """Make those zero that may be larger than what the folder has of them."""
+    for shard in shards:
+        if shard.allow_shape_mismatch and shard.data is not None:
+            shard.data.zero_()
 
 
 def _place(read: _Read) -> tuple[str, int]:
@@ -204,6 +215,8 @@ def _fill(reader: CheckpointReader, read: _Read) -> None:
         read.source.read(reader, read.start, read.target, read.what)
     else:
         read_box(reader, read.source, read.start, read.target, read.what)
+    if read.target.device.type != "cpu":
+        synchronize_devices([read.target])  # this thread's stream is not the caller's
 
 
 __all__ = ["HuggingFaceLoadStrategy"]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError, ShardingError
+from shardckpt.huggingface.dtypes import is_real
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.wrappers import copy_values
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 SCALE_ENDING = "_scale_inv"
 #: Endings of scales of other schemes, which need not be factors of blocks.
-_OF_OTHERS = ("_scale", "_scale_inv_2", "_scale_2")
+_OF_OTHERS = ("_scale", "_scale_2")
 _BLOCK = (128, 128)
 #: Elements that are made at a time.
 _ELEMENTS = 1 << 18
@@ -44,13 +45,13 @@ class Scaled(NamedTuple):
     block: tuple[int, int]
 
     def check(self, name: str) -> None:
-        """Raise :class:`CorruptCheckpointError` if the scales are not as many as the blocks."""
+        """Raise :class:`CorruptCheckpointError` if the scales are no numbers, or not as many as the blocks."""
         shape, (rows, columns) = self.weight.shape, self.block
         expected = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)) if len(shape) >= _AXES else ()
-        if self.scale.shape != expected or not expected:
+        if self.scale.shape != expected or not expected or not is_real(self.scale.dtype):
             raise CorruptCheckpointError(
-                f"{name!r} of shape {shape} needs scales of shape {expected} for blocks of {rows} x {columns}, and "
-                f"{name + SCALE_ENDING!r} has {self.scale.shape}"
+                f"{name!r} of shape {shape} needs scales of shape {expected} for blocks of {rows} x {columns}, floats, "
+                f"and {name + SCALE_ENDING!r} has {self.scale.shape} of {self.scale.dtype}"
             )
 
     def read(self, source: Source, start: Ints, target: torch.Tensor, what: str) -> None:

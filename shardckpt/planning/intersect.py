@@ -53,6 +53,8 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     parts += _joined(wanted, left, stored, bounds)
     if not parts:
         return Overlaps(left, left, wanted.offset, wanted.extent)
+    if len(parts) == 1:
+        return parts[0]
     return Overlaps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -75,7 +77,8 @@ def _exact(wanted: Table, stored: Table) -> torch.Tensor:
 
 def _joined(wanted: Table, rows: torch.Tensor, stored: Table, bounds: torch.Tensor) -> Iterator[Overlaps]:
     """The overlaps of some wanted boxes with all stored ones of their wholes."""
-    counts = bounds[wanted.whole[rows] + 1] - bounds[wanted.whole[rows]]
+    first = bounds[wanted.whole[rows]]
+    counts = bounds[wanted.whole[rows] + 1] - first
     ends = counts.cumsum(0)
     start = 0
     while start < len(rows):
@@ -83,7 +86,7 @@ def _joined(wanted: Table, rows: torch.Tensor, stored: Table, bounds: torch.Tens
         stop = max(start + 1, int(torch.searchsorted(ends, before + _PAIRS, right=True)))
         some = slice(start, stop)
         one = spread(rows[some], counts[some])
-        other = _ranges(bounds[wanted.whole[rows[some]]], counts[some])
+        other = _ranges(first[some], counts[some])
         low = torch.maximum(wanted.offset[one], stored.offset[other])
         high = torch.minimum(wanted.offset[one] + wanted.extent[one], stored.offset[other] + stored.extent[other])
         hit = (low < high).all(1)

@@ -88,7 +88,9 @@ class Experts:
             )
 
     def _refuse_unknown(self, key: str, value: torch.Tensor) -> None:
-        if not self._is_expert(key) or (isinstance(value, DTensor) and has_dim(value.device_mesh, EP_NAMES)):
+        if not value.dim() or not self._is_expert(key):
+            return
+        if isinstance(value, DTensor) and has_dim(value.device_mesh, EP_NAMES):
             return
         kind = "DTensor without an expert-parallel mesh dimension" if isinstance(value, DTensor) else "plain tensor"
         raise ShardingError(

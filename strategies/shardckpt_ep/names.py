@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
 #: Modules that wrap another and leave no trace in what torch's state-dict functions name.
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
@@ -44,28 +44,25 @@ class ExpertNames:
 
     def find(self, key: str) -> ExpertName | None:
         """Whose key it is, or None where it is no expert's."""
-        return next((name for parts in self._readings(key) if (name := self._named(parts))), None)
+        return next((name for name in self._readings(key) if name.fqn in self._fqns), None)
 
     def resembles(self, key: str) -> bool:
-        """Whether the key is that of a parameter whose name differs from an expert's in numbers alone."""
-        return any(_pattern(".".join(parts)) in self._patterns for parts in self._readings(key))
+        """Whether the key is that of a parameter, or its state's, whose name differs from an expert's in numbers."""
+        return any(_pattern(name.fqn) in self._patterns for name in self._readings(key))
 
-    def _readings(self, key: str) -> Iterable[list[str]]:
+    def _readings(self, key: str) -> Iterator[ExpertName]:
+        """What the key may mean, longer names first."""
         parts = clean(key).split(".")
-        yield parts
+        yield from _meanings(parts)
         if parts[0] in self._sections:
-            yield parts[1:]
+            yield from _meanings(parts[1:])
 
-    def _named(self, parts: list[str]) -> ExpertName | None:
-        whole = ".".join(parts)
-        if whole in self._fqns:
-            return ExpertName(whole, "")
-        if parts[:1] == ["state"]:
-            for end in range(len(parts) - 1, 1, -1):
-                fqn = ".".join(parts[1:end])
-                if fqn in self._fqns:
-                    return ExpertName(fqn, ".".join(parts[end:]))
-        return None
+
+def _meanings(parts: Sequence[str]) -> Iterator[ExpertName]:
+    yield ExpertName(".".join(parts), "")
+    if parts[:1] == ["state"]:
+        for end in range(len(parts) - 1, 1, -1):
+            yield ExpertName(".".join(parts[1:end]), ".".join(parts[end:]))
 
 
 def clean(fqn: str) -> str:

@@ -62,9 +62,10 @@ def expert_sharded_state_dict(
         describer = _Describer(Experts(layouts, sections, is_expert), prefix, compared=check_replicas)
         state = describer.described(state_dict, "")
         describer.check_complete()
+        state = to_sharded_state_dict(state, prefix=prefix)
     if validate:
         check_experts(describer.shards, describer.expert_dims, comm)
-    return to_sharded_state_dict(state, prefix=prefix)
+    return state
 
 
 class _Describer:

@@ -69,8 +69,8 @@ def place(items: LocalItems, rank: int, count: int, hint: str | None) -> Placed:
         by_name[file].tensors.append(number)
         placed.boxes.append((numbered[file], start, length))
         ends[file] = start + padded(length)
-    for file in work.files:
-        file.nbytes = ends[file.name]
+    for name, nbytes in ends.items():
+        by_name[name].nbytes = nbytes
     return placed
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -55,6 +56,13 @@ def order(*sizes: tuple[str, int]) -> tuple[tuple[str, int], ...]:
     return sizes
 
 
+def mesh_of(*sizes: tuple[str, int]) -> DeviceMesh:
+    """A mesh, once all ranks have made it: one that ends before another has joined breaks the other's group."""
+    mesh = init_device_mesh("cpu", tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes))
+    dist.barrier()
+    return mesh
+
+
 class Meshes:
     """Meshes by shape and names, each made once a process group."""
 
@@ -64,8 +72,7 @@ class Meshes:
     def of(self, case: Case) -> DeviceMesh:
         """The mesh of a case."""
         if case.sizes not in self._made:
-            shape = tuple(size for _, size in case.sizes)
-            self._made[case.sizes] = init_device_mesh("cpu", shape, mesh_dim_names=case.names)
+            self._made[case.sizes] = mesh_of(*case.sizes)
         return self._made[case.sizes]
 
 
@@ -220,6 +227,7 @@ __all__ = [
     "live",
     "local_of",
     "mine",
+    "mesh_of",
     "order",
     "state",
     "whole",

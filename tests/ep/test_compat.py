@@ -68,15 +68,15 @@ def test_restore_gives_all_experts_in_true_order_and_drop_undoes_it(ranks: RankP
 
 
 def _refused(how: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    mesh = mesh_of(("efsdp", 2), ("ep", 2))
     if how == "uneven":
         restore_ep_dim(torch.zeros(1 + 3 * mesh.get_local_rank("ep"), 3), mesh)
     elif how == "length":
         restore_ep_dim(torch.zeros(4, 3), mesh, global_shape=(5, 3))
     elif how == "outside":
-        restore_ep_dim(torch.zeros(4, 3), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        restore_ep_dim(torch.zeros(4, 3), mesh_of(("ep", 1)))
     else:
-        other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+        other = mesh_of(("ep", 2), ("efsdp", 2))
         drop_ep_dim(from_local(torch.zeros(4, 3), mesh, [Shard(1), Shard(0)], (8, 6)), other)
 
 
@@ -111,7 +111,7 @@ class _Model(torch.nn.Module):
 
 
 def _model_on_meshes() -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    mesh = mesh_of(("efsdp", 2), ("ep", 2))
     model = _Model()
     for block in model.trunk:
         w1 = from_local(torch.zeros(4, 6), mesh["efsdp"], [Shard(0)], (8, 6))
@@ -284,7 +284,7 @@ def test_items_of_objects_are_not_moved() -> None:
 
 
 def _identities() -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    mesh = mesh_of(("efsdp", 2), ("ep", 2))
     plain = torch.zeros(2)
     efsdp = from_local(torch.zeros(2, 3), mesh["efsdp"], [Shard(1)], (2, 6))
     on_ep = DTensor.from_local(torch.zeros(2, 3), mesh["ep"], [Shard(0)], run_check=False)

@@ -41,7 +41,7 @@ def test_the_mesh_is_read_by_names_in_either_order(ranks: RankPool, names: tuple
 
 
 def _both_on_one_axis() -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    mesh = mesh_of(("efsdp", 2), ("ep", 2))
     return ExpertLayout.from_local(torch.zeros(2, 3), mesh, fsdp_dim=0, name="w1").pieces()[0].box.offset[0]
 
 
@@ -51,7 +51,7 @@ def test_experts_are_cut_first_and_fsdp_inside(ranks: RankPool) -> None:
 
 
 def _gathered() -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "ep"))
+    mesh = mesh_of(("replicate", 2), ("ep", 2))
     experts = 1 + 3 * mesh.get_local_rank("ep")
     counts = gather_experts_per_rank(experts, mesh)
     found = ExpertLayout.from_local(torch.zeros(experts, 2), mesh, experts_per_rank=counts)
@@ -71,8 +71,8 @@ def test_uneven_counts_are_gathered_along_the_expert_dimension(ranks: RankPool) 
 
 
 def _wrong_mesh(how: str) -> None:
-    live = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))  # made anew from sizes, as seeds do
+    live = mesh_of(("efsdp", 2), ("ep", 2))
+    wrong = mesh_of(("ep", 2), ("efsdp", 2))  # made anew from sizes, as seeds do
     efsdp = from_local(torch.zeros(4, 3), live["efsdp"], [Shard(1)], (4, 6))
     if how == "efsdp":
         ExpertLayout.from_efsdp(efsdp, wrong, name="w1")
@@ -106,7 +106,7 @@ def test_a_plain_tensor_of_another_length_than_its_place_is_refused(ranks: RankP
 
 
 def _refused(kind: str) -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    mesh = mesh_of(("ep", 2))
     tensor = torch.zeros(2, 3)
     if kind == "no name":
         ExpertLayout.from_local(tensor, init_device_mesh("cpu", (2,)))

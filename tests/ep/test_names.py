@@ -51,6 +51,7 @@ def test_names_that_only_end_or_begin_alike_are_others(key: str) -> None:
 def test_other_layers_experts_resemble_a_known_one() -> None:
     """A key whose name differs in numbers alone is an expert's that was forgotten; others are not."""
     assert NAMES.resembles("model.layers.17.experts.gate_up")
+    assert NAMES.resembles("optimizer.state.layers.17.experts.gate_up.exp_avg")
     assert not NAMES.resembles("model.layers.0.experts.router")
 
 

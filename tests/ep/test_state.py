@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardckpt import dist_checkpointing
+from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.comm import Comm
 from shardckpt.errors import KeyMismatchError, RefusedByPolicyError, ShardingError, StrategyMismatchError
 from shardckpt.mapping import ShardedTensor
+from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
 from shardckpt.replicas import settle_replicas
 from shardckpt.state_dict import save_preprocess
 from shardckpt_ep import (
@@ -119,9 +121,32 @@ def test_ranks_outside_the_mesh_store_and_read_nothing(ranks: RankPool, tmp_path
     assert torch.equal(dist_checkpointing.load_plain_tensors(tmp_path / "ckpt")[FQN], whole(8))
 
 
+def _through_wrappers(path: Path) -> None:
+    case, meshes = Case(order(("replicate", 2), ("ep", 2)), experts=5, kind="local"), Meshes()
+    held = state(case, meshes.of(case))
+    given = {FQN: layout(case, meshes.of(case), held["model"][FQN])}
+    saver = FullyParallelSaveStrategyWrapper(EPSaveStrategy(given))
+    with AsyncCallsQueue() as queue:
+        described = expert_sharded_state_dict(held, given)
+        queue.schedule_async_request(dist_checkpointing.save(described, path, saver, async_sharded_save=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+    held = state(case, meshes.of(case), empty=True)
+    reader = FullyParallelLoadStrategyWrapper(EPLoadStrategy(given))
+    dist_checkpointing.load(expert_sharded_state_dict(held, given), path, reader)
+    check(case, meshes.of(case), held)
+
+
+def test_copies_share_the_work_behind_the_training(ranks: RankPool, tmp_path: Path) -> None:
+    """The parallel wrappers and asynchronous saves take ep's strategies as they take torch_dist's."""
+    ranks.run(4, _through_wrappers, tmp_path / "ckpt")
+
+    found = dist_checkpointing.load_plain_tensors(tmp_path / "ckpt")
+    assert torch.equal(found[f"model.{FQN}"], whole(5))
+
+
 def _halves() -> tuple[DeviceMesh, dict[str, Any], dict[str, ExpertLayout]]:
     """Half of the experts on every rank, twice."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "ep"))
+    mesh = mesh_of(("replicate", 2), ("ep", 2))
     held: dict[str, Any] = {FQN: torch.ones(4, 6, 3)}
     return mesh, held, {FQN: ExpertLayout.from_local(held[FQN], mesh)}
 
@@ -251,7 +276,7 @@ def _objects_loaded(path: Path, experts: list[list[int]]) -> Any:
 
 
 def _factored(path: Path) -> Any:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    mesh = mesh_of(("ep", 2))
     rank = dist.get_rank()
     slots = {"exp_avg": whole(8), "row_var": whole(8)[:, :, :1], "col_var": whole(8)[:, :1]}
     held = {"model": {FQN: whole(8).chunk(2)[rank].clone()}, "optimizer": {"state": {FQN: {}}}}

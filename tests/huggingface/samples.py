@@ -77,4 +77,5 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are of one dtype and shape, and bit for bit the same."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    one, other = one.contiguous(), other.contiguous()
+    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))

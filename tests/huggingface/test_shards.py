@@ -98,7 +98,7 @@ def test_a_cast_counts_for_floats_only() -> None:
     assert get_shard_info(state, "bfloat16")[1] == 8 + 24 + 2 + 5 + 4 + 200
     _, total, weight_map = get_shard_info(state, torch.float16, 100, safe=False)
     assert total == 243
-    assert weight_map["again"] == weight_map["base"] == "pytorch_model-00002-of-00002.bin"
+    assert weight_map["again"] == weight_map["base"] == "pytorch_model-00001-of-00002.bin"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    StorageError,
+    UnsafePickleError,
+)
+from shardckpt.huggingface import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.huggingface.samples import same, save, wholes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def _nest() -> dict[str, Any]:
+    return {
+        "model": OrderedDict(w=torch.arange(6.0).reshape(2, 3), h=[torch.ones(1), 5, {"empty": []}]),
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3).bfloat16()}},
+            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.99), "params": [0], "foreach": None}],
+        },
+        "epoch": 3,
+    }
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return same(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_there_and_back_again(tmp_path: Path, is_zip: bool) -> None:
+    """A file of torch.save, of today's or the old format, becomes a checkpoint, and the same nest again."""
+    torch.save(_nest(), tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
+    stored = dc.load_tensors_metadata(tmp_path / "c")
+    assert stored.keys() == {"model.w", "model.h.0", "optimizer.state.0.step", "optimizer.state.0.exp_avg"}
+    assert _equal(dcp_to_torch_state_dict(tmp_path / "c"), _nest())
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "b.pt")
+    assert _equal(torch.load(tmp_path / "b.pt", weights_only=True), _nest())
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "b.pt", prefix="model.")
+    assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == {"w", "h.0"}
+    with pytest.raises(StorageError, match="is not empty"):
+        torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
+    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt", "c"]
+
+
+def test_any_checkpoint_is_a_plain_state_dict(tmp_path: Path) -> None:
+    """Tensors and objects by key, the common state beside them, whoever saved; a prefix picks and is taken off."""
+    objects = {
+        "rng": ShardedObject("rng", {"seed": 1}, (1,), (0,)),
+        "grid": [ShardedObject("grid", n, (2,), (n,)) for n in range(2)],
+    }
+    weight = ShardedTensor.from_rank_offsets("model.w", torch.ones(2))
+    dc.save({"w": weight, **objects, "step": 7}, tmp_path / "c")
+    found = dcp_to_torch_state_dict(tmp_path / "c")
+    assert found.pop("model.w").tolist() == [1, 1]
+    assert found == {"rng": {"seed": 1}, "grid/shard_0_2": 0, "grid/shard_1_2": 1, "step": 7}
+    assert dcp_to_torch_state_dict(tmp_path / "c", prefix="model.").keys() == {"w"}
+    with pytest.raises(KeyMismatchError, match=r"'nets\.'; the first keys are \['grid', 'grid', 'model\.w', 'rng'\]"):
+        dcp_to_torch_state_dict(tmp_path / "c", prefix="nets.")
+    torch.distributed.checkpoint.save({"a": {"b": torch.ones(3)}, "n": 4}, checkpoint_id=tmp_path / "dcp")
+    plain = dcp_to_torch_state_dict(tmp_path / "dcp")
+    assert plain["a.b"].tolist() == [1, 1, 1]
+    assert plain["n"] == 4
+
+
+def _save_sample(path: Path) -> None:
+    save(path)
+
+
+def _convert(source: Path, target: Path) -> None:
+    torch_save_to_dcp(source, target)
+
+
+def test_ranks_save_together_what_one_file_holds(ranks: RankPool, tmp_path: Path) -> None:
+    """All ranks call it, one checkpoint is there; and what ranks have saved in pieces is whole in one process."""
+    torch.save(_nest(), tmp_path / "a.pt")
+    ranks.run(2, _convert, tmp_path / "a.pt", tmp_path / "c")
+    assert _equal(dcp_to_torch_state_dict(tmp_path / "c"), _nest())
+    ranks.run(3, _save_sample, tmp_path / "s")
+    found = dcp_to_torch_state_dict(tmp_path / "s")
+    assert all(same(found[name], tensor) for name, tensor in wholes().items())
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/shardckpt-evil",)
+
+
+def test_a_hostile_file_runs_nothing(tmp_path: Path) -> None:
+    """What needs more than plain values is refused with the reason, without the advice to load it unsafely."""
+    torch.save({"a": _Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(UnsafePickleError, match=r"GLOBAL posix\.mkdir") as error:
+        torch_save_to_dcp(tmp_path / "evil.pt", tmp_path / "c")
+    assert "weights_only" not in str(error.value)
+    assert not os.path.exists("/tmp/shardckpt-evil")  # noqa: PTH110
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [(b"", CorruptCheckpointError), (b"{}", CorruptCheckpointError), (b"PK\x03\x04x", CorruptCheckpointError)],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, data: bytes, kind: type[CheckpointingException]) -> None:
+    """What is no file of torch.save is an error that names it; so is one that is not there, or holds no dict."""
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(kind, match=r"a\.pt"):
+        torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
+    with pytest.raises(StorageError, match="No such file"):
+        torch_save_to_dcp(tmp_path / "none.pt", tmp_path / "c")
+    torch.save([1], tmp_path / "a.pt")
+    with pytest.raises(CheckpointingException, match="holds a list, not a state dict"):
+        torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")

@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    KeyMismatchError,
+    NotACheckpointError,
+    ShardingError,
+    StorageError,
+)
+from shardckpt.huggingface import Rule, RuleMapping, export_to_huggingface, huggingface_index, save_state_dict
+from shardckpt.huggingface.blocks import BLOCK_BYTES
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.huggingface.samples import described, read, same, save, wholes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+SMALL = 150  # bytes of a file, of which the sample has several then
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample, saved by this process."""
+    return save(tmp_path_factory.mktemp("export") / "c")
+
+
+def test_every_kind_of_tensor_is_exported_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
+    """0-D, empty, ints, bools, 8-bit and packed floats, complex64: what safetensors reads is what was saved."""
+    exported = export_to_huggingface(checkpoint, tmp_path / "hf")
+    found, expected = read(tmp_path / "hf"), wholes()
+    assert found.keys() == expected.keys() - {"packed"}
+    assert all(same(found[name], expected[name]) for name in found)
+    assert huggingface_index(tmp_path / "hf")["packed"] == (torch.float4_e2m1fn_x2, (4, 6))
+    assert exported.total_size == sum(tensor.nbytes for tensor in expected.values())
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
+    data = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    assert header % 8 == 0
+    assert len(data) == header + exported.total_size
+    packed = json.loads(data[8:header])["packed"]
+    assert (packed["dtype"], packed["shape"]) == ("F4", [4, 12])
+    first, last = packed["data_offsets"]
+    assert data[header + first : header + last] == bytes(range(24))
+
+
+def test_several_files_have_an_index(checkpoint: Path, tmp_path: Path) -> None:
+    """Each file keeps to the limit, a larger tensor has its own; the index names every tensor's file and the total."""
+    exported = export_to_huggingface(checkpoint, tmp_path / "hf", max_shard_size=SMALL)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    expected = wholes()
+    assert index["metadata"]["total_size"] == exported.total_size == sum(t.nbytes for t in expected.values())
+    assert index["weight_map"].keys() == expected.keys()
+    for name, count, nbytes in exported.files:
+        members = [tensor for tensor, file in index["weight_map"].items() if file == name]
+        assert len(members) == count
+        assert sum(expected[member].nbytes for member in members) == nbytes
+        assert nbytes <= SMALL or count == 1
+    order = [name for name in index["weight_map"] if name.startswith("layers")]
+    assert sorted(order, key=lambda name: index["weight_map"][name]) == ["layers.2.w", "layers.10.w"]
+    found = read(tmp_path / "hf")
+    assert all(same(found[name], expected[name]) for name in found)
+    assert len(found) == len(expected) - 1
+
+
+def test_a_cast_is_of_floats_and_not_of_scales(checkpoint: Path, tmp_path: Path) -> None:
+    """Floats of 16 bits and more are cast as torch does; ints, bools, 8-bit floats and their scales stay."""
+    export_to_huggingface(checkpoint, tmp_path / "hf", dtype="bfloat16")
+    found, expected = read(tmp_path / "hf"), wholes()
+    for name in ("layers.10.w", "layers.2.w", "half", "scale", "empty"):
+        expected[name] = expected[name].bfloat16()
+    assert all(same(found[name], expected[name]) for name in found)
+
+
+def test_bin_files_hold_anything(tmp_path: Path) -> None:
+    """What safetensors has no dtype for is refused by name, and goes into .bin files, with their own index."""
+    expected = {**wholes(), "z": torch.tensor([1 + 2j], dtype=torch.complex128)}
+    save(tmp_path / "c", expected)
+    with pytest.raises(CheckpointingException, match=r"'z' \(torch.complex128\)"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", format="bin", max_shard_size=SMALL)
+    index = json.loads((tmp_path / "hf" / "pytorch_model.bin.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert same(torch.load(tmp_path / "hf" / file, weights_only=True)[name], expected[name])
+    assert index["weight_map"].keys() == expected.keys()
+    export_to_huggingface(tmp_path / "c", tmp_path / "one", format="bin")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["pytorch_model.bin"]
+
+
+def test_tensors_across_blocks_are_whole(tmp_path: Path) -> None:
+    """Tensors larger than a block of memory, in rows and columns, and what lies behind them, are bit for bit right."""
+    rows = BLOCK_BYTES // 4 // 1000 + 700
+    state: dict[str, Any] = {
+        "a": torch.arange(rows * 1001).reshape(rows, 1001).to(torch.int32),
+        "b": torch.arange(5, dtype=torch.int64),
+        "c": torch.arange(3 * rows).reshape(3, rows, 1).to(torch.float32),
+    }
+    cut = [state["a"][:, :333], state["a"][:, 333:]]
+    parts = [
+        ShardedTensor("a", part, part.dtype, tuple(part.shape), (rows, 1001), (0, start), None)
+        for part, start in zip(cut, (0, 333), strict=True)
+    ]
+    dc.save({**described({"b": state["b"], "c": state["c"]}), "a": parts}, tmp_path / "c")
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf")
+    found = read(tmp_path / "hf")
+    assert all(same(found[name], state[name]) for name in state)
+
+
+def _with_experts() -> dict[str, torch.Tensor]:
+    experts = torch.arange(5 * 4 * 6.0).reshape(5, 4, 6)
+    return {**wholes(), "model.layers.1.mlp.experts.gate_up_proj": experts}
+
+
+def _save_and_export(path: Path) -> tuple[Any, int]:
+    save(path / "c", _with_experts())
+    exported = export_to_huggingface(path / "c", path / "hf", max_shard_size=SMALL, mapping="qwen3_moe")
+    return exported, (dist.get_rank() if dist.is_initialized() else 0)
+
+
+def test_the_bytes_do_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """1, 2, 3 and 4 ranks, each with its own cuts, and one process without a group, write the same files.
+
+    Experts are cut by rows, by columns and among the ranks.
+    """
+    _save_and_export(tmp_path)
+    expected = _digests(tmp_path / "hf")
+    assert len(huggingface_index(tmp_path / "hf")) == len(wholes()) + 10
+    for world in (1, 2, 3, 4):
+        path = tmp_path / str(world)
+        path.mkdir()
+        results = ranks.run(world, _save_and_export, path)
+        assert len({repr(exported) for exported, _ in results}) == 1
+        assert _digests(path / "hf") == expected
+        assert sorted(entry.name for entry in path.iterdir()) == ["c", "hf"]
+
+
+def _export_some(path: Path) -> str:
+    try:
+        export_to_huggingface(path / "c", path / "hf", max_shard_size=1)
+    except CheckpointingException as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return ""
+
+
+def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """Damaged bytes that one rank reads are the same error on all; neither folder nor staging is left."""
+    save(tmp_path / "c", {f"w{n}": torch.full((5000,), float(n)) for n in range(6)})
+    data = bytearray((tmp_path / "c" / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "c" / "__0_0.distcp").write_bytes(data)
+    texts = ranks.run(3, _export_some, tmp_path)
+    assert len(set(texts)) == 1
+    assert "CorruptCheckpointError: rank " in texts[0]
+    assert "digest differs" in texts[0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def _export_elsewhere(path: Path) -> str:
+    try:
+        export_to_huggingface(path / "c", path / f"hf{dist.get_rank()}")
+    except CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+def test_ranks_must_mean_the_same_target(ranks: RankPool, tmp_path: Path) -> None:
+    """Different targets are an error that names both, not a folder at one of them."""
+    save(tmp_path / "c")
+    for text in ranks.run(2, _export_elsewhere, tmp_path):
+        assert "ranks disagree on target" in text
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+KILLED = """
+import os, signal, sys
+from shardckpt import hookimpl
+from shardckpt.plugins import host
+from shardckpt.huggingface import export_to_huggingface
+
+class Kills:
+    @hookimpl
+    def shardckpt_event(self, event):
+        if (event.operation, event.phase, event.state) == ("export", sys.argv[3], "start"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+host().register(Kills())
+export_to_huggingface(sys.argv[1], sys.argv[2], max_shard_size=150, overwrite=True)
+"""
+
+
+def _kill(checkpoint: Path, target: Path, phase: str) -> None:
+    command = [sys.executable, "-c", KILLED, str(checkpoint), str(target), phase]
+    assert subprocess.run(command, timeout=60, check=False).returncode == -9
+
+
+def test_a_kill_leaves_nothing(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGKILL while files are written: there is no target; the next export names what lies beside it, and succeeds."""
+    _kill(checkpoint, tmp_path / "hf", "writing")
+    assert not (tmp_path / "hf").exists()
+    with caplog.at_level(logging.WARNING, "shardckpt"):
+        export_to_huggingface(checkpoint, tmp_path / "hf")
+    assert "have not ended lie beside it" in caplog.text
+    assert read(tmp_path / "hf").keys() == wholes().keys() - {"packed"}
+
+
+def test_a_kill_leaves_the_old(checkpoint: Path, tmp_path: Path) -> None:
+    """SIGKILL before the commit: the folder that was to be replaced is as it was."""
+    save_state_dict({"old": torch.ones(3)}, _made(tmp_path / "hf") / "model.safetensors")
+    before = _digests(tmp_path / "hf")
+    _kill(checkpoint, tmp_path / "hf", "committing")
+    assert _digests(tmp_path / "hf") == before
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_an_overwrite_replaces_weights_and_keeps_the_rest(checkpoint: Path, tmp_path: Path) -> None:
+    """A folder that holds anything is refused; with overwrite=True its weights of any format go, its config stays."""
+    target = _made(tmp_path / "hf")
+    for name in (
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+    ):
+        (target / name).write_text("old")
+    with pytest.raises(StorageError, match="pass overwrite=True to replace its weights"):
+        export_to_huggingface(checkpoint, target)
+    assert len(list(target.iterdir())) == 4
+    export_to_huggingface(checkpoint, target, overwrite=True)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    assert (target / "config.json").read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_assets_are_the_files_that_are_no_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """Config and tokenizer come along; weights, hidden files and directories do not."""
+    assets = _made(tmp_path / "assets")
+    for name in ("config.json", "tokenizer.model", "model.safetensors", "tf_model.h5", ".gitattributes"):
+        (assets / name).write_text(name)
+    _made(assets / "original")
+    export_to_huggingface(checkpoint, tmp_path / "hf", assets=assets)
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.model",
+    ]
+    assert (tmp_path / "hf" / "config.json").read_text() == "config.json"
+    with pytest.raises(StorageError, match="cannot list"):
+        export_to_huggingface(checkpoint, tmp_path / "hf2", assets=tmp_path / "nowhere")
+
+
+def test_the_model_is_found_among_its_optimizers_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of what holds model.* and optimizer.* the model is exported, without its prefix, unless another prefix is given.
+
+    Objects have no place in a folder: a warning names them.
+    """
+    keys = ("model.model.w", "model.lm_head.w", "optimizer.state.model.w.exp_avg")
+    state = described({key: torch.full((2,), float(n)) for n, key in enumerate(keys)})
+    dc.save({**state, "o": ShardedObject("model.rng", 1, (1,), (0,))}, tmp_path / "c")
+    with caplog.at_level(logging.WARNING, "shardckpt"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "hf")
+    assert read(tmp_path / "hf").keys() == {"model.w", "lm_head.w"}
+    assert "model.rng/shard_0_1" in caplog.text
+    export_to_huggingface(tmp_path / "c", tmp_path / "moments", prefix="optimizer.state.model.")
+    assert read(tmp_path / "moments").keys() == {"w.exp_avg"}
+    with pytest.raises(KeyMismatchError, match=r"begins with 'nets\.'; it has 'model\.lm_head\.w'|'model\.model\.w'"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "x", prefix="nets.")
+
+
+def test_tied_weights_can_be_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    """A tensor that the model ties to another is not written when its name says so; a wrong name is an error."""
+    export_to_huggingface(checkpoint, tmp_path / "hf", leave_out=["half"])
+    assert read(tmp_path / "hf").keys() == wholes().keys() - {"packed", "half"}
+    with pytest.raises(CheckpointingException, match="'whole'"):
+        export_to_huggingface(checkpoint, tmp_path / "hf2", leave_out=["whole"])
+
+
+def test_a_mapping_cuts_transposes_and_joins(tmp_path: Path) -> None:
+    """Experts become matrices of their own, transposed where the folder has them so, halves too, from any cut."""
+    whole = torch.arange(3 * 8 * 5.0).reshape(3, 8, 5)
+    parts = [
+        ShardedTensor("e.w", part, part.dtype, tuple(part.shape), (3, 8, 5), (0, 0, start), None)
+        for part, start in ((whole[..., :2], 0), (whole[..., 2:], 2))
+    ]
+    dc.save({"e": parts, "c": ShardedTensor.from_rank_offsets("x.cache", torch.ones(2))}, tmp_path / "c")
+    mapping = RuleMapping([Rule("e.w", ("{expert}.gate", "{expert}.up"), transposed=True), Rule("{any}.cache", ())])
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping=mapping)
+    found = read(tmp_path / "hf")
+    assert len(found) == 6
+    for expert in range(3):
+        assert torch.equal(found[f"{expert}.gate"], whole[expert, :4].t())
+        assert torch.equal(found[f"{expert}.up"], whole[expert, 4:].t())
+
+
+def test_a_mapping_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Two tensors under one name, and holes, are errors that name the tensors."""
+    save(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(2)})
+    with pytest.raises(ShardingError, match=r"'x' of shape .* is stored twice, by 'a', 'b'"):
+        export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping=RuleMapping([Rule("{any}", ("x",))]))
+    save(tmp_path / "d", {"a": torch.ones(2), "b": torch.ones(3)})
+    with pytest.raises(ShardingError, match="'x' is of several shapes and dtypes"):
+        export_to_huggingface(tmp_path / "d", tmp_path / "hf", mapping=RuleMapping([Rule("{any}", ("x",))]))
+    assert not (tmp_path / "hf").exists()
+
+
+def test_other_strategies_checkpoints_are_exported_too(tmp_path: Path, checkpoint: Path) -> None:
+    """The ep strategy's, and a plain DCP directory: the strategy interface is all that an export needs."""
+    save(tmp_path / "ep", strategy="ep")
+    state = {name: tensor for name, tensor in wholes().items() if name != "packed"}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp")
+    export_to_huggingface(checkpoint, tmp_path / "one")
+    export_to_huggingface(tmp_path / "ep", tmp_path / "two")
+    assert _digests(tmp_path / "one") == _digests(tmp_path / "two")
+    export_to_huggingface(tmp_path / "dcp", tmp_path / "three")
+    assert all(same(tensor, state[name]) for name, tensor in read(tmp_path / "three").items())
+
+
+def test_wrong_arguments_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    """What cannot be done is said before anything is written."""
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"format": "gguf"}, CheckpointingException, "format='gguf'"),
+        ({"dtype": "int8"}, CheckpointingException, "dtype='int8'"),
+        ({"max_shard_size": "much"}, CheckpointingException, "max_shard_size='much'"),
+        ({"mapping": "gpt9"}, CheckpointingException, "'gpt9'"),
+    ]
+    for arguments, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            export_to_huggingface(checkpoint, tmp_path / "hf", **arguments)
+    with pytest.raises(CheckpointingException, match="cannot export to s3://bucket/model"):
+        export_to_huggingface(checkpoint, "s3://bucket/model")
+    with pytest.raises(NotACheckpointError):
+        export_to_huggingface(tmp_path / "nowhere", tmp_path / "hf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_bytes_are_never_exported(tmp_path: Path) -> None:
+    """A flipped bit in the checkpoint is an error that names the key, and no folder."""
+    save(tmp_path / "c", {"w": torch.arange(50000.0)})
+    path = tmp_path / "c" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"^w: "):
+        export_to_huggingface(tmp_path / "c", tmp_path / "hf")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from shardckpt.huggingface import export_to_huggingface
+
+def resident(name):
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before = resident("VmRSS")
+export_to_huggingface(sys.argv[1], sys.argv[2])
+export_to_huggingface(sys.argv[1], sys.argv[3], dtype="bfloat16", max_shard_size="100MB")
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+def test_an_export_takes_little_memory(tmp_path: Path) -> None:
+    """512 MiB in one file, and cast in several: at most 64 MiB of memory beyond what the process has before."""
+    rows = torch.ones(1, 1 << 13).expand(1 << 11, -1)
+    dc.save(described({f"w{n}": rows for n in range(8)}), tmp_path / "c")
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / "hf"), str(tmp_path / "half")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 512 << 20
+    assert len(list((tmp_path / "half").iterdir())) == 5
+    assert int(done.stdout) < 64 << 20

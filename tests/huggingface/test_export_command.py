@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt.cli import main
+from tests.huggingface.samples import read, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_command_exports_with_every_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`shardckpt export` has the function's arguments, and prints a row for every file."""
+    experts = torch.arange(2 * 4 * 3.0).reshape(2, 4, 3)
+    state = {"net.model.layers.0.mlp.experts.gate_up_proj": experts, "net.head": torch.ones(2), "other": torch.ones(1)}
+    save(tmp_path / "c", state)
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text("{}")
+    options = ["--prefix", "net.", "--mapping", "qwen3_moe", "--dtype", "bfloat16", "--max-shard-size", "24"]
+    options += ["--assets", str(tmp_path / "assets"), "--leave-out", "head"]
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "hf"), *options]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["model-00001-of-00002.safetensors", "2", "24"] in rows
+    found = read(tmp_path / "hf")
+    assert len(found) == 4
+    up = found["model.layers.0.mlp.experts.1.up_proj.weight"]
+    assert torch.equal(up, experts[1, 2:].bfloat16())
+    assert (tmp_path / "hf" / "config.json").is_file()
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--format", "bin"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("shardckpt export: ")
+    assert "is not empty" in error
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--format", "bin", "--overwrite"]) == 0
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "pytorch_model.bin"]
+
+
+def test_a_wrong_call_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown format is refused by the parser."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "a", "b", "--format", "gguf"])
+    assert "gguf" in capsys.readouterr().err
