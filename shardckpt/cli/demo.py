@@ -11,7 +11,8 @@ from typing import Any
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("demo", help="train, save with 4 ranks, load with 2 and with 1, and show what happened")
+    parser = verbs.add_parser("demo", help="train, save with 4 ranks, load with others, and show what happened")
+    parser.add_argument("--moe", action="store_true", help="train a mixture of experts, with expert parallelism")
     parser.add_argument("--dir", help="keep the checkpoint and the ranks' logs in this directory, new or empty")
     parser.add_argument("--steps", type=_positive, default=16, help="training steps before the checkpoint (16)")
     parser.set_defaults(run=run)
@@ -21,10 +22,11 @@ def run(options: Any) -> int:
     """Run the demo and print its report; an error if anything failed or does not agree."""
     from shardckpt.cli.demo_report import report
     from shardckpt.demo.outcome import check
-    from shardckpt.demo.run import run_demo
+    from shardckpt.demo.run import DENSE, EXPERTS, run_demo
 
     start = time.monotonic()
-    outcome = run_demo(options.dir, options.steps, functools.partial(print, flush=True))
+    layouts = EXPERTS if options.moe else DENSE
+    outcome = run_demo(options.dir, options.steps, layouts, functools.partial(print, flush=True))
     print(f"\n{report(outcome)}\n")
     check(outcome)
     print(f"All agree, after {time.monotonic() - start:.0f} s.")

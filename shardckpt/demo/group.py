@@ -27,7 +27,7 @@ class RankProcess:
     """A rank: its process, its messages, and the file that takes all its output."""
 
     def __init__(self, job: Job, log: Path) -> None:
-        self.name = f"rank {job.rank} of {job.world_size}"
+        self.name = f"rank {job.rank} of {job.layout.world_size}"
         self.result: RankResult | None = None
         self.failure = ""
         self._log = log
@@ -94,8 +94,8 @@ def run_ranks(jobs: Sequence[Job], directory: Path, limit: float, say: Callable[
     ranks: list[RankProcess] = []
     try:
         for job in jobs:
-            log = directory / f"rank-{job.rank}-of-{job.world_size}.log"
-            ranks.append(RankProcess(job, log))
+            group = str(job.layout).replace(" ", "-")
+            ranks.append(RankProcess(job, directory / f"{group}-rank-{job.rank}.log"))
         _listen(ranks, limit, say)
     finally:
         for rank in ranks:

@@ -8,12 +8,35 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How the ranks of a group share a model; one rank trains it plain, without a process group.
+
+    Attributes:
+        fsdp: Ranks that FSDP2 shards over; in a model with experts, those that have parts of the same experts.
+        ep: Ranks with different experts; 0 for a model without experts.
+    """
+
+    fsdp: int
+    ep: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.fsdp * max(self.ep, 1)
+
+    def __str__(self) -> str:
+        if self.world_size == 1:
+            return "1 rank"
+        return f"ep {self.ep} x efsdp {self.fsdp}" if self.ep else f"{self.fsdp} ranks"
+
+
+@dataclass(frozen=True)
 class Job:
     """The work of one rank.
 
     Attributes:
         rank: Which rank it is.
-        world_size: Number of ranks; one trains a plain model without a process group, more train with FSDP2.
+        layout: Of its group.
         seed: Of the fresh model's parameters.
         checkpoint: The checkpoint's directory.
         saves: Whether the rank trains, saves and goes on, or loads and goes on.
@@ -24,7 +47,7 @@ class Job:
     """
 
     rank: int
-    world_size: int
+    layout: Layout
     seed: int
     checkpoint: str
     saves: bool
@@ -40,7 +63,8 @@ class Job:
     @classmethod
     def parse(cls, text: str) -> Job:
         """What :meth:`dump` made."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(layout=Layout(**fields.pop("layout")), **fields)
 
 
 @dataclass(frozen=True)
@@ -62,7 +86,9 @@ class RankResult:
         fresh_loss: Of the freshly initialised model, on the batch of the first of these steps.
         parameters: Number of the model's parameters.
         digests: SHA-256 of the whole model and optimizer as they were saved, or after the load.
-        rows: Rows of this rank's shards of some tensors, with the global shape, by key.
+        rows: Rows of this rank's shards of some tensors, as first and behind the last, with the global shape, by key.
+        nbytes: Of this rank's shards of all tensors.
+        read: Bytes that the process read during the load, by the system's count; 0 where it keeps none.
         seconds: Time of the save or load.
         dispatch: Who did it.
     """
@@ -71,7 +97,9 @@ class RankResult:
     fresh_loss: float = 0.0
     parameters: int = 0
     digests: dict[str, str] = field(default_factory=dict)
-    rows: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    rows: dict[str, tuple[list[list[int]], list[int]]] = field(default_factory=dict)
+    nbytes: int = 0
+    read: int = 0
     seconds: float = 0.0
     dispatch: Dispatch | None = None
 
@@ -82,4 +110,4 @@ class RankResult:
         return cls(dispatch=Dispatch(**dispatch) if dispatch else None, **fields)
 
 
-__all__ = ["Dispatch", "Job", "RankResult"]
+__all__ = ["Dispatch", "Job", "Layout", "RankResult"]

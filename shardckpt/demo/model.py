@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 #: Longest sequence.
 CONTEXT = 128
+#: Of a byte's representation.
+WIDTH = 250
 
 _START = 256  # stands before the first byte
 _VOCABULARY = 257
-_WIDTH = 250
 _HEADS = 5
 _HIDDEN = 1000
 _LAYERS = 4
 
 
-class Block(nn.Module):
-    """Attention with a learned temperature a head, then a two-layer network; both residual."""
+class FeedForward(nn.Module):
+    """A two-layer network."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(_WIDTH)
-        self.query_key_value = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.up = nn.Linear(WIDTH, _HIDDEN)
+        self.down = nn.Linear(_HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, length, width) in and out."""
+        return self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention with a learned temperature a head, then a network; both residual."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
         self.temperature = nn.Parameter(torch.full((_HEADS,), 8.0))
-        self.projection = nn.Linear(_WIDTH, _WIDTH)
-        self.network_norm = nn.LayerNorm(_WIDTH)
-        self.up = nn.Linear(_WIDTH, _HIDDEN)
-        self.down = nn.Linear(_HIDDEN, _WIDTH)
+        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.network_norm = nn.LayerNorm(WIDTH)
+        self.network = network
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape (batch, length, width) in and out."""
         x = x + self._attention(self.attention_norm(x))
-        return x + self.down(functional.gelu(self.up(self.network_norm(x))))  # type: ignore[no-any-return]
+        return x + self.network(self.network_norm(x))  # type: ignore[no-any-return]
 
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
         count, length, _ = x.shape
@@ -45,15 +63,20 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts every byte of a sequence from those before it."""
+    """Predicts every byte of a sequence from those before it.
 
-    def __init__(self) -> None:
+    Args:
+        network: Makes the network of a block.
+        layers: Number of blocks.
+    """
+
+    def __init__(self, network: Callable[[], nn.Module] = FeedForward, layers: int = _LAYERS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.position = nn.Parameter(torch.randn(CONTEXT, _WIDTH) * 0.02)
-        self.blocks = nn.ModuleList(Block() for _ in range(_LAYERS))
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(_VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.02)
+        self.blocks = nn.ModuleList(Block(network()) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, _VOCABULARY, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of a batch of bytes, shape (batch, length), in nats a byte."""
@@ -64,4 +87,4 @@ class ByteTransformer(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text.flatten())
 
 
-__all__ = ["CONTEXT", "Block", "ByteTransformer"]
+__all__ = ["CONTEXT", "WIDTH", "Block", "ByteTransformer", "FeedForward"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from shardckpt.demo.job import RankResult
+    from shardckpt.demo.job import Layout, RankResult
     from shardckpt.manifest import Record
 
 #: Largest relative difference of two losses that still counts as agreement. float32 sums are made in another order
@@ -22,38 +22,33 @@ class Outcome:
     """Results of the group that saved and of those that loaded.
 
     Attributes:
-        groups: Results of every rank, by number of ranks; the group that saved comes first.
+        groups: Results of every rank, by how they share the model; the group that saved comes first.
         record: What the checkpoint says of its files.
         steps: Training steps before the checkpoint.
     """
 
-    groups: dict[int, list[RankResult]]
+    groups: dict[Layout, list[RankResult]]
     record: Record
     steps: int
 
     @property
-    def saver(self) -> int:
-        """Number of ranks that saved."""
+    def saver(self) -> Layout:
+        """The group that saved."""
         return next(iter(self.groups))
 
     @property
-    def losses(self) -> dict[int, list[float]]:
-        """Losses after the checkpoint, by number of ranks."""
-        return {world_size: results[0].losses for world_size, results in self.groups.items()}
+    def losses(self) -> dict[Layout, list[float]]:
+        """Losses after the checkpoint, by group."""
+        return {layout: results[0].losses for layout, results in self.groups.items()}
 
     @property
     def nbytes(self) -> int:
         """Size of the checkpoint."""
         return sum(file.size for file in self.record.files)
 
-    def seconds(self, world_size: int) -> float:
+    def seconds(self, layout: Layout) -> float:
         """Time of a group's save or load: its slowest rank's."""
-        return max(result.seconds for result in self.groups[world_size])
-
-
-def ranks(count: int) -> str:
-    """As in "4 ranks" and "1 rank"."""
-    return f"{count} rank" if count == 1 else f"{count} ranks"
+        return max(result.seconds for result in self.groups[layout])
 
 
 def relative_difference(values: tuple[float, ...]) -> float:
@@ -77,10 +72,10 @@ def check(outcome: Outcome) -> None:
     """
     faults = []
     saved = outcome.groups[outcome.saver][0].digests
-    for world_size, results in outcome.groups.items():
+    for layout, results in outcome.groups.items():
         for part, digest in saved.items():
             if any(result.digests[part] != digest for result in results):
-                faults.append(f"the {part} of {ranks(world_size)} is not bit for bit what {outcome.saver} ranks saved")
+                faults.append(f"the {part} of {layout} is not bit for bit what {outcome.saver} saved")
     found = largest_difference(outcome)
     if found > TOLERANCE:
         faults.append(f"losses differ by {found:.1e}, more than the tolerance {TOLERANCE:.0e}")
@@ -88,4 +83,4 @@ def check(outcome: Outcome) -> None:
         raise CheckpointingException("\n".join(faults))
 
 
-__all__ = ["TOLERANCE", "Outcome", "check", "largest_difference", "ranks", "relative_difference"]
+__all__ = ["TOLERANCE", "Outcome", "check", "largest_difference", "relative_difference"]

@@ -11,26 +11,31 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from shardckpt.demo.group import run_ranks
-from shardckpt.demo.job import Job, RankResult
-from shardckpt.demo.outcome import Outcome, ranks
+from shardckpt.demo.job import Job, Layout, RankResult
+from shardckpt.demo.outcome import Outcome
 from shardckpt.errors import StorageError
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME, Record
 from shardckpt.storage.filesystem import naming, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-_SAVER, *_LOADERS = 4, 2, 1
+#: The groups of the demo: the first saves.
+DENSE = (Layout(4), Layout(2), Layout(1))
+#: The same for a model with experts.
+EXPERTS = (Layout(2, ep=2), Layout(1, ep=4), Layout(2, ep=1), Layout(1, ep=1))
+
 _MORE_STEPS = 8
 _TIME_LIMIT = 300.0  # seconds for all groups together
 
 
-def run_demo(directory: str | None, steps: int, say: Callable[[str], None]) -> Outcome:
-    """Train, save with 4 ranks, load with 2 and with 1, and train on.
+def run_demo(directory: str | None, steps: int, layouts: Sequence[Layout], say: Callable[[str], None]) -> Outcome:
+    """Train and save in one layout, load in others, and train on.
 
     Args:
         directory: Where the checkpoint and the ranks' logs stay: absent or empty; by default they are removed.
         steps: Training steps before the checkpoint.
+        layouts: Of the group that saves, then of those that load.
         say: Prints a line of progress.
 
     Raises:
@@ -39,31 +44,32 @@ def run_demo(directory: str | None, steps: int, say: Callable[[str], None]) -> O
     start = time.monotonic()
     with _workplace(directory) as place:
         say(f"shardckpt {version('shardckpt')}, torch {version('torch')}, {os.cpu_count()} cores; work in {place}")
-        groups: dict[int, list[RankResult]] = {}
-        for world_size in (_SAVER, *_LOADERS):
-            groups[world_size] = _run_group(world_size, steps, place, start, say)
+        groups: dict[Layout, list[RankResult]] = {}
+        for number, layout in enumerate(layouts):
+            groups[layout] = _run_group(number, layout, steps, place, start, say)
         record = Record.model_validate_json(read_file(place / "checkpoint" / RECORD_NAME, RECORD_LIMIT))
     return Outcome(groups, record, steps)
 
 
-def _run_group(world_size: int, steps: int, place: Path, start: float, say: Callable[[str], None]) -> list[RankResult]:
+def _run_group(
+    number: int, layout: Layout, steps: int, place: Path, start: float, say: Callable[[str], None]
+) -> list[RankResult]:
     def progress(text: str) -> None:
-        say(f"{time.monotonic() - start:5.1f} s  {ranks(world_size)}: {text}")
+        say(f"{time.monotonic() - start:5.1f} s  {layout}: {text}")
 
-    kind = "FSDP2, gloo" if world_size > 1 else "a plain model, no process group"
-    progress(f"starting ({kind})")
+    progress(f"starting ({'FSDP2, gloo' if layout.world_size > 1 else 'a plain model, no process group'})")
     jobs = [
         Job(
             rank=rank,
-            world_size=world_size,
-            seed=world_size,
+            layout=layout,
+            seed=number,
             checkpoint=str(place / "checkpoint"),
-            saves=world_size == _SAVER,
+            saves=number == 0,
             steps=steps,
             more_steps=_MORE_STEPS,
-            rendezvous=str(place / f"rendezvous-{world_size}"),
+            rendezvous=str(place / f"rendezvous-{number}"),
         )
-        for rank in range(world_size)
+        for rank in range(layout.world_size)
     ]
     return run_ranks(jobs, place, start + _TIME_LIMIT, progress)
 
@@ -84,4 +90,4 @@ def _workplace(directory: str | None) -> Iterator[Path]:
     yield place
 
 
-__all__ = ["run_demo"]
+__all__ = ["DENSE", "EXPERTS", "run_demo"]

@@ -13,44 +13,45 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.demo.experts import MixtureOfExperts
 from shardckpt.demo.model import CONTEXT, ByteTransformer
+from shardckpt.demo.sharding import shard_model
 from shardckpt.demo.text import batch, library_text
 from shardckpt.state_dict import nested_items
 from shardckpt.storage.memory import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
+    from shardckpt.demo.job import Layout
     from shardckpt.mapping import StateDict
 
+_LAYERS_WITH_EXPERTS = 2
 _BATCH = 8  # sequences a step, of all ranks together
 
 
 class Trainer:
-    """A model, its optimizer and the number of steps made; FSDP2 shards them over more than one rank.
+    """A model, its optimizer and the number of steps made, shared by the ranks of a group.
 
     Args:
         seed: Of the fresh parameters.
         rank: This rank.
-        world_size: Number of ranks; above 1 a default process group is needed.
+        layout: Of the group; more than one rank need a default process group.
     """
 
-    def __init__(self, seed: int, rank: int, world_size: int) -> None:
+    def __init__(self, seed: int, rank: int, layout: Layout) -> None:
         torch.manual_seed(seed)
-        self.model = ByteTransformer()
+        self.model = ByteTransformer(MixtureOfExperts, _LAYERS_WITH_EXPERTS) if layout.ep else ByteTransformer()
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.step = 0
-        self._rank, self._world_size = rank, world_size
+        #: Of saves; None for the default. Expert parallelism has its own; loads go by what the checkpoint names.
+        self.strategy = ("ep", 1) if layout.ep else None
+        self._rank, self._world_size = rank, layout.world_size
         self._text = library_text()
-        if world_size > 1:
-            mesh = init_device_mesh("cpu", (world_size,))
-            for block in self.model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+        if layout.world_size > 1:
+            shard_model(self.model, layout)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def train(self) -> float:
@@ -69,7 +70,7 @@ class Trainer:
 
     def save(self, directory: str) -> None:
         """Save model, optimizer and step."""
-        dist_checkpointing.save(to_sharded_state_dict(self.state()), directory)
+        dist_checkpointing.save(to_sharded_state_dict(self.state()), directory, self.strategy)
 
     def load(self, directory: str) -> None:
         """Load what any number of ranks saved: the tensors in place, the rest from the common state."""

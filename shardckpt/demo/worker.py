@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import math
 import os
 import sys
 import threading
 import traceback
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -30,7 +32,12 @@ if TYPE_CHECKING:
     from shardckpt.hookspecs import Event
 
 _GROUP_TIMEOUT = dt.timedelta(seconds=60)
-_SHOWN = ("model.embedding.weight", "model.blocks.0.up.weight", "model.blocks.0.temperature")
+_SHOWN = (
+    "model.embedding.weight",
+    "model.blocks.0.temperature",
+    "model.blocks.0.network.up.weight",
+    "model.blocks.0.network.experts.up",
+)
 
 
 class Stopwatch:
@@ -92,14 +99,16 @@ def _end_with_the_demo() -> None:
 def _run(job: Job, reporter: Reporter) -> RankResult:
     stopwatch = Stopwatch()
     host().register(stopwatch)
-    trainer = Trainer(job.seed, job.rank, job.world_size)
+    trainer = Trainer(job.seed, job.rank, job.layout)
     result = RankResult(parameters=trainer.parameters, fresh_loss=trainer.loss(job.steps))
-    begin = _train_and_save if job.saves else _load
-    begin(job, trainer, reporter)
+    if job.saves:
+        _train_and_save(job, trainer, reporter)
+    else:
+        result.read = _load(job, trainer, reporter)
     _note(result, stopwatch)
     reporter.say(f"{'saved' if job.saves else 'loaded'} in {result.seconds:.2f} s; {job.more_steps} more steps")
     result.digests = trainer.digests()
-    result.rows = _rows(trainer)
+    _describe(result, trainer)
     result.losses = [trainer.train() for _ in range(job.more_steps)]
     reporter.say(f"step {trainer.step}: loss {result.losses[-1]:.3f}")
     return result
@@ -111,14 +120,27 @@ def _train_and_save(job: Job, trainer: Trainer, reporter: Reporter) -> None:
         loss = trainer.train()
         if trainer.step % 5 == 0 or trainer.step == job.steps:
             reporter.say(f"step {trainer.step} of {job.steps}: loss {loss:.3f}")
-    dist_checkpointing.get_default_save_sharded_strategy()  # imports what the save would, outside the time we take
+    # Imports what the save would, outside the time we take.
+    dist_checkpointing.get_default_save_sharded_strategy(*trainer.strategy or ())
     trainer.save(job.checkpoint)
 
 
-def _load(job: Job, trainer: Trainer, reporter: Reporter) -> None:
+def _load(job: Job, trainer: Trainer, reporter: Reporter) -> int:
+    """Load; the bytes that were read."""
     reporter.say(f"loading the checkpoint into a fresh model with another seed, {job.seed}")
     dist_checkpointing.get_default_load_sharded_strategy(job.checkpoint)  # imports, as above
+    before = _read_so_far()
     trainer.load(job.checkpoint)
+    return _read_so_far() - before
+
+
+def _read_so_far() -> int:
+    """Bytes that this process has read, all its threads together; 0 where the system does not count them."""
+    try:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields["rchar"])
 
 
 def _note(result: RankResult, stopwatch: Stopwatch) -> None:
@@ -131,25 +153,28 @@ def _note(result: RankResult, stopwatch: Stopwatch) -> None:
             result.dispatch = Dispatch(entry.backend, entry.version, entry.name, entry.distribution)
 
 
-def _rows(trainer: Trainer) -> dict[str, tuple[int, list[int]]]:
-    """Rows of the local shard and global shape of some tensors."""
-    shards = nested_values(dict_list_map_outplace(build_copy, to_sharded_state_dict(trainer.state())))
-    return {
-        shard.key: (shard.local_shape[0], list(shard.global_shape))
-        for shard in shards
-        if isinstance(shard, ShardedTensor) and shard.key in _SHOWN
-    }
+def _describe(result: RankResult, trainer: Trainer) -> None:
+    """Note which rows of some tensors this rank has, and how many bytes of all."""
+    for shard in nested_values(dict_list_map_outplace(build_copy, to_sharded_state_dict(trainer.state()))):
+        if not isinstance(shard, ShardedTensor):
+            continue
+        result.nbytes += math.prod(shard.local_shape) * shard.dtype.itemsize
+        if shard.key in _SHOWN:
+            rows, _ = result.rows.setdefault(shard.key, ([], list(shard.global_shape)))
+            first, count = shard.global_offset[0], shard.local_shape[0]
+            rows.extend([[first, first + count]] if count else [])
 
 
 @contextmanager
 def _process_group(job: Job) -> Iterator[None]:
     """The gloo group of all ranks; none for a rank by itself."""
     torch.set_num_threads(1)
-    if job.world_size == 1:
+    count = job.layout.world_size
+    if count == 1:
         yield
         return
     where = f"file://{job.rendezvous}"
-    dist.init_process_group("gloo", init_method=where, rank=job.rank, world_size=job.world_size, timeout=_GROUP_TIMEOUT)
+    dist.init_process_group("gloo", init_method=where, rank=job.rank, world_size=count, timeout=_GROUP_TIMEOUT)
     yield  # after a failure the process ends as it is: leaving a broken group may wait for its other ranks
     dist.destroy_process_group()
 

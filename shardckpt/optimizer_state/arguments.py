@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from shardckpt.errors import CheckpointingException
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def location(source: Any) -> str | os.PathLike[str]:
@@ -48,8 +46,16 @@ def refuse_planner(planner: Any) -> None:
         )
 
 
-def parameters(model_state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a model's state dict, by full name."""
+def parameters(model_state_dict: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model's state dict, by full name.
+
+    Raises:
+        CheckpointingException: it is none.
+    """
+    if not isinstance(model_state_dict, Mapping):
+        raise CheckpointingException(
+            f"expected the model's state dict (get_model_state_dict), got a {type(model_state_dict).__name__}"
+        )
     return {name: value for name, value in model_state_dict.items() if isinstance(value, torch.Tensor)}
 
 

@@ -17,6 +17,7 @@ from shardckpt.optimizer_state.layout import laid_out
 from shardckpt.optimizer_state.names import GROUPS, STATE, Place
 from shardckpt.optimizer_state.stored import stored_state
 from shardckpt.plugins import host
+from shardckpt.state_dict import merge
 from shardckpt.template import LoadTemplate
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def load_sharded_optimizer_state_dict(
     with comm.phase("reading the arguments"):
         refuse_planner(planner)
         directory, params = locate(location(checkpoint_or_reader), host()), parameters(model_state_dict)
-    comm.agree(optimizer_key=optimizer_key)
+    comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored)
     with open_checkpoint(directory, comm, host(), LoadOptions(allow_globals=tuple(allow_globals))) as checkpoint:
         return {optimizer_key: _load(optimizer_key, params, checkpoint, shard_factored=shard_factored)}
 
@@ -150,25 +151,22 @@ def _assembled(
     rest: StateDict = {}
     for name, (kind, owner, path) in places.items():
         target = rest if owner is None else (state if kind == STATE else options).setdefault(owner, {})
-        _put(target, path, found[name])
+        _put(name, target, path, found[name])
     state = {name: slots for name, slots in state.items() if slots}
     given = {name: values for name, values in options.items() if values}
     gathered = regrouped(given, apart=bool(state)) if groups is None else with_tensors(groups, given)
     return {**rest, STATE: state, GROUPS: gathered}
 
 
-def _put(target: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Put a value at a path below a dict; a dict without a path is merged into it."""
-    if not path:
-        if not isinstance(value, dict):
-            raise CorruptCheckpointError(
-                f"the options of a parameter are stored as a {type(value).__name__}: {value!r:.80}"
-            )
-        target.update(value)
-        return
-    for part in path[:-1]:
-        target = target.setdefault(part, {})
-    target[path[-1]] = value
+def _put(name: str, target: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Merge a value into a dict at a path below it."""
+    nest = value
+    for part in reversed(path):
+        nest = {part: nest}
+    try:
+        merge(target, nest)
+    except ValueError as exc:
+        raise CorruptCheckpointError(f"{name} does not fit to what else is stored of the optimizer: {exc}") from exc
 
 
 def _some(names: list[str]) -> str:

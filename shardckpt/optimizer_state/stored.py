@@ -44,7 +44,7 @@ def stored_state(key: str, index: Iterable[ShardedBase], common: StateDict) -> S
     entries: dict[str, Any] = {s.key[len(key) + 1 :]: s for s in shards if s.key.startswith(f"{key}.") and _single(s)}
     nest = _below(common, key.split("."))
     groups = nest[GROUPS] if isinstance(nest.get(GROUPS), list) else None
-    entries.update(_flat({name: value for name, value in nest.items() if value is not groups}))
+    entries.update(_flat({name: value for name, value in nest.items() if groups is None or name != GROUPS}))
     if not entries and not nest:
         there = sorted({shard.key.split(".")[0] for shard in shards} | set(map(str, common)))
         raise KeyMismatchError(

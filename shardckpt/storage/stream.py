@@ -195,9 +195,9 @@ class FileStream:
         """Begin nothing more, and wait for what was begun."""
         self._stopped = True
         self._wait()
-        if self._block is not None:
-            give_back(self._block)
-        self._block, self._filled, self._room = None, 0, 0
+        block, self._block, self._filled, self._room = self._block, None, 0, 0
+        if block is not None:  # this no longer has it: given back twice, it would be two files' at the same time
+            give_back(block)
 
     def _put_medium(self, part: memoryview) -> list[_Piece]:
         if part.nbytes:

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardckpt.errors import ShapeMismatchError, ShardingError
@@ -28,7 +27,21 @@ from shardckpt_ep.compat import (
 )
 from shardckpt_ep.torch_private import StridedShard
 from tests.ep.checkpoints import store
-from tests.ep.live import FQN, Case, Meshes, all_cases, check, expected, from_local, live, local_of, order, state, whole
+from tests.ep.live import (
+    FQN,
+    Case,
+    Meshes,
+    all_cases,
+    check,
+    expected,
+    from_local,
+    live,
+    local_of,
+    mesh_of,
+    order,
+    state,
+    whole,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,14 +16,14 @@ from shardckpt.planning.boxes import Box
 from shardckpt.planning.placements import Piece, Split
 from shardckpt_ep import ExpertLayout, gather_experts_per_rank
 from shardckpt_ep.compat import restore_ep_dim
-from tests.ep.live import from_local
+from tests.ep.live import from_local, mesh_of
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 
 def _boxes_of_two_axes(names: tuple[str, str]) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = mesh_of((names[0], 2), (names[1], 2))
     tensor = torch.zeros(4, 3, 5)
     found = ExpertLayout.from_local(tensor, mesh, fsdp_dim=1, name="w1")
     return found.global_shape, found.pieces()
@@ -109,7 +109,9 @@ def _refused(kind: str) -> None:
     mesh = mesh_of(("ep", 2))
     tensor = torch.zeros(2, 3)
     if kind == "no name":
-        ExpertLayout.from_local(tensor, init_device_mesh("cpu", (2,)))
+        nameless = init_device_mesh("cpu", (2,))
+        dist.barrier()
+        ExpertLayout.from_local(tensor, nameless)
     elif kind == "no dimension":
         ExpertLayout.from_local(tensor, mesh, ep="expert")
     elif kind == "counts":
@@ -143,6 +145,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name(ranks: RankPool, kind: st
 
 def _outside() -> Any:
     mesh = DeviceMesh("cpu", [[2, 3]], mesh_dim_names=("efsdp", "ep"))
+    dist.barrier()
     plain = ExpertLayout.from_local(torch.zeros(2, 3), mesh, fsdp_dim=1)
     efsdp = (
         DTensor.from_local(torch.zeros(2, 3), mesh["efsdp"], [Shard(1)], run_check=False)

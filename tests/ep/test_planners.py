@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
 from shardckpt.planning.boxes import Box
+from shardckpt.planning.placements import Split
 from shardckpt_ep import EPLoadPlanner, EPSavePlanner, ExpertLayout
 from shardckpt_ep.read_items import expert_read_items
 from tests.ep.checkpoints import store
@@ -57,6 +58,35 @@ def test_tensors_stored_in_any_chunks_load_right(ranks: RankPool, tmp_path: Path
             store(tmp_path / f"{dim}-{pieces}", expected(8), pieces, dim)
 
     assert ranks.run(4, _load_all, tmp_path) == [32] * 4
+
+
+def _strided(path: Path, *, is_save: bool) -> torch.Tensor:
+    """Two rows of every half of the experts: several boxes of the tensor of all experts on every rank."""
+    rank = dist.get_rank()
+    first, second = whole(8).chunk(2)
+    mine = torch.cat([first[2 * rank : 2 * rank + 2], second[2 * rank : 2 * rank + 2]])
+    held = {FQN: mine.clone() if is_save else torch.zeros(4, 6, 3)}
+    given = {FQN: ExpertLayout((8, 6, 3), Box((0, 0, 0), (8, 6, 3)), (Split(0, 2, rank, 2),))}
+    if is_save:
+        dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(given))
+    else:
+        dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(given))
+    return held[FQN] - mine
+
+
+def _strided_there_and_back(stored: Path, path: Path) -> float:
+    _strided(path, is_save=True)
+    return max(float(_strided(place, is_save=False).abs().max()) for place in (stored, path))
+
+
+def test_a_tensor_of_several_boxes_is_cut_and_put_together(ranks: RankPool, tmp_path: Path) -> None:
+    """Every box of a rank is written to its own place, and read into its own place of the rank's tensor."""
+    store(tmp_path / "stored", {FQN: whole(8)}, 3, 0)
+
+    assert ranks.run(2, _strided_there_and_back, tmp_path / "stored", tmp_path / "ckpt") == [0.0, 0.0]
+    found = {FQN: torch.zeros(8, 6, 3)}
+    dcp.load(found, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    assert torch.equal(found[FQN], whole(8))
 
 
 def _dcp_globals() -> dict[str, int]:

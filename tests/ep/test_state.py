@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardckpt import dist_checkpointing
@@ -28,7 +28,7 @@ from shardckpt_ep import (
 )
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 from tests.ep.checkpoints import store
-from tests.ep.live import FQN, Case, Meshes, check, expected, layout, order, state, whole
+from tests.ep.live import FQN, Case, Meshes, check, expected, layout, mesh_of, order, state, whole
 
 if TYPE_CHECKING:
     from pathlib import Path

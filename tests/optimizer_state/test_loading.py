@@ -1,0 +1,326 @@
+"""What is loaded, in which form, from whom; and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict as torchs
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from shardckpt import dist_checkpointing
+from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
+from tests.adapters.models import Layer, made_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for number in range(steps):
+        model(torch.full((3, 6), 0.1 + number, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, of which one has a tensor among its options."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": torch.tensor(0.003), "weight_decay": 0.2}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def _job(layers: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = made_model(1, layers)
+    optimizer = _adamw(model)
+    _trained(model, optimizer)
+    return model, optimizer
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    """Nests with equal values."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert set(found) == set(expected)
+        for key, value in expected.items():
+            _assert_same(found[key], value)
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            _assert_same(one, other)
+    else:
+        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+
+
+def _checkpoints(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same job saved by torch, nested and flattened, and by us: as modules, and as a state dict."""
+    model, optimizer = _job()
+    params, nested = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    dcp.save({"model": params, "optimizer": nested}, checkpoint_id=folder / "nested")
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    dcp.save({"model": params, "optimizer": flat}, checkpoint_id=folder / "flat")
+    dist_checkpointing.save(to_sharded_state_dict({"model": params, "optimizer": nested}), folder / "dict")
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), folder / "modules")
+    return model, optimizer
+
+
+def _against_torch(folder: Path) -> None:
+    """Ours against torch's own function, which cuts all tensors in rows over all ranks."""
+    warnings.simplefilter("ignore")  # torch's of its own deprecated calls
+    model, _ = _checkpoints(folder)
+    params = get_model_state_dict(model)
+    for name in ("nested", "flat"):
+        reader = dcp.FileSystemReader(folder / name)
+        expected = torchs(params, "optimizer", reader)["optimizer"]
+        found = load_sharded_optimizer_state_dict(params, "optimizer", reader)["optimizer"]
+        state = (
+            _by_name(expected["state"]) if name == "nested" else {k[6:]: v for k, v in expected.items() if k[0] == "s"}
+        )
+        ours = _by_name(found["state"])
+        assert ours.keys() == state.keys()
+        for key, value in state.items():
+            for offset, part in _parts(value):
+                assert torch.equal(part, _narrowed(ours[key], offset, part.shape)), key
+        if name == "nested":
+            _assert_same(found["param_groups"], expected["param_groups"])
+            continue
+        for group in found["param_groups"]:
+            (param,) = group["params"]
+            for option, value in group.items():
+                assert option == "params" or value == expected[f"param_groups.{param}.{option}"]
+
+
+def _by_name(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{name}.{slot}": value for name, slots in state.items() for slot, value in slots.items()}
+
+
+def _parts(value: Any) -> list[tuple[Any, torch.Tensor]]:
+    if not hasattr(value, "local_shards"):
+        return [((0,) * value.dim(), value)]
+    return [(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()]
+
+
+def _narrowed(whole: torch.Tensor, offset: Any, shape: Any) -> torch.Tensor:
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def test_plain_layouts_have_the_values_that_torchs_function_gives(ranks: RankPool, tmp_path: Path) -> None:
+    """On 3 ranks, nested and flattened: every row that torch gives a rank is in our plain tensors, and options too."""
+    ranks.run(3, _against_torch, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nested", "flat", "dict", "modules"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_way_of_saving_gives_one_form(tmp_path: Path, name: str) -> None:
+    """Saved by torch or by us, nested, flattened or as modules: state by parameter, which torch hands to an optimizer.
+
+    Options that were saved by parameter fill any other grouping; groups that were saved as such are those they were.
+    """
+    model, optimizer = _checkpoints(tmp_path)
+    expected = get_optimizer_state_dict(model, optimizer)
+    found = load_sharded_optimizer_state_dict(get_model_state_dict(model), "optimizer", tmp_path / name)
+    assert set(found) == {"optimizer"}
+    assert set(found["optimizer"]) == {"state", "param_groups"}
+    _assert_same(found["optimizer"]["state"], expected["state"])
+    options = {param: {**g, "params": None} for g in found["optimizer"]["param_groups"] for param in g["params"]}
+    _assert_same(options, {param: {**g, "params": None} for g in expected["param_groups"] for param in g["params"]})
+
+    other = made_model(2)
+    theirs, trained = _adamw(other), [param for param in other.parameters() if param.requires_grad]
+    if name in ("flat", "modules"):
+        theirs = torch.optim.AdamW([{"params": [param]} for param in trained], lr=3.0)
+    set_optimizer_state_dict(other, theirs, found["optimizer"])
+    _assert_same(get_optimizer_state_dict(other, theirs)["state"], expected["state"])
+    lrs = {param: float(group["lr"]) for group in theirs.param_groups for param in group["params"]}
+    assert [lrs[param] for param in trained] == pytest.approx([0.01] * 2 + [0.003] * (len(trained) - 2))
+
+
+def test_optimizers_without_state_get_their_options(tmp_path: Path) -> None:
+    """Where no parameter has state, parameters with equal options share a group, as torch takes them."""
+    model = made_model(1)
+    dist_checkpointing.save(
+        to_sharded_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.05)), tmp_path / "ckpt"
+    )
+    found = load_sharded_optimizer_state_dict(get_model_state_dict(model), "optimizer", tmp_path / "ckpt")["optimizer"]
+    assert found["state"] == {}
+    assert [len(group["params"]) for group in found["param_groups"]] == [len(list(model.parameters()))]
+
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    set_optimizer_state_dict(model, other, found)
+    assert other.param_groups[0]["lr"] == 0.05
+
+
+class _Counting(torch.optim.SGD):
+    """Keeps a number that is no tensor, and a nest."""
+
+    def step(self, closure: Any = None) -> None:
+        """Count."""
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["count"] = self.state[param].get("count", 0) + 1
+                    self.state[param]["blocks"] = {"left": torch.ones(2), "right": torch.zeros(2)}
+
+
+def test_state_that_is_no_tensor(tmp_path: Path) -> None:
+    """Numbers and nests in a parameter's state come back, from objects and from common state alike."""
+    model = made_model(1, layers=1)
+    optimizer = _Counting([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    _trained(model, optimizer, steps=3)
+    nested = get_optimizer_state_dict(model, optimizer)
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "objects")
+    dist_checkpointing.save(to_sharded_state_dict({"optimizer": nested}), tmp_path / "common")
+    for name in ("objects", "common"):
+        found = load_sharded_optimizer_state_dict(get_model_state_dict(model), "optimizer", tmp_path / name)
+        _assert_same(found["optimizer"]["state"], nested["state"])
+        assert found["optimizer"]["state"]["0.up.weight"]["count"] == 3
+
+
+class _Stage(nn.Module):
+    """Some of the model's layers, under their numbers in the whole."""
+
+    def __init__(self, layers: list[int]) -> None:
+        super().__init__()
+        for number in layers:
+            torch.manual_seed(number)
+            self.add_module(str(number), Layer().double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layers in order."""
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+class _Heard(logging.Handler):
+    """The messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note the message."""
+        self.messages.append(record.getMessage())
+
+
+def _stages(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """Two stages are saved, each with an optimizer of its own; then loaded cut at another place, with one left out."""
+    rank = dist.get_rank()
+    part = _Stage([rank * 2, rank * 2 + 1])
+    optimizer = torch.optim.Adam([p for p in part.parameters() if p.requires_grad], lr=0.1 * (rank + 1))
+    _trained(part, optimizer, steps=rank + 1)
+    dist_checkpointing.save(to_sharded_state_dict(part, optimizer), directory)
+    heard = _Heard()
+    logging.getLogger("shardckpt").addHandler(heard)
+    other = _Stage([0] if rank == 0 else [1, 2])
+    found = load_sharded_optimizer_state_dict(get_model_state_dict(other), "optimizer", directory)["optimizer"]
+    load_sharded_optimizer_state_dict(get_model_state_dict(_Stage([rank, rank + 2])), "optimizer", directory)
+    logging.getLogger("shardckpt").removeHandler(heard)
+    lrs = {param: group["lr"] for group in found["param_groups"] for param in group["params"]}
+    steps = {name: slots["step"].item() for name, slots in found["state"].items()}
+    return {name: (lrs[name], step) for name, step in steps.items()}, heard.messages
+
+
+def test_pipeline_stages_load_what_is_theirs(ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank gets the state of its layers, wherever they were; of what no rank has, one rank warns by name."""
+    (first, warned), (second, silent) = ranks.run(2, _stages, tmp_path / "ckpt")
+
+    names = ("up.weight", "up.bias", "down.weight", "down.bias")
+    assert first == {f"0.{name}": (0.1, 1.0) for name in names}
+    early, late = {f"1.{name}": (0.1, 1.0) for name in names}, {f"2.{name}": (0.2, 2.0) for name in names}
+    assert second == early | late
+    assert len(warned) == 1
+    assert "state.3.up.weight.exp_avg" in warned[0]
+    assert "state.2." not in warned[0]
+    assert silent == []
+
+
+def _named_key(directory: Path) -> None:
+    model, _ = _job()
+    load_sharded_optimizer_state_dict(get_model_state_dict(model), f"optim{dist.get_rank()}", directory)
+
+
+def test_ranks_must_mean_the_same_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    """Another key on another rank is the same error on all of them."""
+    model, optimizer = _job()
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
+    outcomes = ranks.outcomes(2, _named_key, tmp_path / "ckpt")
+
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "ranks disagree on optimizer_key" in outcomes[0].message
+
+
+class _OwnPlanner(dcp.DefaultLoadPlanner):
+    """A planner of a caller's own."""
+
+
+def test_a_planner_is_taken_where_it_changes_nothing(tmp_path: Path) -> None:
+    """The default planner of torch is as good as none; another is refused, and what is neither path nor reader."""
+    model, optimizer = _job()
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
+    params = get_model_state_dict(model)
+    found = load_sharded_optimizer_state_dict(params, "optimizer", str(tmp_path / "ckpt"), dcp.DefaultLoadPlanner())
+    assert found["optimizer"]["state"]
+    for planner in (_OwnPlanner(), dcp.DefaultLoadPlanner(flatten_state_dict=False)):
+        with pytest.raises(CheckpointingException, match="Planner would not be asked"):
+            load_sharded_optimizer_state_dict(params, "optimizer", tmp_path / "ckpt", planner)
+    with pytest.raises(CheckpointingException, match="cannot load through a dict"):
+        load_sharded_optimizer_state_dict(params, "optimizer", {})
+    with pytest.raises(CheckpointingException, match=r"expected the model's state dict .* got a Sequential"):
+        load_sharded_optimizer_state_dict(model, "optimizer", tmp_path / "ckpt")  # type: ignore[arg-type]
+
+
+def test_names_that_do_not_fit_are_explained(tmp_path: Path) -> None:
+    """A key under which nothing is, and a model of other names, are errors that show what there is."""
+    model, optimizer = _job()
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
+    params = get_model_state_dict(model)
+    with pytest.raises(KeyMismatchError, match=r"nothing of an optimizer 'optim'; .* are model, optimizer: "):
+        load_sharded_optimizer_state_dict(params, "optim", tmp_path / "ckpt")
+    other = {f"_orig_mod.{name}": value for name, value in params.items()}
+    with pytest.raises(KeyMismatchError, match=r"there are .*state\.0\.down\.bias\.exp_avg.* has _orig_mod\.0\.down"):
+        load_sharded_optimizer_state_dict(other, "optimizer", tmp_path / "ckpt")
+
+
+def test_by_numbers_is_not_by_names(tmp_path: Path) -> None:
+    """An optimizer's own state dict numbers parameters: the error tells of get_optimizer_state_dict."""
+    model, optimizer = _job()
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "ckpt")
+    with pytest.raises(KeyMismatchError, match=r"state\.0\.exp_avg.*own state_dict has numbers"):
+        load_sharded_optimizer_state_dict(get_model_state_dict(model), "optimizer", tmp_path / "ckpt")
+
+
+def test_an_optimizer_may_lie_deeper_and_have_more(tmp_path: Path) -> None:
+    """``optimizer_key`` may be a path, and what the optimizer has beside state and groups comes along."""
+    model, optimizer = _job()
+    nested: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # type: ignore[assignment]
+    more = {**nested, "scale": {"growth": torch.tensor([2.0, 3.0]), "every": 5}}
+    dist_checkpointing.save(to_sharded_state_dict({"train": {"optimizer": more}}), tmp_path / "ckpt")
+    found = load_sharded_optimizer_state_dict(get_model_state_dict(model), "train.optimizer", tmp_path / "ckpt")
+    _assert_same(found["train.optimizer"], more)
+
+
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    """State cannot be put where its parameter is if that is nowhere: the error says what to do first."""
+    model, optimizer = _job()
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
+    with pytest.raises(ShardingError, match=r"exp_avg.*meta device.*to_empty"):
+        load_sharded_optimizer_state_dict(model.to("meta").state_dict(), "optimizer", tmp_path / "ckpt")
