@@ -117,6 +117,7 @@ def _outcome(rank: int, world_size: int, store: str, function: Any, args: tuple[
         timeout=dt.timedelta(seconds=GROUP_TIMEOUT),
     )
     try:
+        dist.barrier()  # a rank that is done before another has connected would break it
         return function(*args)
     except (Exception, CheckpointException) as exc:  # noqa: BLE001 - the test decides; DCP's is no Exception
         return Failure(type(exc).__name__, str(exc), traceback.format_exc())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardckpt.cli import main
-from shardckpt.demo.job import RankResult
+from shardckpt.demo.job import Layout, RankResult
 from shardckpt.demo.outcome import TOLERANCE, Outcome, check
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
@@ -127,14 +127,26 @@ def test_the_table_of_files_is_what_lies_on_disk(demo: Demo, place: Path) -> Non
 def test_shards_are_uneven_and_resharded(demo: Demo) -> None:
     """The demo shows tensors that no number of ranks divides, an empty shard among them."""
     rows = {row[0]: row[1:] for row in demo.rows("How tensors were resharded")}
-    assert rows["model.embedding.weight"] == ["(257, 250)", "65 + 65 + 65 + 62", "129 + 128", "257"]
-    assert rows["model.blocks.0.temperature"] == ["(5,)", "2 + 2 + 1 + 0", "3 + 2", "5"]
+    assert rows["model.embedding.weight"] == ["(257, 250)", "0:65 65:130 130:195 195:257", "0:129 129:257", "0:257"]
+    assert rows["model.blocks.0.temperature"] == ["(5,)", "0:2 2:4 4:5 -", "0:3 3:5", "0:5"]
+    assert "model.blocks.0.network.up.weight" in rows
+
+
+@linux_only
+def test_ranks_read_little_more_than_they_need(demo: Demo) -> None:
+    """What each rank has of all tensors stands beside what it read; two ranks do not read the checkpoint twice."""
+    (_, _, *loaders_have), (_, of_saver, *loaders_read) = demo.rows("How tensors were resharded")[-2:]
+    assert of_saver == "-"
+    for cells in zip(loaders_have, loaders_read, strict=True):
+        has, read = (list(map(float, cell.split())) for cell in cells)
+        assert all(mine <= taken for mine, taken in zip(has, read, strict=True))
+        assert sum(read) < 1.5 * sum(has)
 
 
 def test_speed_and_dispatch_are_told_for_every_operation(demo: Demo) -> None:
     """One save and two loads: seconds, MB and GB/s, and the strategy that the registry chose."""
     speeds = demo.rows("Speed of the slowest rank")
-    assert [row[:2] for row in speeds] == [["save", "4"], ["load", "2"], ["load", "1"]]
+    assert [row[:2] for row in speeds] == [["save", "4 ranks"], ["load", "2 ranks"], ["load", "1 rank"]]
     assert all(float(seconds) > 0 and float(megabytes) > 30 for _, _, seconds, megabytes, _ in speeds)
     dispatched = demo.rows("What the registry dispatched to")
     assert [row[:4] for row in dispatched] == [[*row[:2], "torch_dist", "1"] for row in speeds]
@@ -151,6 +163,43 @@ def test_the_kept_checkpoint_verifies(demo: Demo, place: Path, capsys: pytest.Ca
     assert f"shardckpt verify {place / 'checkpoint'}" in demo.out
     assert main(["verify", str(place / "checkpoint")]) == 0
     assert "__3_0.distcp" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def experts() -> Demo:
+    """One demo with experts for all tests of its report."""
+    return _demo("--moe")
+
+
+def test_experts_go_on_with_another_parallelism(experts: Demo) -> None:
+    """Saved at ep 2 x efsdp 2; at ep 4, at ep 1 x efsdp 2 and in one process the same state goes on with one curve."""
+    assert (experts.code, experts.err) == (0, "")
+    assert "\nAll agree, after " in experts.out
+    groups = ["ep 2 x efsdp 2", "ep 4 x efsdp 1", "ep 1 x efsdp 2", "1 rank"]
+    rows = experts.rows("Losses after the checkpoint of ep 2 x efsdp 2 at step 16")
+    assert len(rows) == 8
+    assert all(len(row) == 2 + len(groups) and float(row[-1]) <= TOLERANCE for row in rows)
+    parts = experts.rows("State bit for bit")
+    assert [(row[0], *row[2:]) for row in parts] == [
+        ("model", "the same", "the same", "the same"),
+        ("optimizer", "the same", "the same", "the same"),
+    ]
+    dispatched = experts.rows("What the registry dispatched to")
+    assert [row[:4] for row in dispatched] == [
+        ["save" if name == groups[0] else "load", name, "ep", "1"] for name in groups
+    ]
+
+
+def test_experts_are_dealt_out_first(experts: Demo) -> None:
+    """Seven experts lie as trainers deal them out: over ep first, FSDP2 inside, and so unevenly."""
+    rows = {row[0]: row[1:] for row in experts.rows("How tensors were resharded")}
+    assert rows["model.blocks.0.network.experts.up"] == [
+        "(7, 300, 250)",
+        "0:2 4:6 2:4 6:7",
+        "0:2 2:4 4:6 6:7",
+        "0:4 4:7",
+        "0:7",
+    ]
 
 
 def test_a_directory_that_is_not_empty_is_refused(tmp_path: Path) -> None:
@@ -245,7 +294,8 @@ def _outcome(**of_one_rank: object) -> Outcome:
     record = Record(
         save_id="x", backend="b", version=1, reader="", writer={}, world_size=2, digest_algorithm="", files=()
     )
-    return Outcome({2: [good, good], 1: [replace(good, **of_one_rank)]}, record, 1)  # type: ignore[arg-type]
+    groups = {Layout(2): [good, good], Layout(1): [replace(good, **of_one_rank)]}  # type: ignore[arg-type]
+    return Outcome(groups, record, 1)
 
 
 def test_results_that_agree_pass_the_verdict() -> None:

@@ -225,6 +225,7 @@ def test_after_uninstalling_the_error_says_what_to_install(environment: Environm
         str(old),
         "'npy'",
         "shardckpt-npy 1.0 or newer reads it",
-        "installed readers: torch_dist 1 (shardckpt",
+        "installed readers: ep 1 (shardckpt",
+        "torch_dist 1 (shardckpt",
     ):
         assert text in refusal["message"]

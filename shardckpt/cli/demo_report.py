@@ -80,7 +80,8 @@ def _slices(rows: Sequence[Sequence[int]]) -> str:
 
 def _sizes(outcome: Outcome, which: str) -> Iterator[str]:
     for results in outcome.groups.values():
-        yield " ".join(f"{getattr(result, which) / 1e6:.1f}" for result in results)
+        sizes = [getattr(result, which) for result in results]
+        yield " ".join(f"{size / 1e6:.1f}" for size in sizes) if any(sizes) else "-"
 
 
 def _speed(outcome: Outcome) -> str:

@@ -41,7 +41,7 @@ class ExpertSavePlan(SavePlan):
 class EPSavePlanner(DefaultSavePlanner):
     """Plans expert tensors as this rank's boxes of the tensor of all experts; all else as DCP does.
 
-    What is written is what DCP writes for a DTensor of all experts. Copies on other ranks are not written twice.
+    What is written is what DCP writes for a DTensor of all experts; of copies it chooses one, by bytes a rank.
 
     Args:
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
@@ -117,7 +117,7 @@ class EPSavePlanner(DefaultSavePlanner):
             box = Box(shard.global_offset, shard.local_shape)
             main = is_main_replica(shard.replica_id)
             self._claims.append(Claim(key, shard.global_shape, str(shard.dtype), layout.expert_dim, main, box))
-            if main and box.volume:
+            if box.volume:
                 self._shards[MetadataIndex(key, torch.Size(box.offset))] = shard
 
 
