@@ -7,6 +7,7 @@ So what a rank does alone need not be settled each time: a success is known to a
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import pickle
@@ -58,7 +59,8 @@ class Comm:
         self.world_size: int = dist.get_world_size(group) if active else 1
         self._phase = "start"
         self._number = next(_numbers)
-        self._ending = False
+        #: The verdict that this rank has heard and is raising: what fails on the way out is told to no one.
+        self._told: CheckpointingException | None = None
         self._joined: set[str] = set()
 
     @property
@@ -97,12 +99,13 @@ class Comm:
         """Do this rank's part of a step: all hear of an error at once, of a success when they next settle.
 
         It costs no message. What follows must bear that another rank may have failed, until the ranks settle: at the
-        end of a phase, or in any of the calls below. They do so before the ranks of another Comm call each other.
+        end of a phase, or in any of the calls below. Where some of the ranks meet in a smaller group, all settle
+        before, and the whole of what these do there stands in a phase of theirs.
 
         Args:
             name: As in :meth:`phase`.
         """
-        before, self._phase = self._phase, name
+        before, self._phase, self._told = self._phase, name, None
         error: BaseException | None = None
         try:
             yield
@@ -111,7 +114,6 @@ class Comm:
         except BaseException as exc:  # Ctrl-C or an exit: the others hear of it, this rank goes on ending
             with suppress(CheckpointingException):
                 self.settle(exc)
-            self._ending = True
             raise
         if error is not None:
             self.settle(error)
@@ -127,8 +129,13 @@ class Comm:
             raise error
         if isinstance(error, CommunicationError) and error.settled_by is not None:
             raise error  # a rank did not answer a smaller group: to ask it here is to wait as long once more
-        if error is not None and self._ending:
-            raise error  # it has been told
+        if error is not None and self._told is not None:
+            if not isinstance(error, Exception):
+                raise error
+            told = copy.copy(self._told)  # once more, in the place of what has failed after it
+            told.settled_by = self._number
+            raise told from error
+        self._told = None
         if self.world_size == 1:
             if error is not None:
                 raise self._local(error)
@@ -141,6 +148,7 @@ class Comm:
             reports = self._all_gather_bytes(bytearray(pickle.dumps(report)))
             shared = verdict([report for report in reports if report is not None])
             shared.settled_by = self._number
+            self._told = type(shared)(*shared.args)
             raise shared from error
         return largest
 
@@ -160,10 +168,12 @@ class Comm:
             return [value] if given else []
         if longest * self.world_size <= _AT_ONCE:
             return self._gathered(data, longest)
-        parts = self._parts(len(data))
-        receives = [(torch.frombuffer(part, dtype=torch.uint8), rank) for rank, part in parts.items() if rank]
-        sends = [(torch.frombuffer(data, dtype=torch.uint8), 0)] if data and not self.is_main else []
-        self._transfer(self._transfers(sends, receives, self._group))
+        with self.phase(self._phase):
+            parts = self._parts(len(data))
+            receives = [(torch.frombuffer(part, dtype=torch.uint8), rank) for rank, part in parts.items() if rank]
+            sends = [(torch.frombuffer(data, dtype=torch.uint8), 0)] if data and not self.is_main else []
+            transfers = self._transfers(sends, receives, self._group)
+        self._transfer(transfers)
         return [unpickled(part) if rank else value for rank, part in parts.items()]
 
     def broadcast(self, value: _T) -> _T:
@@ -254,10 +264,10 @@ class Comm:
         with self.phase("comparing the arguments of all ranks"):
             for rank, theirs in enumerate(everyone):
                 for name, value in theirs.items():
-                    if value != everyone[0][name]:
+                    if value != (first := everyone[0].get(name, "nothing")):
                         raise CheckpointingException(
-                            f"ranks disagree on {name}: {everyone[0][name]} on rank 0, {value} on rank {rank}; pass "
-                            "the same on every rank"
+                            f"ranks disagree on {name}: {first} on rank 0, {value} on rank {rank}; pass the same on "
+                            "every rank"
                         )
 
     def _transfers(self, sends: Sequence[_Route], receives: Sequence[_Route], group: Any) -> list[Any]:
@@ -345,6 +355,7 @@ class Comm:
                 f"died, or did not answer within the process group's timeout ({exc})"
             )
             lost.settled_by = self._number
+            self._told = CommunicationError(*lost.args)
             raise lost from exc
 
     def _local(self, error: BaseException) -> BaseException:
@@ -353,7 +364,8 @@ class Comm:
             wrapped = RankFailedError(f"in {self._phase!r}: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        error.settled_by = self._number
+        if error.settled_by is None:
+            error.settled_by = self._number
         return error
 
 

@@ -61,9 +61,9 @@ class Operation:
     def begun(self) -> Iterator[None]:
         """Report the start, and a failure; the end is reported by :meth:`ended`, when it comes."""
         self._started = time.perf_counter()
-        self._emit(phase="", state="start", nbytes=0)
         try:
             with held_back(), self.comm.task(self._base.operation):
+                self._emit(phase="", state="start", nbytes=0)
                 yield
         except Exception as exc:
             self.ended(exc)
@@ -92,10 +92,10 @@ class Operation:
         self._emit(phase=phase, state="end", seconds=time.perf_counter() - start)
 
     def _emit(self, **changes: Any) -> None:
-        hook = self.host.hook.shardckpt_event
-        if not hook.get_hookimpls():
-            return
         try:
+            hook = self.host.hook.shardckpt_event
+            if not hook.get_hookimpls():
+                return
             hook(event=replace(self._base, **changes))
         except Exception:  # who watches a save must not be able to end it on one rank
             logger.warning("a plugin's shardckpt_event failed", exc_info=True)

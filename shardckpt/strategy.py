@@ -126,6 +126,7 @@ class AsyncSaveStrategy(SaveStrategy):
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Prepare, write and finish, here and now."""
         prepared = self.prepare(shards, common, context)
+        context.comm.settle()  # before hours of writing
         with context.comm.task("writing shards"):
             result = prepared.work.write(context.writer)
         if prepared.finish is not None:

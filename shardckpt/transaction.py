@@ -204,6 +204,7 @@ def commit_files(
     transaction = Transaction(operation, target, identity, overwrite=overwrite, sha256=sha256)
     try:
         with transaction.writer() as writer:
+            operation.comm.settle()  # ranks may meet in smaller groups now, and write for hours
             with operation.step("writing"):
                 write(writer, transaction.save_id)
             transaction.commit(writer, content=content)

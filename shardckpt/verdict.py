@@ -31,8 +31,11 @@ class Report:
     def of(cls, error: BaseException, rank: int, phase: str) -> Report:
         """The report of an error."""
         kind = type(error).__name__ if isinstance(error, CheckpointingException) else ""
-        message = str(error) if kind else f"{type(error).__name__}: {error}"
-        return cls(rank, phase, kind, message)
+        try:
+            text = str(error)
+        except Exception:  # noqa: BLE001 - any class may fail in any way, and the other ranks wait
+            text = "(its text cannot be had)"
+        return cls(rank, phase, kind, text if kind else f"{type(error).__name__}: {text}")
 
 
 def verdict(reports: list[Report]) -> CheckpointingException:

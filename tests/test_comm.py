@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from shardckpt.errors import CheckpointingException, CommunicationError, RankFai
 from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.ranks import RankPool
@@ -195,6 +196,61 @@ def test_an_interrupt_is_told_once(ranks: RankPool) -> None:
     assert ranks.run(3, _is_interrupted_deep_inside) == [[False, 0, 1, 2], [True, 0, 1, 2], [False, 0, 1, 2]]
 
 
+def _fails_on_the_way_out(who: int) -> list[Any]:
+    comm = Comm()
+
+    def operation() -> None:
+        with comm.task("operation"):
+            try:
+                with comm.phase("step"):
+                    if comm.rank == 1:
+                        raise ShardingError("bad shard")
+            finally:
+                if comm.rank == who:
+                    raise OSError("and the disk is full")
+
+    def next_operation() -> None:
+        with comm.phase("next"):
+            if comm.rank == who:
+                raise ValueError("another")
+
+    return [_error_of(operation), Comm().all_gather(comm.rank), _error_of(next_operation)]
+
+
+def _error_of(operation: Callable[[], None]) -> str:
+    try:
+        operation()
+    except CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_fails_after_the_verdict_is_told_to_no_one(ranks: RankPool, who: int) -> None:
+    """An error while a failed operation is cleaned up does not become the others' in what they do next."""
+    verdict, another = "rank 1, in 'step': bad shard", f"rank {who}, in 'next': ValueError: another"
+    assert ranks.run(2, _fails_on_the_way_out, who) == [[verdict, [0, 1], another]] * 2
+
+
+def _fails_after_an_interrupt() -> str:
+    comm = Comm()
+    with suppress(KeyboardInterrupt, RankFailedError), comm.phase("first"):
+        if comm.rank == 1:
+            raise KeyboardInterrupt
+
+    def second() -> None:
+        with comm.phase("second"):
+            if comm.rank == 1:
+                raise ValueError("odd value")
+
+    return _error_of(second)
+
+
+def test_after_an_interrupt_errors_are_told_again(ranks: RankPool) -> None:
+    """A rank that was interrupted and goes on tells the others what fails then."""
+    assert ranks.run(2, _fails_after_an_interrupt) == ["rank 1, in 'second': ValueError: odd value"] * 2
+
+
 def _fails_in_a_task(then: str) -> int:
     comm = Comm()
     with comm.task("alone"):
@@ -271,8 +327,8 @@ def _messages(folder: str) -> list[int]:
 
 
 def test_messages_do_not_grow_with_the_state(ranks: RankPool, tmp_path: Path) -> None:
-    """A save of one tensor and one of 41 take the same 13 messages between ranks, a load 9."""
-    assert ranks.run(2, _messages, str(tmp_path)) == [[13, 9, 13, 9]] * 2
+    """A save of one tensor and one of 41 take the same 15 messages between ranks, a load 9."""
+    assert ranks.run(2, _messages, str(tmp_path)) == [[15, 9, 15, 9]] * 2
 
 
 def _disagrees() -> None:

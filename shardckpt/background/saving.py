@@ -96,8 +96,12 @@ class _BackgroundSave:
 
     def finish(self) -> None:
         """Write what names the files of all ranks, and commit."""
+        comm = self.transaction.operation.comm
+        with comm.task("finishing a background save"):
+            self._finish(comm)
+
+    def _finish(self, comm: Comm) -> None:
         transaction, operation = self.transaction, self.transaction.operation
-        comm = operation.comm
         comm.agree(save_in_this_place_of_the_queue=transaction.save_id)
         with operation.step("finishing a background save"):
             if self.result is None or self.result.save_id != transaction.save_id:

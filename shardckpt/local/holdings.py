@@ -63,7 +63,9 @@ def deal_shards(
         cached: A deal that still holds if no rank has other shards than then.
     """
     comm = Comm(group)
-    if comm.all_true(cached is not None and _still_fits(cached, nest, comm.rank)) and cached is not None:
+    with comm.task("comparing with the last deal"):
+        fits = cached is not None and _still_fits(cached, nest, comm.rank)
+    if comm.all_true(fits) and cached is not None:
         return cached
     return determine_main_replica_uniform_distribution(nest, group, ignore_groups=True)
 

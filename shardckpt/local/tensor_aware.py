@@ -74,20 +74,22 @@ class TensorAwareStateDict:
             CheckpointingException: the same on every rank.
         """
         comm = Comm()
-        with comm.phase("preparing the state dict"):
-            _check_algo(algo)
-            nest, common = split_for_save(sharded_state_dict)
-            _check_filled(nest)
-        settled = iter(settle_replicas(list(nested_values(nest)), comm, compare=False))
-        nest = dict_list_map_outplace(lambda _: next(settled), nest)
-        if not comm.all_true(cached_metadata is not None):
-            validate_shards(list(nested_values(nest)), comm)
-        if algo == "atomic":
-            return cls(common, nest), None
-        with comm.phase("dealing out the shards"):
-            distribution = deal_shards(nest, parallelization_group, cached_metadata)
-            drop_others(nest, distribution, parallelization_group)
-        return cls(common, nest), distribution
+        with comm.task("taking a state dict"):
+            with comm.phase("preparing the state dict"):
+                _check_algo(algo)
+                nest, common = split_for_save(sharded_state_dict)
+                _check_filled(nest)
+            settled = iter(settle_replicas(list(nested_values(nest)), comm, compare=False))
+            nest = dict_list_map_outplace(lambda _: next(settled), nest)
+            if not comm.all_true(cached_metadata is not None):
+                validate_shards(list(nested_values(nest)), comm)
+            if algo == "atomic":
+                return cls(common, nest), None
+            comm.settle()
+            with comm.phase("dealing out the shards"), Comm(parallelization_group).phase("dealing out the shards"):
+                distribution = deal_shards(nest, parallelization_group, cached_metadata)
+                drop_others(nest, distribution, parallelization_group)
+            return cls(common, nest), distribution
 
     def to_state_dict(
         self,
@@ -121,26 +123,28 @@ class TensorAwareStateDict:
             self._check_tensors("to_state_dict")
             return dict_list_map_outplace(lambda leaf: leaf, self.common)
         comm = Comm()
-        with comm.phase("preparing the state dict"):
-            self._check_tensors("to_state_dict")
-            _check_algo(algo)
-            check_exchange(exchange_algo)
-            template, mode = _checked_template(sharded_state_dict), parse_strict_flag(strict)
-        template.shards = settle_replicas(template.shards, comm, compare=False)
-        if validate_access_integrity:
-            validate_shards(template.shards, comm)
-        kept_keys = map(stored_key, nested_values(self.sharded_state_dict))
-        mismatch = compare_keys(template.shards, kept_keys, mode, comm)
-        available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
-        with comm.phase("comparing shapes"):
-            check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in self._described_tensors()})
-        with comm.phase("collecting shards"):
-            group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
-            collected = self._collected(available, group, exchange_algo)
-        with comm.phase("assembling the state dict"):
-            found = iter([_delivered(shard, collected) for shard in available])
-            values = [MISSING if stored_key(s) in mismatch.unexpected else next(found) for s in template.shards]
-            state_dict = template.fill(values, self.common)
+        with comm.task("giving a state dict back"):
+            with comm.phase("preparing the state dict"):
+                self._check_tensors("to_state_dict")
+                _check_algo(algo)
+                check_exchange(exchange_algo)
+                template, mode = _checked_template(sharded_state_dict), parse_strict_flag(strict)
+            template.shards = settle_replicas(template.shards, comm, compare=False)
+            if validate_access_integrity:
+                validate_shards(template.shards, comm)
+            kept_keys = map(stored_key, nested_values(self.sharded_state_dict))
+            mismatch = compare_keys(template.shards, kept_keys, mode, comm)
+            available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
+            with comm.phase("comparing shapes"):
+                check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in self._described_tensors()})
+            with comm.phase("collecting shards"):
+                group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
+                with group.phase("collecting shards"):
+                    collected = self._collected(available, group, exchange_algo)
+            with comm.phase("assembling the state dict"):
+                found = iter([_delivered(shard, collected) for shard in available])
+                values = [MISSING if stored_key(s) in mismatch.unexpected else next(found) for s in template.shards]
+                state_dict = template.fill(values, self.common)
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict
 
     @property

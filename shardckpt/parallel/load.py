@@ -125,13 +125,14 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         """Deal out the reading, read this rank's part, and exchange."""
         with context.comm.phase("dealing out the reading"):
             group = context.comm if self._group is None else Comm(self._group)
-            plan = self._plan(wanted, group)
+            with group.phase("dealing out the reading"):
+                plan = self._plan(wanted, group)
         values: list[Any] = [None] * len(wanted)
         with context.comm.phase("reading this rank's part"):
             read = self._strategy.load([wanted[number] for number in plan.reads], context)
             for number, value in zip(plan.reads, read, strict=True):
                 values[number] = value
-        with context.comm.phase("sharing what was read"):
+        with context.comm.phase("sharing what was read"), group.phase("sharing what was read"):
             self._share(wanted, values, plan, group)
         return values
 

@@ -87,10 +87,10 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
 
     def _dealt(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
         """Copies of the shards with new replica ids, which say what this rank is to write."""
-        context.comm.settle()  # no rank may be missing where a smaller group meets
         with context.comm.phase("dealing out shards"):
             group = context.comm if self._group is None else Comm(self._group)
-            dealt = share_out(shards, group, self._cache)
+            with group.phase("dealing out shards"):
+                dealt = share_out(shards, group, self._cache)
         return dealt
 
 

@@ -66,8 +66,10 @@ def is_staging(path: Path) -> bool:
 
 def discard(staging: Path) -> None:
     """Remove a staging directory after a failed save; what cannot be removed is reported, not raised."""
+    gone = staging.with_name(f"{staging.name}-discarded")
     try:
-        shutil.rmtree(staging)
+        os.rename(staging, gone)  # who still writes there finds no directory, and cannot add to it while it is emptied
+        shutil.rmtree(gone)
     except OSError as exc:
         logger.warning("cannot remove %s, which is no longer needed: %s", staging, exc)
 
@@ -87,7 +89,10 @@ def publish(staging: Path, target: Path) -> None:
     sync_directory(staging)
     with naming(f"rename {staging} to", target):
         os.rename(staging, target)
-    sync_directory(target.parent)
+    try:
+        sync_directory(target.parent)
+    except StorageError as exc:
+        raise StorageError(f"{exc}; {target} is the new checkpoint, whole, perhaps not yet durable") from exc
 
 
 def replace(staging: Path, target: Path, owned: Collection[str]) -> None:

@@ -251,18 +251,24 @@ def test_broken_listener_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
         assert (found.kind, found.message, found.wrong, left) == ("", "", [], 1)
 
 
+@contextmanager
+def set_on_rank(rank: int, name: str, value: str) -> Iterator[None]:
+    """An environment variable that is so on one rank."""
+    before = os.environ.get(name)
+    if dist.get_rank() == rank:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
 def _save_with_bad_setting(directory: str) -> Attempt:
     def action(target: Path) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        before = os.environ.get("SHARDCKPT_IO_THREADS")
-        if rank == 1:
-            os.environ["SHARDCKPT_IO_THREADS"] = "many"
-        try:
-            dist_checkpointing.save(samples.state_dict(BAD, rank, world), target)
-        finally:
-            os.environ.pop("SHARDCKPT_IO_THREADS", None)
-            if before is not None:
-                os.environ["SHARDCKPT_IO_THREADS"] = before
+        with set_on_rank(1, "SHARDCKPT_IO_THREADS", "many"):
+            dist_checkpointing.save(samples.state_dict(BAD, dist.get_rank(), dist.get_world_size()), target)
 
     return attempt(directory, action)
 
