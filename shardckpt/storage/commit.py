@@ -69,6 +69,9 @@ def discard(staging: Path) -> None:
     gone = staging.with_name(f"{staging.name}-discarded")
     try:
         os.rename(staging, gone)  # who still writes there finds no directory, and cannot add to it while it is emptied
+    except OSError:
+        gone = staging
+    try:
         shutil.rmtree(gone)
     except OSError as exc:
         logger.warning("cannot remove %s, which is no longer needed: %s", staging, exc)

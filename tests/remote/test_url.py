@@ -89,7 +89,7 @@ def test_a_slice_is_read_by_ranges(store: Store) -> None:
     values = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
     dc.save({"w": ShardedTensor.from_rank_offsets("w", values)}, store.url)
     nbytes = values.numel() * 4
-    assert store.requests("put")[1].nbytes > nbytes
+    assert max(request.nbytes for request in store.requests("put")) > nbytes
     store.forget()
     wanted = ShardedTensor("w", None, values.dtype, (8, columns), (rows, columns), (16, 0), None)
     assert torch.equal(dc.load({"w": wanted}, store.url, validate_access_integrity=False)["w"], values[16:24])
