@@ -42,21 +42,27 @@ def test_the_two_commands_are_the_first_block() -> None:
 
 def test_the_porting_example_runs(tmp_path: Path) -> None:
     """The example for those who come from Megatron works as it stands."""
-    porting, _, _ = _blocks("python")
+    porting, *_ = _blocks("python")
     _run(porting, tmp_path)
     assert (tmp_path / "iter_0000017" / "metadata.json").is_file()
 
 
 def test_the_training_loop_example_runs(tmp_path: Path) -> None:
     """The example of background saves, parallel loads and lazy reading works as it stands."""
-    _, loop, _ = _blocks("python")
+    _, loop, *_ = _blocks("python")
     _run(loop, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-1", "step-2"]
 
 
+def test_the_example_of_modules_runs(tmp_path: Path) -> None:
+    """The example of a module and its optimizer works as it stands."""
+    _run(_blocks("python")[2], tmp_path)
+    assert (tmp_path / "step-1" / "metadata.json").is_file()
+
+
 def test_the_plugin_example_is_a_plugin(tmp_path: Path) -> None:
     """The example strategy, with the entry point of the README, saves, is found again by load, and is listed."""
-    _, _, plugin = _blocks("python")
+    plugin = _blocks("python")[3]
     (entry_points,) = _blocks("toml")
     section, line = entry_points.strip().splitlines()
     assert section == "[project.entry-points.shardckpt]"
