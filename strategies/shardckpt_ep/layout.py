@@ -156,7 +156,8 @@ class ExpertLayout:
     ) -> ExpertLayout:
         """Of a plain tensor with this rank's experts, or with FSDP's part of them.
 
-        Mesh dimensions other than these two hold copies.
+        Mesh dimensions other than these two hold copies. Where the mesh names the ranks in another order than the job
+        deals experts out, and all parts are equally long, nothing but a comparison of the copies can tell.
 
         Args:
             tensor: The local tensor.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.tensor import DTensor
+
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.comm import Comm
@@ -33,7 +35,7 @@ def expert_sharded_state_dict(
     sections: Iterable[str] = SECTIONS,
     is_expert: Callable[[str], bool] | None = None,
     validate: bool = True,
-    check_replicas: bool = False,
+    check_replicas: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> ShardedStateDict:
     """Describe a state dict whose expert tensors hold this rank's experts alone; all ranks call it together.
@@ -50,7 +52,8 @@ def expert_sharded_state_dict(
         is_expert: Says of a key whether it is an expert's, so that one without a layout is refused; by default those
             are that differ from a parameter with a layout in numbers alone.
         validate: Whether the ranks check together that they have every expert once.
-        check_replicas: Whether a save is to compare what ranks have of the same experts: one pass over the memory.
+        check_replicas: Whether a save compares what ranks have of the same experts in plain tensors, of which nothing
+            but the caller says where they lie: one pass over the memory of those that several ranks have.
         process_group: The ranks that save or load together; by default all.
 
     Raises:
@@ -107,7 +110,7 @@ class _Describer:
             return value
         if not layout.inside:
             return LocalNonpersistentObject(value)
-        build = partial(_build, layout, self._compared)
+        build = partial(_build, layout, self._compared and not isinstance(value, DTensor))
         factory = InPlaceFactory(f"{self._prefix}{path}", value, build)
         self.shards.extend(factory.build())
         self.expert_dims[factory.key] = layout.expert_dim

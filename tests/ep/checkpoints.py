@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def store(path: Path, tensors: dict[str, torch.Tensor], pieces: int, dim: int, **others: Any) -> None:
-    """Save, in one process, every tensor of two axes or more cut along one."""
+    """Save, in one process, every tensor of two axes or more cut along one, into fewer pieces where it is shorter."""
     state: dict[str, Any] = dict(others)
     for key, value in tensors.items():
-        parts = value.chunk(pieces, dim) if value.dim() else [value]
+        parts = value.tensor_split(min(pieces, value.shape[dim]), dim) if value.dim() else [value]
         offset = [0] * value.dim()
         for number, part in enumerate(parts):
             state[f"{key}-{number}"] = _shard(key, part.contiguous(), value, tuple(offset))

@@ -33,6 +33,7 @@ class Case:
         experts: How many there are.
         counts: How many every expert-parallel rank has; None to deal them out as torch.chunk does.
         kind: As a DTensor of all experts, as FSDP's DTensor of one rank's, or as a plain tensor.
+        inner: Shape of one expert.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -40,6 +41,7 @@ class Case:
     experts: int = 8
     counts: tuple[int, ...] | None = None
     kind: Kind = "efsdp"
+    inner: tuple[int, ...] = INNER
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,9 +78,9 @@ class Meshes:
         return self._made[case.sizes]
 
 
-def whole(experts: int, scale: float = 1.0) -> torch.Tensor:
+def whole(experts: int, scale: float = 1.0, inner: tuple[int, ...] = INNER) -> torch.Tensor:
     """All experts: every element another number."""
-    shape = (experts, *INNER)
+    shape = (experts, *inner)
     return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float32).reshape(shape) * scale
 
 
@@ -122,11 +124,11 @@ def layout(case: Case, mesh: DeviceMesh, tensor: torch.Tensor) -> ExpertLayout:
     """The layout, by the constructor for the kind."""
     if case.kind == "two meshes":
         return ExpertLayout.from_dtensor(tensor, name=FQN)
-    shape = None if case.counts else (case.experts, *INNER)
+    shape = None if case.counts else (case.experts, *case.inner)
     given = {"experts_per_rank": case.counts, "global_shape": shape, "name": FQN}
     if case.kind == "efsdp":
         return ExpertLayout.from_efsdp(tensor, mesh, **given)
-    given["global_shape"] = (case.experts, *INNER)
+    given["global_shape"] = (case.experts, *case.inner)
     return ExpertLayout.from_local(tensor, mesh, fsdp_dim=case.fsdp_dim if "efsdp" in case.names else None, **given)
 
 
@@ -135,13 +137,13 @@ def state(case: Case, mesh: DeviceMesh, *, empty: bool = False) -> dict[str, Any
     factor = 0.0 if empty else 1.0
     return {
         "model": {
-            FQN: live(case, mesh, whole(case.experts, factor)),
+            FQN: live(case, mesh, whole(case.experts, factor, case.inner)),
             "layers.0.moe.router.weight": torch.full((2, 3), 5.0 * factor),
         },
         "optimizer": {
             "state": {
                 FQN: {
-                    "exp_avg": live(case, mesh, whole(case.experts, 0.5 * factor)),
+                    "exp_avg": live(case, mesh, whole(case.experts, 0.5 * factor, case.inner)),
                     "step": torch.tensor(7.0 * factor),
                 }
             }
@@ -149,11 +151,11 @@ def state(case: Case, mesh: DeviceMesh, *, empty: bool = False) -> dict[str, Any
     }
 
 
-def expected(experts: int) -> dict[str, torch.Tensor]:
+def expected(experts: int, inner: tuple[int, ...] = INNER) -> dict[str, torch.Tensor]:
     """What a checkpoint of any case holds, by key."""
     return {
-        f"model.{FQN}": whole(experts),
-        f"optimizer.state.{FQN}.exp_avg": whole(experts, 0.5),
+        f"model.{FQN}": whole(experts, 1.0, inner),
+        f"optimizer.state.{FQN}.exp_avg": whole(experts, 0.5, inner),
         f"optimizer.state.{FQN}.step": torch.tensor(7.0),
         "model.layers.0.moe.router.weight": torch.full((2, 3), 5.0),
     }
@@ -185,16 +187,17 @@ def all_cases() -> Iterator[Case]:
         given = {1: (5,), 2: (1, 4), 4: (0, 3, 1, 1)}[ep]
         for sizes in (order(("ep", ep), ("efsdp", efsdp)), order(("efsdp", efsdp), ("ep", ep))):
             for fsdp_dim in (0, 1):
-                yield from _kinds(sizes, fsdp_dim, given)
+                yield from kinds_of(sizes, fsdp_dim, given)
     for sizes in (
         order(("replicate", 2), ("efsdp", 1), ("ep", 2)),
         order(("ep", 2), ("replicate", 2), ("efsdp", 1)),
         order(("replicate", 2), ("efsdp", 2), ("ep", 1)),
     ):
-        yield from _kinds(sizes, 1, (2, 3) if dict(sizes)["ep"] > 1 else (5,))
+        yield from kinds_of(sizes, 1, (2, 3) if dict(sizes)["ep"] > 1 else (5,))
 
 
-def _kinds(sizes: tuple[tuple[str, int], ...], fsdp_dim: int, given: tuple[int, ...]) -> Iterator[Case]:
+def kinds_of(sizes: tuple[tuple[str, int], ...], fsdp_dim: int, given: tuple[int, ...]) -> Iterator[Case]:
+    """A mesh and an axis with experts held in every way: dealt out evenly, unevenly, and as ``given`` counts say."""
     kinds: tuple[Kind, ...] = ("two meshes", "efsdp", "local")
     for kind in kinds:
         yield Case(sizes, fsdp_dim, kind=kind)
@@ -223,6 +226,7 @@ __all__ = [
     "check",
     "expected",
     "from_local",
+    "kinds_of",
     "layout",
     "live",
     "local_of",

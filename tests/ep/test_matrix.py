@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from shardckpt import dist_checkpointing
-from shardckpt_ep import EPLoadPlanner, EPLoadStrategy, EPSavePlanner, EPSaveStrategy, expert_sharded_state_dict
-from tests.ep.live import FQN, Case, Meshes, all_cases, check, expected, layout, state
+from shardckpt_ep import EPLoadPlanner, EPSavePlanner
+from tests.ep.cycles import check_whole, layouts, load, save
+from tests.ep.live import Case, Meshes, all_cases, check, state
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from shardckpt_ep import ExpertLayout
     from tests.ranks import RankPool
-
-
-def _layouts(case: Case, mesh: DeviceMesh, held: dict[str, Any]) -> dict[str, ExpertLayout]:
-    return {FQN: layout(case, mesh, held["model"][FQN])}
-
-
-def _save(case: Case, meshes: Meshes, path: Path) -> None:
-    held = state(case, meshes.of(case))
-    layouts = _layouts(case, meshes.of(case), held)
-    dist_checkpointing.save(expert_sharded_state_dict(held, layouts), path, EPSaveStrategy(layouts))
-
-
-def _load(case: Case, meshes: Meshes, path: Path) -> None:
-    held = state(case, meshes.of(case), empty=True)
-    layouts = _layouts(case, meshes.of(case), held)
-    wanted = expert_sharded_state_dict(held, layouts)
-    loaded = dist_checkpointing.load(wanted, path, EPLoadStrategy(layouts), strict=True)
-    check(case, meshes.of(case), loaded)
-    check(case, meshes.of(case), held)  # in place
 
 
 def _cases(experts: int) -> list[Case]:
     return [case for case in all_cases() if case.experts == experts]
-
-
-def _check_whole(experts: int, path: Path) -> None:
-    """Plain DCP, in one process, reads all experts in true order."""
-    if dist.get_rank() == 0:
-        wanted = expected(experts)
-        found = {key: torch.zeros_like(value) for key, value in wanted.items()}
-        dcp.load(found, checkpoint_id=path, no_dist=True)
-        for key, value in wanted.items():
-            assert torch.equal(found[key], value), key
 
 
 def _cycle(folder: Path, step: int) -> int:
@@ -62,9 +28,9 @@ def _cycle(folder: Path, step: int) -> int:
         cases = _cases(experts)
         for number, case in enumerate(cases[::step]):
             path = folder / f"{experts}-{number}"
-            _save(case, meshes, path)
-            _check_whole(experts, path)
-            _load(cases[(number * 7 + 1) % len(cases)], meshes, path)
+            save(case, meshes, path)
+            check_whole(experts, path)
+            load(cases[(number * 7 + 1) % len(cases)], meshes, path)
             count += 1
     return count
 
@@ -84,9 +50,9 @@ def _pairs(folder: Path, experts: int) -> int:
     meshes, count = Meshes(), 0
     cases = [case for case in _cases(experts) if case.kind == "efsdp"]
     for number, case in enumerate(cases):
-        _save(case, meshes, folder / str(number))
+        save(case, meshes, folder / str(number))
         for other in cases:
-            _load(other, meshes, folder / str(number))
+            load(other, meshes, folder / str(number))
             count += 1
     return count
 
@@ -106,11 +72,11 @@ def _with_planners(folder: Path) -> int:
         for number, case in enumerate(cases):
             path = folder / f"{experts}-{number}"
             held = state(case, meshes.of(case))
-            dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(_layouts(case, meshes.of(case), held)))
-            _check_whole(experts, path)
+            dcp.save(held, checkpoint_id=path, planner=EPSavePlanner(layouts(case, meshes.of(case), held)))
+            check_whole(experts, path)
             other = cases[(number * 11 + 1) % len(cases)]
             held = state(other, meshes.of(other), empty=True)
-            dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(_layouts(other, meshes.of(other), held)))
+            dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(layouts(other, meshes.of(other), held)))
             check(other, meshes.of(other), held)
             count += 1
     return count

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -69,6 +70,23 @@ def _loaded_with(path: Path, case: Case, options: dict[str, Any]) -> None:
     _loaded(path, case, **options)
 
 
+def _read_as_others_do(path: Path) -> None:
+    """Half of the rows of all experts on every rank, by torch_dist; and all, by plain DCP."""
+    rows = {"w": ShardedTensor.from_rank_offsets(f"model.{FQN}", torch.zeros(8, 3, 3), (1, dist.get_rank(), 2))}
+    loaded = dist_checkpointing.load(rows, path, TorchDistLoadShardedStrategy())
+    assert torch.equal(loaded["w"], whole(8).chunk(2, 1)[dist.get_rank()])
+    found = {f"model.{FQN}": torch.zeros(8, 6, 3)}
+    dcp.load(found, checkpoint_id=path)
+    assert torch.equal(found[f"model.{FQN}"], whole(8))
+
+
+def test_readers_that_know_no_experts_read_what_ep_wrote(ranks: RankPool, tmp_path: Path) -> None:
+    """torch_dist cuts the tensor of all experts as it likes, and plain dcp.load has it whole, without our planner."""
+    ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
+
+    ranks.run(2, _read_as_others_do, tmp_path / "ckpt")
+
+
 def test_what_torch_dist_wrote_is_read_by_ep(ranks: RankPool, tmp_path: Path) -> None:
     """An instance of ep's reader reads (torch_dist, 1), whose files are the same, into any layout."""
     store(tmp_path / "ckpt", expected(8), 3, 0)
@@ -90,8 +108,6 @@ def test_the_gate_keeps_the_two_names_apart(ranks: RankPool, tmp_path: Path) -> 
 
 def test_plain_dcp_directories_stay_torch_dists(tmp_path: Path) -> None:
     """A directory without a marker is recognised as torch_dist, as before there was ep."""
-    import torch.distributed.checkpoint as dcp
-
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
 
     reader = dist_checkpointing.get_default_load_sharded_strategy(tmp_path / "ckpt")
@@ -241,6 +257,23 @@ def test_copies_of_experts_are_compared_where_asked_for(ranks: RankPool) -> None
     for outcome in ranks.outcomes(4, _compared, True):
         assert outcome.kind == ShardingError.__name__
         assert re.search(r"should be the same on all ranks.*differ:\n.*'layers.0.moe.experts.w1'", outcome.message)
+
+
+def _saved_on_a_wrong_mesh(path: Path) -> None:
+    live_on = mesh_of(("replicate", 2), ("ep", 2))
+    wrong = mesh_of(("ep", 2), ("replicate", 2))  # made anew from sizes
+    held = {FQN: whole(8).chunk(2)[live_on.get_local_rank("ep")].clone()}
+    given = {FQN: ExpertLayout.from_local(held[FQN], wrong)}
+    described = expert_sharded_state_dict(held, given, check_replicas=True)
+    dist_checkpointing.save(described, path, EPSaveStrategy(given))
+
+
+def test_a_wrong_mesh_of_plain_tensors_shows_in_its_copies(ranks: RankPool, tmp_path: Path) -> None:
+    """Plain tensors do not say where they lie; where a wrong mesh calls other experts copies, a save refuses them."""
+    for outcome in ranks.outcomes(4, _saved_on_a_wrong_mesh, tmp_path / "ckpt"):
+        assert outcome.kind == ShardingError.__name__
+        assert re.search(r"should be the same on all ranks.*differ:\n.*'layers.0.moe.experts.w1'", outcome.message)
+    assert not (tmp_path / "ckpt").exists()
 
 
 def _objects(path: Path, experts: list[list[int]], *, is_save: bool) -> Any:
