@@ -78,8 +78,10 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._ended = False
         self._outbox: SimpleQueue[bytes] = SimpleQueue()
-        for target in (self._listen, self._send):
-            threading.Thread(target=target, name=f"shardckpt{target.__name__}", daemon=True).start()
+        targets = (self._listen, self._send)
+        self._threads = [threading.Thread(target=t, name=f"shardckpt{t.__name__}", daemon=True) for t in targets]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def pid(self) -> int:
@@ -119,6 +121,9 @@ class WorkerProcess:
             future.exception()
         self._outbox.put(b"")  # there are no more calls
         self._end()
+        for thread in self._threads:  # one that lets go of a tensor while the interpreter ends would abort it
+            if thread is not threading.current_thread():
+                thread.join(_END_TIMEOUT)
 
     def _send(self) -> None:
         """Hand calls over as fast as the process takes them, until there are no more."""
@@ -137,6 +142,7 @@ class WorkerProcess:
                 with self._lock:
                     future = self._calls.pop(int.from_bytes(data[:NUMBER_BYTES], "little"))
                 _settle(future, data[NUMBER_BYTES:], self.pid)
+                del future  # and with it, all that the call was to save
         self._end()
         self._fail_all()
         self._outbox.put(b"")
