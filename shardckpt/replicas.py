@@ -137,9 +137,9 @@ def _refuse(faults: dict[str, Mapping[int, Collection[int]]]) -> None:
     raise ShardingError(
         "values that should be the same on all ranks that have them differ:\n  "
         + "\n  ".join(shown)
-        + "\nDescribe what each rank has as a shard of its own (a DTensor, a ShardedTensor with another offset, or "
-        "under another key); or, if any copy will do, pass check_replicas=False to to_sharded_state_dict: then the "
-        "lowest rank's is saved"
+        + "\nDescribe what each rank has as a shard of its own (a DTensor, a ShardedTensor with another offset, "
+        "experts by their layouts) or under another key; or, if any copy will do, pass check_replicas=False to "
+        "to_sharded_state_dict: then the lowest rank's is saved"
     )
 
 

@@ -53,7 +53,10 @@ def to_sharded_state_dict(
     replicated: Replicated = True if check_replicas else "unchecked"
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ShardingError(f"expected an optimizer, got {optimizer!r:.80}; prefix= is given by its name")
+            raise ShardingError(
+                f"expected an optimizer, got a {type(optimizer).__name__}: optimizers are passed one by one, and "
+                "prefix= by its name"
+            )
     if isinstance(model_or_dict, Mapping):
         if optimizers:
             raise ShardingError("optimizers are described with their modules; put an optimizer's state into the dict")
@@ -77,11 +80,13 @@ def load_into(
 
     Raises:
         KeyMismatchError: something was not loaded; modules and optimizers stay as they are.
-        CheckpointingException: parameters of one group of an optimizer were saved with different options.
+        CheckpointingException: parameters of one group of an optimizer were saved with different options, or what was
+            loaded is of another form.
     """
     from shardckpt.adapters import handing_back, modules
 
     parts = modules.parts_of(model_or_parts)
+    _check_form(loaded, with_optimizers=bool(optimizers))
     model, optimizer = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
     options = {name: _options(values) for name, values in optimizer.get("param_groups", {}).items()}
     groups = [handing_back.groups_of(parts, each, number) for number, each in enumerate(optimizers)]
@@ -126,6 +131,22 @@ def _describe_options(options: dict[str, Any], key: str, replicated: Replicated)
     plain = {name: value for name, value in options.items() if name not in tensors}
     copies = {n: describe_leaf(tensor.detach().clone(), f"{key}.{n}", replicated) for n, tensor in tensors.items()}
     return {"values": describe_object(plain, key, replicated), **({"tensors": copies} if copies else {})}
+
+
+def _check_form(loaded: StateDict, *, with_optimizers: bool) -> None:
+    """Whether it is what the description of these modules and optimizers is loaded as."""
+    has_both = {"model", "optimizer"} <= loaded.keys()
+    if with_optimizers and not has_both:
+        raise ShardingError(
+            "what was loaded has no model and optimizer: describe both, to_sharded_state_dict(model, optimizer)"
+        )
+    if has_both and not with_optimizers and all(isinstance(part, dict) for part in loaded.values()):
+        raise ShardingError("what was loaded has an optimizer, too: pass the optimizers, or loaded['model'] alone")
+    if has_both and not isinstance(loaded["optimizer"].get("param_groups", {}), dict):
+        raise ShardingError(
+            "the optimizer's part is not of to_sharded_state_dict(model, optimizer): hand a state dict of torch's form "
+            "back by torch's set_model_state_dict and set_optimizer_state_dict"
+        )
 
 
 def _options(loaded: dict[str, Any]) -> dict[str, Any]:

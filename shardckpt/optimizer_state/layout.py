@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import combinations
+from operator import ne
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -44,7 +45,7 @@ def laid_out(stored: ShardedTensor, slot: str, param: torch.Tensor, *, shard_fac
         shard_factored: See above.
 
     Raises:
-        ShardingError: the parameter has no memory, or placements that cannot be stored.
+        ShardingError: the parameter has no memory, or placements that cannot be stored, or is a part of the whole.
     """
     shape, own = tuple(stored.global_shape), tuple(param.size())
     if math.prod(shape) == 1 and (shape != own or slot == "step"):
@@ -55,6 +56,12 @@ def laid_out(stored: ShardedTensor, slot: str, param: torch.Tensor, *, shard_fac
         return _as_dtensor(stored, shape, param, shard_factored=shard_factored)
     if is_sharded_tensor(param) and shape == own:
         return empty_sharded_tensor_like(param, stored.dtype)  # type: ignore[no-any-return]
+    if len(shape) == len(own) > 2 and sum(map(ne, shape, own)) == 1 and not readings(shape, own):  # noqa: PLR2004
+        raise ShardingError(
+            f"{stored.key!r} has the shape {shape}, its parameter {own}: if that is this rank's part of it (experts of "
+            "expert parallelism), the parameter must be a DTensor that says so, or be loaded with its state by "
+            "dist_checkpointing.load"
+        )
     return torch.empty(shape, dtype=stored.dtype, device=_device(param))
 
 

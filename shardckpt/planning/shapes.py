@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import ne
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShapeMismatchError
@@ -46,6 +47,8 @@ def _hint(stored: Ints, wanted: Ints, prepended: int) -> str:
         return f" (stored without prepended axes; wanted with prepend_axis_num={prepended})"
     if len(stored) > 1 and stored[::-1] == wanted:
         return " (transposed?)"
+    if len(stored) == len(wanted) > 2 and sum(map(ne, stored, wanted)) == 1:  # noqa: PLR2004 - experts, layers, heads
+        return " (a rank's part of it? then it must be described as a shard: a DTensor, or a layout of experts)"
     if len(stored) == len(wanted) and stored[1:] == wanted[1:]:
         return " (another padding of the vocabulary? allow_shape_mismatch=True loads the common rows)"
     return ""

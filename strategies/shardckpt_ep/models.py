@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
 
+from shardckpt.errors import ShardingError
 from shardckpt_ep.layout import ExpertLayout
 from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, has_dim
 from shardckpt_ep.names import clean
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
     from shardckpt_ep.meshes import Names
 
 
+#: Modules that an error names.
+_SHOWN = 8
+
+
 def expert_layouts(
     model: Module,
     mesh: DeviceMesh,
-    modules: Collection[str],
+    modules: str | Collection[str],
     *,
     ep: Names = EP_NAMES,
     fsdp: Names = FSDP_NAMES,
@@ -35,6 +40,9 @@ def expert_layouts(
 ) -> dict[str, ExpertLayout]:
     """The layout of every parameter of a model's expert modules, by its name without wrappers.
 
+    Each rank does it for itself: where one raises, the others must hear of it. Buffers have no layout; one that is a
+    rank's own takes :meth:`ExpertLayout.from_local`.
+
     A DTensor with the expert-parallel mesh dimension is taken as it is, one without it as FSDP's part of this rank's
     experts, and a plain tensor as this rank's experts.
 
@@ -42,6 +50,7 @@ def expert_layouts(
         model: The model, or a part of it.
         mesh: The mesh with the expert-parallel dimension.
         modules: Places of modules with experts, from any parent on; ``*`` stands for one name: ``"layers.*.experts"``.
+            A pipeline stage without experts names none: ``()``.
         ep: See :class:`ExpertLayout`, as all that follow.
         fsdp: For plain tensors.
         fsdp_dim: For plain tensors.
@@ -50,10 +59,11 @@ def expert_layouts(
         global_shapes: Shapes with all experts, by parameter, where they cannot be worked out.
 
     Raises:
-        ShardingError: a parameter does not lie as the mesh says.
+        ShardingError: a parameter does not lie as the mesh says, or no parameter is in any such place.
     """
-    found = {}
-    for name, param in expert_parameters(model, modules):
+    places = (modules,) if isinstance(modules, str) else tuple(modules)
+    found: dict[str, ExpertLayout] = {}
+    for name, param in expert_parameters(model, places):
         shape = (global_shapes or {}).get(name)
         if isinstance(param, DTensor) and has_dim(param.device_mesh, ep):
             found[name] = ExpertLayout.from_dtensor(param, expert_dim=expert_dim, name=name)
@@ -79,6 +89,11 @@ def expert_layouts(
                 global_shape=shape,
                 name=name,
             )
+    if places and not found:
+        raise ShardingError(
+            f"no parameter of the model is in a module at {', '.join(map(repr, places))}; there are "
+            f"{', '.join(sorted({name.rpartition('.')[0] for name, _ in model.named_parameters()})[:_SHOWN])}"
+        )
     return found
 
 

@@ -39,7 +39,7 @@ class ExpertNames:
 
     def __init__(self, fqns: Iterable[str], sections: Iterable[str] = SECTIONS) -> None:
         self._fqns = frozenset(map(clean, fqns))
-        self._sections = frozenset(sections)
+        self.sections = frozenset(sections)
         self._patterns = frozenset(map(_pattern, self._fqns))
 
     def find(self, key: str) -> ExpertName | None:
@@ -54,7 +54,7 @@ class ExpertNames:
         """What the key may mean, longer names first."""
         parts = clean(key).split(".")
         yield from _meanings(parts)
-        if parts[0] in self._sections:
+        if parts[0] in self.sections:
             yield from _meanings(parts[1:])
 
 

@@ -41,7 +41,8 @@ class ExpertSavePlan(SavePlan):
 class EPSavePlanner(DefaultSavePlanner):
     """Plans expert tensors as this rank's boxes of the tensor of all experts; all else as DCP does.
 
-    What is written is what DCP writes for a DTensor of all experts; of copies it chooses one, by bytes a rank.
+    What is written is what DCP writes for a DTensor of all experts; of copies it chooses one, by bytes a rank. It does
+    not compare them: only :func:`shardckpt_ep.expert_sharded_state_dict` finds plain tensors on the wrong mesh.
 
     Args:
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.

@@ -100,7 +100,8 @@ class _Describer:
         if absent:
             raise ShardingError(
                 f"{len(absent)} layouts are of parameters that the state dict does not have: {', '.join(absent[:4])}; "
-                "layouts go by the parameters' names in it, before which nothing stands but one of the sections"
+                "layouts go by the parameters' names in it (get_model_state_dict, get_optimizer_state_dict), before "
+                f"which nothing stands but one of {', '.join(sorted(self._experts.names.sections))} (sections=)"
             )
 
     def _leaf(self, value: Any, path: str) -> Any:

@@ -294,6 +294,20 @@ def test_what_was_not_loaded_is_named_or_kept(tmp_path: Path) -> None:
     train(large, optimizer, 0, 1)
 
 
+def test_what_is_handed_back_is_what_was_described(tmp_path: Path) -> None:
+    """Optimizers that were loaded, or not, and a state dict of torch's own form are told apart."""
+    model = made_model(1)
+    optimizer = _adamw(model)
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
+    loaded = dist_checkpointing.load(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
+    with pytest.raises(ShardingError, match="has an optimizer, too"):
+        load_into(loaded, model)
+    with pytest.raises(ShardingError, match="describe both"):
+        load_into(loaded["model"], model, optimizer)
+    with pytest.raises(ShardingError, match="set_optimizer_state_dict"):
+        load_into({**loaded, "optimizer": {"state": {}, "param_groups": []}}, model, optimizer)
+
+
 def test_a_model_is_handed_back_without_optimizers(tmp_path: Path) -> None:
     """Parameters alone are loaded from a checkpoint with optimizer state, by the prefix that they have there."""
     model, other = made_model(1), made_model(2)

@@ -123,6 +123,20 @@ class _Model(torch.nn.Module):
         self.trunk = torch.nn.ModuleList([torch.nn.ModuleDict({"_orig_mod": _Block()}) for _ in range(2)])
 
 
+def _places() -> list[str]:
+    model, mesh = _Block(), mesh_of(("ep", 2))
+    found = [" ".join(expert_layouts(model, mesh, places)) for places in ("experts", ["exp*"], ())]
+    with pytest.raises(ShardingError, match=r"in a module at 'expert', 'block\.experts'"):
+        expert_layouts(model, mesh, ["expert", "block.experts"])
+    return found
+
+
+def test_places_of_experts_are_found_or_named(ranks: RankPool) -> None:
+    """A place may be given alone; one where there are no experts is an error, not a model without experts."""
+    both = "experts.w1 experts.w1_bias"
+    assert ranks.run(2, _places) == [[both, both, ""]] * 2
+
+
 def _model_on_meshes() -> Any:
     mesh = mesh_of(("efsdp", 2), ("ep", 2))
     model = _Model()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor as OurShardedTensor
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from shardckpt.optimizer_state.layout import readings
@@ -235,6 +236,13 @@ def test_no_rank_holds_or_reads_more_than_its_part(ranks: RankPool, tmp_path: Pa
     for memory, read in ranks.run(4, _measured, tmp_path / "ckpt"):
         assert memory < 20 * MIB
         assert 12 * MIB <= read < 18 * MIB
+
+
+def test_state_of_a_part_of_a_parameter_is_refused(tmp_path: Path) -> None:
+    """A rank's own experts as a plain parameter do not get the state of all experts."""
+    _save(tmp_path / "ckpt", {"w": (8, 4, 2)})
+    with pytest.raises(ShardingError, match=r"has the shape \(8, 4, 2\), its parameter \(2, 4, 2\)"):
+        _load(tmp_path / "ckpt", {"w": torch.zeros(2, 4, 2)})
 
 
 def test_state_of_plain_parameters_is_plain(tmp_path: Path) -> None:
