@@ -62,6 +62,8 @@ class Recorder:
         """A step."""
         yield
 
+    task = phase
+
     def gather(self, value: Any) -> list[Any]:
         """The main rank has what all have sent."""
         return self.gather_some(value, given=True)

@@ -197,8 +197,8 @@ class Killer:
         return f"wrong values in {wrong}" if wrong else lost
 
     def _anonymous(self, line: str) -> str:
-        """A traced call without what differs from run to run: process id, save ids, addresses."""
-        line = re.sub(r"^\d+ +", "", line).replace(str(self._run), "RUN")
+        """A traced call without what differs from run to run: process id, save ids, addresses, other threads' calls."""
+        line = re.sub(r"^\d+ +", "", line).replace(str(self._run), "RUN").removesuffix(" <unfinished ...>")
         return re.sub(r"[0-9a-f]{32}|0x[0-9a-f]+", "*", line)
 
     def _warm_up(self) -> None:
