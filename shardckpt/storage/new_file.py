@@ -44,7 +44,7 @@ class NewFile:
     Args:
         path: The file.
         nbytes: What it will have at least, if that is known: space for it is set aside in one go, before the first
-            pages are written. (While they are, ext4 lets all writers wait for it.)
+            pages are written.
     """
 
     def __init__(self, path: Path, nbytes: int = 0) -> None:

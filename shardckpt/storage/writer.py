@@ -210,7 +210,7 @@ class CheckpointWriter:
 
         Args:
             name: Of letters, digits, ``.``, ``_`` and ``-``.
-            nbytes: What it will have at least, if that is known: it is written faster.
+            nbytes: What it will have at least, if that is known: space for it is set aside in one go.
         """
         path = self._directory / check_file_name(name)
         writer = FileWriter(path, self._crew, self._algorithm, nbytes, sha256=self._sha256)
