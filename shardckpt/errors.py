@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 
 class CheckpointingException(Exception):
     """The root of the family (Megatron's name for it)."""
@@ -86,6 +91,14 @@ class StrategyMismatchError(CannotLoadError):
     """The strategy that the caller named is not the one that the checkpoint needs."""
 
 
+def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
+    """The texts as an error shows them: of very many the first, and how many more there are."""
+    shown = list(texts)[:limit]
+    if len(texts) > limit:
+        shown.append(f"... and {len(texts) - limit} more")
+    return between.join(shown)
+
+
 __all__ = [
     "BrokenPluginError",
     "CannotLoadError",
@@ -107,4 +120,5 @@ __all__ = [
     "UnsafePickleError",
     "VersionTooNewError",
     "VersionTooOldError",
+    "listed",
 ]

@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning.boxes import Box, Ints, shard_parts, whole_box
 from shardckpt.planning.coverage import find_hole, find_overlap
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.comm import Comm
-
-_SHOWN = 20
 
 
 def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
@@ -184,8 +182,7 @@ def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]
 def _refuse(faults: Sequence[str]) -> None:
     """Raise one error with the first faults, if there are any."""
     if faults:
-        shown = [*faults[:_SHOWN], *([f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else [])]
-        raise ShardingError("shards do not fit together:\n  " + "\n  ".join(shown))
+        raise ShardingError("shards do not fit together:\n  " + listed(faults, "\n  "))
 
 
 def _region(box: Box) -> str:

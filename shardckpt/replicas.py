@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.state_dict import diff
 from shardckpt.storage.digest import CRC32, digest_function, preferred
@@ -33,7 +33,6 @@ _Mark: TypeAlias = bytes
 #: The different digests that ranks have of each shard's copies, with the ranks that have them.
 _Seen: TypeAlias = "Mapping[_Mark, Mapping[int, Collection[int]]]"
 
-_SHOWN = 20
 #: Bytes that are taken from an accelerator at a time.
 _CHUNK = 16 << 20
 
@@ -132,11 +131,10 @@ def _equal_objects(everyone: list[dict[_Mark, Any]]) -> set[_Mark]:
 def _refuse(faults: dict[str, Mapping[int, Collection[int]]]) -> None:
     if not faults:
         return
-    shown = [f"{key!r}: {_groups(faults[key])}" for key in sorted(faults)[:_SHOWN]]
-    shown += [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    shown = [f"{key!r}: {_groups(faults[key])}" for key in sorted(faults)]
     raise ShardingError(
         "values that should be the same on all ranks that have them differ:\n  "
-        + "\n  ".join(shown)
+        + listed(shown, "\n  ")
         + "\nDescribe what each rank has as a shard of its own (a DTensor, a ShardedTensor with another offset, "
         "experts by their layouts) or under another key; or, if any copy will do, pass check_replicas=False to "
         "to_sharded_state_dict: then the lowest rank's is saved"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.adapters.leaves import describe_leaf, describe_nest, describe_object
-from shardckpt.errors import KeyMismatchError, ShardingError
+from shardckpt.errors import KeyMismatchError, ShardingError, listed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
-
-_SHOWN = 20
 
 
 def to_sharded_state_dict(
@@ -156,9 +154,8 @@ def _options(loaded: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse(missing: Collection[str], what: str) -> None:
     if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise KeyMismatchError(
-            f"the {what} has parameters that are not in what was loaded: {', '.join(sorted(missing)[:_SHOWN])}{more}; "
+            f"the {what} has parameters that are not in what was loaded: {listed(sorted(missing))}; "
             "load with to_sharded_state_dict of the same modules and optimizers, or pass strict=False to keep theirs"
         )
 

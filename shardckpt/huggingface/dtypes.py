@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +43,6 @@ _DTYPES: dict[str, torch.dtype] = {
 _NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
 #: Two values a byte, which safetensors counts one by one and torch as one element.
 _PAIRS = "F4"
-_SHOWN = 20
 
 
 def get_dtype_size(dtype: torch.dtype) -> int:
@@ -99,9 +98,8 @@ def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
     """
     refused = [f"{name!r} ({dtype})" for name, dtype in tensors if safetensors_name(dtype) is None]
     if refused:
-        shown = ", ".join(refused[:_SHOWN]) + (", ..." if len(refused) > _SHOWN else "")
         raise CheckpointingException(
-            f"safetensors has no dtype for {shown}: write .bin files, which hold any, or leave these out"
+            f"safetensors has no dtype for {listed(refused)}: write .bin files, which hold any, or leave these out"
         )
 
 

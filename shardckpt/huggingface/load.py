@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.comm import Comm
-from shardckpt.errors import KeyMismatchError
+from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.huggingface.folder import Folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.models import find_mapping
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from shardckpt.key_mapping import KeyMapping
     from shardckpt.mapping import ShardedStateDict
 
-_SHOWN = 20
 _MODES = {True: StrictHandling.RAISE_UNEXPECTED, False: StrictHandling.LOG_UNEXPECTED}
 
 
@@ -106,9 +105,8 @@ def _refuse_missing(strategy: HuggingFaceLoadStrategy, path: Path) -> None:
     """Name what is missing as the folder would call it."""
     missing = strategy.missing()
     if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise KeyMismatchError(
-            f"{path} lacks {', '.join(map(repr, missing[:_SHOWN]))}{more}, which the wanted tensors need; see "
+            f"{path} lacks {listed([*map(repr, missing)])}, which the wanted tensors need; see "
             "huggingface_index(folder) for what it has, and mapping= and prefix= for names that differ"
         )
 

@@ -6,7 +6,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.huggingface.dtypes import cast_to, refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, Part
 from shardckpt.huggingface.names import SAFETENSORS, file_names
@@ -31,7 +31,6 @@ _NUMBERS = re.compile(r"(\d+)")
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 #: Endings of scales beside weights of 8 bits and less: to cast them would change the weights.
 _SCALES = ("_scale_inv", "_scale")
-_SHOWN = 20
 
 
 class Choice(NamedTuple):
@@ -82,11 +81,8 @@ def plan_export(index: Iterable[ShardedBase], choice: Choice, source: str) -> Pl
     chosen = [shard for shard in stored if stored_key(shard).startswith(prefix)]
     tensors = _tensors(chosen, len(prefix), choice)
     if not tensors:
-        keys = ", ".join(repr(stored_key(shard)) for shard in stored[:_SHOWN]) or "nothing"
-        raise KeyMismatchError(
-            f"{source} has no tensor to export whose key begins with {prefix!r}; it has {keys}"
-            f"{', ...' if len(stored) > _SHOWN else ''}"
-        )
+        keys = listed([repr(stored_key(shard)) for shard in stored]) or "nothing"
+        raise KeyMismatchError(f"{source} has no tensor to export whose key begins with {prefix!r}; it has {keys}")
     if choice.form == SAFETENSORS:
         refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
     files = split(((tensor.name, tensor.nbytes) for tensor in tensors.values()), choice.limit)
@@ -154,11 +150,9 @@ def _natural(key: str) -> list[tuple[int, str]]:
 
 def _warn(unplaced: list[str]) -> None:
     if unplaced:
-        more = f" and {len(unplaced) - _SHOWN} more" if len(unplaced) > _SHOWN else ""
         logger.warning(
-            "not exported, for the folder has no place for it (objects, and what the mapping leaves out): %s%s",
-            ", ".join(unplaced[:_SHOWN]),
-            more,
+            "not exported, for the folder has no place for it (objects, and what the mapping leaves out): %s",
+            listed(unplaced),
         )
 
 

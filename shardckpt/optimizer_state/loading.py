@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.comm import Comm
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, listed
 from shardckpt.loading import LoadOptions, open_checkpoint
 from shardckpt.locations import locate
 from shardckpt.mapping import ShardedBase, ShardedTensor
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardckpt.optimizer_state.stored import StoredState
 
 logger = logging.getLogger(__name__)
-
-_SHOWN = 20
 
 
 def load_sharded_optimizer_state_dict(
@@ -131,12 +129,12 @@ def _report_unclaimed(
     with comm.phase("choosing the optimizer's state"):
         if state and set(state) <= set(unclaimed):
             raise KeyMismatchError(
-                f"the state of no parameter of the model is stored: there are {_some(state)}; the model has "
-                f"{_some(sorted(params))}: give its state dict by the names of get_model_state_dict, which are those "
+                f"the state of no parameter of the model is stored: there are {listed(state)}; the model has "
+                f"{listed(sorted(params))}: give its state dict by the names of get_model_state_dict, which are those "
                 "that optimizer state is saved by (get_optimizer_state_dict; an optimizer's own state_dict has numbers)"
             )
     if comm.is_main:
-        logger.warning("of the optimizer's, not loaded, as no rank's model has such parameters: %s", _some(unclaimed))
+        logger.warning("of the optimizer's, not loaded, as no rank's model has such parameters: %s", listed(unclaimed))
 
 
 def _assembled(
@@ -167,11 +165,6 @@ def _put(name: str, target: dict[Any, Any], path: tuple[Any, ...], value: Any) -
         merge(target, nest)
     except ValueError as exc:
         raise CorruptCheckpointError(f"{name} does not fit to what else is stored of the optimizer: {exc}") from exc
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 __all__ = ["load_sharded_optimizer_state_dict"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning.boxes import Box, Ints, intersect
 from shardckpt.planning.coverage import find_hole, find_overlap
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shardckpt.comm import Comm
     from shardckpt.mapping import ShardedBase
     from shardckpt.planning.coverage import Overlap
-
-_SHOWN = 20
 
 
 class Claim(NamedTuple):
@@ -68,8 +66,7 @@ def refuse_faults(claims_by_rank: Sequence[Sequence[Claim]]) -> None:
     by_key = map_reduce(ranked, lambda item: item[1].key, lambda item: item, list)
     faults = [fault for key in sorted(by_key) for fault in _faults(key, by_key[key])]
     if faults:
-        more = [f"... and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise ShardingError("experts do not fit together:\n  " + "\n  ".join([*faults[:_SHOWN], *more]))
+        raise ShardingError("experts do not fit together:\n  " + listed(faults, "\n  "))
 
 
 def _claim(shard: ShardedBase, expert_dims: Mapping[str, int]) -> Claim:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, listed
 from shardckpt_ep.layout import ExpertLayout
 from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, has_dim
 from shardckpt_ep.names import clean
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 #: Modules that an error names.
-_SHOWN = 8
 
 
 def expert_layouts(
@@ -92,7 +91,7 @@ def expert_layouts(
     if places and not found:
         raise ShardingError(
             f"no parameter of the model is in a module at {', '.join(map(repr, places))}; there are "
-            f"{', '.join(sorted({name.rpartition('.')[0] for name, _ in model.named_parameters()})[:_SHOWN])}"
+            f"{listed(sorted({name.rpartition('.')[0] for name, _ in model.named_parameters()}), limit=8)}"
         )
     return found
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShardingError, listed
 from shardckpt.planning.table import Table, integers, joined, matrix, misfits
 from shardckpt.storage.columns import Column, Columns, pack
 from shardckpt_torch_dist.stored import Chunks, Item, StoredIndex
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.items import LocalItems
     from shardckpt_torch_dist.placing import Placed
 
-_SHOWN = 20
 
 
 class LocalPlan(NamedTuple):
@@ -99,7 +98,7 @@ class _Merge:
         keys = list(self._numbers)
         wrong = misfits(table, self._shapes)
         if wrong:
-            shown = ", ".join(repr(keys[number]) for number in wrong[:_SHOWN])
+            shown = listed([repr(keys[number]) for number in wrong])
             raise ShardingError(
                 f"the shards of all ranks do not fill {len(wrong)} tensors exactly: {shown}; save with "
                 "validate_access_integrity=True to see which regions"

@@ -384,13 +384,14 @@ print(resident("VmHWM") - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
-def test_an_export_takes_little_memory(tmp_path: Path) -> None:
-    """512 MiB in one file, and cast in several: at most 64 MiB of memory beyond what the process has before."""
+@pytest.mark.parametrize("mib", [512, pytest.param(2048, marks=pytest.mark.slow)])
+def test_an_export_takes_little_memory(tmp_path: Path, mib: int) -> None:
+    """In one file, and cast in several of 100 MB: at most 64 MiB of memory beyond what the process has before."""
     rows = torch.ones(1, 1 << 13).expand(1 << 11, -1)
-    dc.save(described({f"w{n}": rows for n in range(8)}), tmp_path / "c")
+    dc.save(described({f"w{n}": rows for n in range(mib // 64)}), tmp_path / "c")
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / "hf"), str(tmp_path / "half")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 512 << 20
-    assert len(list((tmp_path / "half").iterdir())) == 5
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > mib << 20
+    assert len(list((tmp_path / "half").iterdir())) == 1 + -(-mib // 2 // 64)
     assert int(done.stdout) < 64 << 20
