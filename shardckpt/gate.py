@@ -51,7 +51,9 @@ def read_manifest(directory: Path, host: PluginHost) -> Manifest:
         CorruptCheckpointError: its JSON files are damaged.
     """
     if is_staging(directory):
-        raise IncompleteCheckpointError(f"{directory} is the staging directory of a save that was not committed")
+        raise IncompleteCheckpointError(
+            f"{directory} is the staging directory of a save that was not committed, or of a checkpoint being removed"
+        )
     if not directory.is_dir():
         raise _absent(directory)
     marker_file, record_file = directory / MARKER_NAME, directory / RECORD_NAME

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import uuid
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _STAGING = ".shardckpt-staging-"
 _REPLACED = ".shardckpt-replaced-"
+#: In the name of a checkpoint that is being removed (:mod:`shardckpt.storage.removal`).
+REMOVED = ".shardckpt-removed-"
 
 
 def new_save_id() -> str:
@@ -60,8 +63,13 @@ def replaced_of(target: Path) -> list[Path]:
 
 
 def is_staging(path: Path) -> bool:
-    """Whether a directory is a save's own, not a checkpoint to load."""
-    return path.name.startswith(".") and (_STAGING in path.name or _REPLACED in path.name)
+    """Whether a directory is a save's or a removal's own, not a checkpoint to load."""
+    return path.name.startswith(".") and any(mark in path.name for mark in (_STAGING, _REPLACED, REMOVED))
+
+
+def is_staging_for(name: str, target: str) -> bool:
+    """Whether the whole name is that of what a save to ``target`` fills, or has discarded."""
+    return bool(re.fullmatch(re.escape(f".{target}{_STAGING}") + "[0-9a-f]{32}(-discarded)?", name))
 
 
 def discard(staging: Path) -> None:
@@ -205,10 +213,12 @@ def _link_or_copy(path: Path, kept: Path) -> None:
 
 
 __all__ = [
+    "REMOVED",
     "create_staging",
     "discard",
     "is_free",
     "is_staging",
+    "is_staging_for",
     "new_save_id",
     "publish",
     "replace",

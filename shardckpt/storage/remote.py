@@ -10,7 +10,7 @@ import random
 import re
 import time
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, StorageError
@@ -64,6 +64,17 @@ class RemoteFolder(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove an object."""
+
+
+@runtime_checkable
+class ListsFolders(Protocol):
+    """A :class:`RemoteFolder` that also knows the folders directly below it; whoever looks for checkpoints needs it."""
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly below, as the store has them now; none for a URL that does not exist."""
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder in which no objects are left, on stores where it is there without any; else do nothing."""
 
 
 class RemotePath(_Base):
@@ -188,4 +199,4 @@ def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
         number += 1
 
 
-__all__ = ["RemoteFolder", "RemotePath", "attempt", "masked"]
+__all__ = ["ListsFolders", "RemoteFolder", "RemotePath", "attempt", "masked"]

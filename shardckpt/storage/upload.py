@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNDER_WAY = ".shardckpt-uploading-"
+#: The object of a removal under way (:mod:`shardckpt.storage.removal`): without its marker, what is left is no more
+#: than what a save leaves that never ended, and a later save may take the folder in the same way.
+REMOVAL_MARK = f"{_UNDER_WAY}removal"
 
 
 class Upload:
@@ -184,4 +187,4 @@ def _deleted(folder: RemoteFolder, name: str) -> None:
         folder.delete(name)
 
 
-__all__ = ["Upload", "is_under_way", "list_folder", "upload_files"]
+__all__ = ["REMOVAL_MARK", "Upload", "is_under_way", "list_folder", "upload_files"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -11,6 +12,7 @@ from shardckpt.errors import StorageError
 from shardckpt.storage.remote import masked
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -30,17 +32,20 @@ class FsspecFolder:
 
     def files(self) -> dict[str, int]:
         """Bytes by name, as the store has them now."""
-        self._filesystem.invalidate_cache()
-        try:
-            entries = self._filesystem.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return {}
         found = {}
-        for entry in entries:
-            folder, _, name = entry["name"].rpartition("/")
-            if entry["type"] == "file" and name and folder.strip("/") == self._root.strip("/"):
-                found[name] = int(self._filesystem.size(entry["name"]) if entry["size"] is None else entry["size"])
+        for name, entry in self._entries("file"):
+            found[name] = int(self._filesystem.size(entry["name"]) if entry["size"] is None else entry["size"])
         return found
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly below, as the store has them now."""
+        return [name for name, _ in self._entries("directory")]
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder where the store keeps such; one that is not empty stays."""
+        with suppress(OSError, NotImplementedError):  # on most stores there is nothing to remove
+            if not self._filesystem.ls(self._path(name)):  # some remove all that is in it
+                self._filesystem.rmdir(self._path(name))
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """A range of an object."""
@@ -59,6 +64,19 @@ class FsspecFolder:
     def delete(self, name: str) -> None:
         """Remove an object."""
         self._filesystem.rm_file(self._path(name))
+
+    def _entries(self, kind: str) -> Iterator[tuple[str, Any]]:
+        """What is directly below the URL, by name."""
+        self._filesystem.invalidate_cache()
+        try:
+            entries = self._filesystem.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            path = entry["name"].rstrip("/") if entry["type"] == "directory" else entry["name"]
+            folder, _, name = path.rpartition("/")
+            if entry["type"] == kind and name and folder.strip("/") == self._root.strip("/"):
+                yield name, entry
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"

@@ -97,7 +97,8 @@ class FaultyFileSystem(AbstractFileSystem):
             hidden = folder.parent / "hidden"
             without = hidden.read_text() if hidden.exists() else None
             found = [entry for entry in sorted(folder.iterdir()) if entry.name != without]
-        return [{"name": str(entry), "size": entry.stat().st_size, "type": "file"} for entry in found]
+        kinds = {True: "directory", False: "file"}
+        return [{"name": str(e), "size": e.stat().st_size, "type": kinds[e.is_dir()]} for e in found]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """A range of an object."""
@@ -122,6 +123,10 @@ class FaultyFileSystem(AbstractFileSystem):
         file = Path(path)
         with _Noted(file.parent, "delete", file.name):
             file.unlink()
+
+    def rmdir(self, path: str) -> None:
+        """Remove a folder that is empty."""
+        Path(path).rmdir()
 
 
 class _Noted:

@@ -1,0 +1,105 @@
+"""Removing checkpoints: in one step each is one no more, and only then its files go; a crash leaves nothing to load.
+
+A directory is renamed to ``.<name>.shardckpt-removed-<id>``, and that is durable before the first file goes. A store
+has no rename: there an object says that the removal is under way, and ``metadata.json`` is the first to go.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardckpt import settings
+from shardckpt.manifest import MARKER_NAME
+from shardckpt.storage.commit import REMOVED, new_save_id
+from shardckpt.storage.filesystem import naming, sync_directory
+from shardckpt.storage.remote import RemotePath, attempt
+from shardckpt.storage.upload import REMOVAL_MARK, list_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardckpt.storage.remote import RemoteFolder
+
+logger = logging.getLogger(__name__)
+
+_TOMBSTONE = re.compile(rf"\.(.+){re.escape(REMOVED)}[0-9a-f]{{32}}")
+
+
+def retire(directory: Path) -> None:
+    """Give a directory the name of a tombstone; :func:`clear_tombstones` removes it.
+
+    Raises:
+        StorageError: it has its old name, or was gone already.
+    """
+    with naming("rename, in order to remove,", directory):
+        os.rename(directory, directory.with_name(f".{directory.name}{REMOVED}{new_save_id()}"))
+
+
+def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
+    """Remove the tombstones in a folder, those that a crash has left too; what cannot be removed stays, and is said.
+
+    Args:
+        folder: Where they are.
+        owned: Whether one is to be removed, by the name of what was there before.
+    """
+    with naming("list", folder):
+        matches = [(path, _TOMBSTONE.fullmatch(path.name)) for path in folder.iterdir()]
+    found = [path for path, match in matches if match and owned(match[1])]
+    if found:
+        sync_directory(folder)
+    for path in sorted(found):
+        _remove_tree(path)
+
+
+def delete_checkpoint(folder: RemoteFolder) -> None:
+    """Delete a checkpoint's objects from a store; after a crash nothing is loaded, and another call goes on.
+
+    Raises:
+        StorageError: some are still there.
+    """
+    target = RemotePath(folder)
+    place = settings.spool_directory() or tempfile.gettempdir()
+    with naming("write a file in", place), tempfile.TemporaryDirectory(prefix="shardckpt-spool-", dir=place) as name:
+        mark = Path(name) / REMOVAL_MARK
+        mark.write_text("The checkpoint in this place is being removed.\n")
+        attempt("upload", target / REMOVAL_MARK, lambda: folder.upload(REMOVAL_MARK, mark))
+    _delete(folder, MARKER_NAME)
+    rest = [name for name in list_folder(folder) if name not in (MARKER_NAME, REMOVAL_MARK)]
+    with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
+        list(threads.map(functools.partial(_delete, folder), rest))
+    _delete(folder, REMOVAL_MARK)
+
+
+def is_half_deleted(directory: Path) -> bool:
+    """Whether a removal from a store has begun and not ended."""
+    names = {path.name for path in directory.iterdir()} if isinstance(directory, RemotePath) else set()
+    return REMOVAL_MARK in names and MARKER_NAME not in names
+
+
+def _delete(folder: RemoteFolder, name: str) -> None:
+    def deleted() -> None:
+        with suppress(FileNotFoundError):
+            folder.delete(name)
+
+    attempt("delete", RemotePath(folder) / name, deleted)
+
+
+def _remove_tree(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as exc:
+        shutil.rmtree(path, ignore_errors=True)  # what can be removed beside it
+        if os.path.lexists(path):
+            logger.warning("cannot remove %s, which is no longer needed: %s", path, exc)
+
+
+__all__ = ["clear_tombstones", "delete_checkpoint", "is_half_deleted", "retire"]

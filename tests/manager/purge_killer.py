@@ -1,0 +1,105 @@
+"""Program: kill a purge before each change that it makes, and say what is left.
+
+``python -m tests.manager.purge_killer local|store FOLDER`` prints a line of JSON for each kill. torch is imported
+once; every purge and load is a fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.manager.purge import purge
+from shardckpt.manager.retention import Retention
+from tests.faults.forks import fork, wait
+from tests.manager import folders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS = (1, 2, 3, 4)
+RETENTION = Retention(2)
+#: Python's own events for the system calls by which a directory changes.
+CHANGES = {"os.rename", "os.remove", "os.rmdir"}
+
+
+def main(kind: str, folder: Path) -> None:
+    """Kill the k-th change for every k, until there are no more."""
+    torch.set_num_threads(1)
+    pristine = folder / "pristine"
+    folders.save_all(pristine, *STEPS)
+    assert all(folders.is_intact(pristine / f"step-{step}", step) for step in STEPS)
+    number, killed = 0, True
+    while killed:
+        number += 1
+        place = folder / str(number)
+        shutil.copytree(pristine, place / "run")
+        report = _one(place, number, kind)
+        killed = report["killed"]
+        sys.stdout.write(json.dumps(report) + "\n")
+
+
+def _one(place: Path, number: int, kind: str) -> dict[str, Any]:
+    run = place / "run"
+    location = str(run) if kind == "local" else f"faulty://{run}"
+    victim = (lambda: _die_at(number, location)) if kind == "local" else (lambda: _die_at_store(run, number, location))
+    (status,) = wait([fork(victim)], 30).values()
+    (place / "faults").unlink(missing_ok=True)
+    for rules in run.glob("faults"):
+        rules.unlink()
+    report = _said(place, lambda: _seen(location))
+    _said(place, lambda: purge(folders.steps_of(location), RETENTION))
+    after = _said(place, lambda: _seen(location))
+    names = sorted(folders.names_in(run) - {"journal"})
+    killed = status is not None and os.WIFSIGNALED(status)
+    return {**report, "killed": killed, "after": names, "intact_after": after["intact"]}
+
+
+def _die_at(number: int, location: str) -> None:
+    """Purge, and die before the change of that number."""
+    changes = 0
+
+    def on_event(event: str, _: Any) -> None:
+        nonlocal changes
+        changes += event in CHANGES
+        if event in CHANGES and changes == number:  # os.kill is an event, too
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(on_event)
+    purge(folders.steps_of(location), RETENTION)
+
+
+def _die_at_store(run: Path, number: int, location: str) -> None:
+    """The same before that deletion on a store."""
+    rules = run / "faults"
+    rules.write_text(json.dumps(["delete", number, number, "kill-before"]) + "\n")
+    purge(folders.steps_of(location), RETENTION)
+
+
+def _seen(location: str) -> dict[str, Any]:
+    """Which steps count, which load, and which look like a checkpoint that was damaged."""
+    folder = folders.steps_of(location)
+    looks = [folder.look(step) for step in folder.steps()]
+    return {
+        "counts": [look.step for look in looks if look.counts],
+        "damaged": [look.fault for look in looks if look.is_damaged],
+        "intact": [look.step for look in looks if folders.is_intact(folder.location(look.step), look.step)],
+    }
+
+
+def _said(place: Path, action: Callable[[], Any]) -> Any:
+    """What a fork that acts returns."""
+    said = place / "said"
+    wait([fork(lambda: said.write_text(json.dumps(action())) and None)], 30)
+    return json.loads(said.read_text())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

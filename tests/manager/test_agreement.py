@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt.comm import Comm
+from shardckpt.errors import (
+    CannotLoadError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+    UnknownBackendError,
+)
+from shardckpt.manager.agreement import agreed_step
+from tests.manager import folders
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+NODES = 4
+
+
+def _agree(folder: str, step: int = -1, **options: Any) -> int | None:
+    """The answer of this rank, which sees ``folder``."""
+    return agreed_step(folders.steps_of(folder), Comm(), step, **options)
+
+
+def _agree_alone(folder: str, step: int = -1) -> int | None:
+    """The answer of this rank, which has a folder of its own there."""
+    return _agree(f"{folder}/node{folders.rank()}", step, shared=False)
+
+
+def _error(folder: str, step: int = -1) -> tuple[str, str]:
+    return folders.error_of(_agree, folder, step)
+
+
+def _error_alone(folder: str, step: int = -1) -> tuple[str, str]:
+    return folders.error_of(_agree_alone, folder, step)
+
+
+def _disagree(folder: str) -> tuple[str, str]:
+    return folders.error_of(_agree, folder, folders.rank())
+
+
+def _with_own_view(folder: str) -> int | None:
+    """Only the main rank sees the folder as it is."""
+    return _agree(folder if folders.rank() == 0 else f"{folder}/none")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_ranks_get_the_newest_step(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    """By number, and none where there is none; what is no checkpoint is passed over."""
+    assert ranks.run(world_size, _agree, str(tmp_path / "new")) == [None] * world_size
+    folders.save_all(tmp_path, 9, 10, 2)
+    for name in folders.FOREIGN:
+        (tmp_path / name).mkdir()
+    assert ranks.run(world_size, _agree, str(tmp_path)) == [10] * world_size
+    assert ranks.run(world_size, _agree, str(tmp_path), 2) == [2] * world_size
+
+
+def test_one_rank_looks_and_the_others_hear(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that see another listing than the main rank, as on slow file systems, get the same answer."""
+    folders.save(tmp_path, 4)
+    assert ranks.run(3, _with_own_view, str(tmp_path)) == [4, 4, 4]
+
+
+def test_a_damaged_newest_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next one is taken, and the log says what is wrong with the newer ones."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    folders.damage(tmp_path / "step-3")
+    folders.lose_marker(tmp_path / "step-2")
+    with caplog.at_level(logging.WARNING):
+        assert _agree(str(tmp_path)) == 1
+    damaged, unfinished = (record.getMessage() for record in caplog.records)
+    assert f"step 3 in {tmp_path} is skipped, damaged: " in damaged
+    assert "__0_0.distcp has" in damaged
+    assert f"step 2 in {tmp_path} is skipped, not a whole checkpoint: " in unfinished
+
+
+def test_what_was_found_damaged_is_not_given_again(tmp_path: Path) -> None:
+    """A load that has met damage asks again, and is given the next step; when none is left it is told so."""
+    folders.save_all(tmp_path, 1, 2)
+    assert _agree(str(tmp_path), without=[2]) == 1
+    with pytest.raises(CorruptCheckpointError, match=r"no checkpoint there can be loaded, and 2 are damaged"):
+        _agree(str(tmp_path), without=[2, 1])
+
+
+def test_damage_does_not_begin_the_training_anew(tmp_path: Path) -> None:
+    """Where all there is is damaged, that is an error; where all there is never was a checkpoint, it is not."""
+    folders.save_all(tmp_path, 1, 2)
+    folders.lose_marker(tmp_path / "step-2")
+    folders.damage(tmp_path / "step-1")
+    with pytest.raises(CorruptCheckpointError, match=r"1 are damaged .* move them away"):
+        _agree(str(tmp_path))
+    folders.lose_marker(tmp_path / "step-1")
+    assert _agree(str(tmp_path)) is None
+
+
+def test_what_nothing_reads_is_not_passed_over(ranks: RankPool, tmp_path: Path) -> None:
+    """A newest checkpoint that needs another plugin is an error on all ranks: an older one would lose steps."""
+    folders.save_all(tmp_path, 1, 2)
+    folders.say_backend(tmp_path / "step-2", "nobodys", 1)
+    for kind, message in ranks.run(2, _error, str(tmp_path)):
+        assert kind == "UnknownBackendError"
+        assert "no installed plugin reads that backend" in message
+    with pytest.raises(UnknownBackendError, match="step 2 cannot be loaded"):
+        _agree(str(tmp_path), 2)
+    assert _agree(str(tmp_path), 1) == 1
+
+
+def test_a_certain_step_that_is_missing_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    """All ranks raise it, and it lists the steps that there are."""
+    folders.save_all(tmp_path, 1, 20)
+    errors = ranks.run(2, _error, str(tmp_path), 7)
+    assert errors[0] == errors[1]
+    kind, message = errors[0]
+    assert kind == "NotACheckpointError"
+    assert "step 7 cannot be loaded" in message
+    assert "there are the steps 1, 20" in message
+    with pytest.raises(NotACheckpointError, match="there are no steps"):
+        _agree(str(tmp_path / "new"), 7)
+
+
+def test_a_certain_step_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
+    """No other step is taken for it: the error says whether it is damaged, or was never committed."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    folders.damage(tmp_path / "step-2")
+    folders.lose_marker(tmp_path / "step-3")
+    with pytest.raises(CorruptCheckpointError, match="step 2 cannot be loaded"):
+        _agree(str(tmp_path), 2)
+    with pytest.raises(IncompleteCheckpointError, match="step 3 cannot be loaded"):
+        _agree(str(tmp_path), 3)
+
+
+def test_an_interrupted_overwrite_is_explained(tmp_path: Path) -> None:
+    """A step that an overwrite had moved aside is named, with the way back."""
+    folders.save(tmp_path, 3)
+    (tmp_path / "step-3").rename(tmp_path / f".step-3.shardckpt-replaced-{'0' * 32}")
+    with pytest.raises(CannotLoadError, match=r"a whole checkpoint lies at .*rename it to step-3"):
+        _agree(str(tmp_path), 3)
+
+
+def test_ranks_that_ask_for_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    """All raise the same error, which names the ranks."""
+    folders.save_all(tmp_path, 0, 1)
+    for kind, message in ranks.run(2, _disagree, str(tmp_path)):
+        assert kind == "CheckpointingException"
+        assert "ranks disagree on step: 0 on rank 0, 1 on rank 1" in message
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_without_a_shared_folder_the_newest_common_step_counts(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    """Each rank looks at its own disk; a step that one of them has not, or has damaged, is none."""
+    assert ranks.run(world_size, _agree_alone, str(tmp_path)) == [None] * world_size
+    for node in range(world_size):
+        folders.save_all(tmp_path / f"node{node}", 1, 2, 3)
+    assert ranks.run(world_size, _agree_alone, str(tmp_path)) == [3] * world_size
+    folders.damage(tmp_path / f"node{world_size - 1}/step-3")
+    folders.save(tmp_path / "node0", 4)
+    folders.lose_marker(tmp_path / "node0/step-4")
+    assert ranks.run(world_size, _agree_alone, str(tmp_path)) == [2] * world_size
+    assert ranks.run(world_size, _agree_alone, str(tmp_path), 1) == [1] * world_size
+
+
+def test_without_a_shared_folder_one_ranks_trouble_is_everyones(ranks: RankPool, tmp_path: Path) -> None:
+    """A certain step that one disk lacks, and a newest one that one rank cannot read, are errors on all ranks."""
+    for node in range(2):
+        folders.save_all(tmp_path / f"node{node}", 1, 2)
+    folders.save(tmp_path / "node0", 3)
+    for kind, message in ranks.run(2, _error_alone, str(tmp_path), 3):
+        assert kind == "NotACheckpointError"
+        assert message.startswith("rank 1, in 'choosing the step': step 3 cannot be loaded")
+    folders.say_backend(tmp_path / "node1/step-2", "nobodys", 1)
+    for kind, message in ranks.run(2, _error_alone, str(tmp_path)):
+        assert kind == "UnknownBackendError"
+        assert message.startswith("rank 1, ")
+
+
+def test_without_a_shared_folder_damage_does_not_begin_anew(ranks: RankPool, tmp_path: Path) -> None:
+    """No common step because one disk's copy is damaged is an error on all ranks."""
+    for node in range(2):
+        folders.save(tmp_path / f"node{node}", 1)
+    folders.damage(tmp_path / "node1/step-1")
+    for kind, message in ranks.run(2, _error_alone, str(tmp_path)):
+        assert kind == "CorruptCheckpointError"
+        assert "no checkpoint there can be loaded, and 1 are damaged" in message

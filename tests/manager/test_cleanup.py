@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import cleanup_old_checkpoints
+from tests.manager import folders
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def _clean(folder: str, limit: Any, shared: bool = True) -> None:
+    """On every rank, for one folder."""
+    cleanup_old_checkpoints(Namespace(output_dir=folder, save_total_limit=limit), shared)
+
+
+def _error(folder: str, limit: Any) -> tuple[str, str]:
+    return folders.error_of(_clean, folder, limit)
+
+
+def _clean_nodes(folder: str, ranks_a_node: int) -> None:
+    """On nodes of so many ranks each, whose disks are theirs."""
+    node, local_rank = divmod(folders.rank(), ranks_a_node)
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    try:
+        # who is not to remove is given a folder that must stay as it is
+        _clean(f"{folder}/node{node}" if local_rank == 0 else f"{folder}/others", 1, shared=False)
+    finally:
+        del os.environ["LOCAL_RANK"]
+
+
+def _clean_without_local_rank(folder: str) -> tuple[str, str]:
+    os.environ.pop("LOCAL_RANK", None)
+    return folders.error_of(_clean, folder, 1, shared=False)
+
+
+def _clean_with_limits(folder: str) -> tuple[str, str]:
+    return folders.error_of(_clean, folder, folders.rank() or None)
+
+
+@pytest.mark.parametrize("limit", [None, 0, -1])
+def test_no_limit_keeps_all(tmp_path: Path, limit: int | None) -> None:
+    """None, 0 and less keep all checkpoints, and so do arguments without a limit or a folder."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    _clean(str(tmp_path), limit)
+    cleanup_old_checkpoints(Namespace(output_dir=str(tmp_path)))
+    cleanup_old_checkpoints(Namespace())
+    assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
+
+
+@pytest.mark.parametrize("argument", ["output_dir", "save"])
+@pytest.mark.parametrize("name", ["step-{}", "checkpoint-{}", "iter_{:07d}", "global_step_{}"])
+def test_every_trainers_names(tmp_path: Path, argument: str, name: str) -> None:
+    """Ours, transformers', Megatron's and VeOmni's directories are found, in the folder of either argument."""
+    folders.save_all(tmp_path, 90, 100, 1000, name=name)
+    cleanup_old_checkpoints(Namespace(**{argument: tmp_path, "save_total_limit": 2}))
+    assert folders.names_in(tmp_path) == {name.format(100), name.format(1000)}
+
+
+def test_names_that_are_nearly_right_stay(tmp_path: Path) -> None:
+    """A name counts as a whole, with Megatron's zeros and without any elsewhere."""
+    folders.save_all(tmp_path, 1, 2)
+    others = [*folders.FOREIGN, "iter_7", "iter_00000007", "checkpoint-007", "checkpoint-7-best", "my_global_step_7"]
+    for name in others:
+        folders.save(tmp_path, 7, name)
+    _clean(str(tmp_path), 1)
+    assert folders.names_in(tmp_path) == {"step-2", *others}
+
+
+def test_plain_dcp_checkpoints_count(tmp_path: Path) -> None:
+    """What torch's own DCP wrote is a checkpoint; what it had not ended is none, and stays."""
+    for step in (1, 2, 3, 4):
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-4/.metadata").unlink()
+    _clean(str(tmp_path), 1)
+    assert folders.names_in(tmp_path) == {"checkpoint-3", "checkpoint-4"}
+
+
+def test_the_step_that_megatron_would_load_stays(tmp_path: Path) -> None:
+    """Megatron notes the newest step after it is saved: the noted one stays until then."""
+    folders.save_all(tmp_path, 10, 20, 30, name="iter_{:07d}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
+    _clean(str(tmp_path), 1)
+    assert folders.names_in(tmp_path) == {"iter_0000020", "iter_0000030", "latest_checkpointed_iteration.txt"}
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    _clean(str(tmp_path), 1)
+    assert folders.names_in(tmp_path) == {"iter_0000030", "latest_checkpointed_iteration.txt"}
+
+
+def test_the_last_whole_one_is_never_removed(tmp_path: Path) -> None:
+    """Newer ones that are damaged, and a touch of an old one, change nothing in that."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    folders.damage(tmp_path / "step-3")
+    os.utime(tmp_path / "step-1")
+    _clean(str(tmp_path), 1)
+    assert folders.names_in(tmp_path) == {"step-2", "step-3"}
+    assert folders.is_intact(tmp_path / "step-2", 2)
+
+
+def test_a_url_is_cleaned(tmp_path: Path) -> None:
+    """The output folder may be on a store."""
+    url = f"local://{tmp_path}/run"
+    folders.save_all(url, 1, 2, 3)
+    _clean(url, 1)
+    assert folders.steps_of(url).steps() == [3]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_main_rank_removes_for_all(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    """On a file system that all ranks share, each checkpoint is removed once, and all ranks go on together."""
+    folders.save_all(tmp_path, 1, 2, 3, 4)
+    ranks.run(world_size, _clean, str(tmp_path), 2)
+    assert folders.names_in(tmp_path) == {"step-3", "step-4"}
+
+
+def test_each_nodes_first_rank_removes_there(ranks: RankPool, tmp_path: Path) -> None:
+    """On disks of the nodes' own, the rank with LOCAL_RANK 0 removes, and no other."""
+    for name in ("node0", "node1", "others"):
+        folders.save_all(tmp_path / name, 1, 2)
+    ranks.run(4, _clean_nodes, str(tmp_path), 2)
+    assert folders.names_in(tmp_path / "node0") == folders.names_in(tmp_path / "node1") == {"step-2"}
+    assert folders.names_in(tmp_path / "others") == {"step-1", "step-2"}
+
+
+def test_ranks_that_do_not_know_their_place_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    """Without LOCAL_RANK no one can say who removes: an error, on all ranks, that says what sets it."""
+    for kind, message in ranks.run(2, _clean_without_local_rank, str(tmp_path)):
+        assert kind == "CheckpointingException"
+        assert "LOCAL_RANK='' in the environment" in message
+        assert "torchrun sets it" in message
+
+
+def test_an_error_on_the_main_rank_is_everyones(ranks: RankPool, tmp_path: Path) -> None:
+    """Where the folder cannot be listed no rank waits for another: all raise the same."""
+    (tmp_path / "file").touch()
+    errors = ranks.run(4, _error, str(tmp_path / "file"), 1)
+    assert len(set(errors)) == 1
+    assert errors[0][0] == "StorageError"
+    assert "rank 0, in 'removing old checkpoints': cannot list" in errors[0][1]
+
+
+def test_ranks_with_different_limits_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    """A limit that is not the same on all ranks is an error on all, and nothing is removed."""
+    folders.save_all(tmp_path, 1, 2)
+    for kind, message in ranks.run(2, _clean_with_limits, str(tmp_path)):
+        assert kind == "CheckpointingException"
+        assert "ranks disagree on save_total_limit: 0 on rank 0, 1 on rank 1" in message
+    assert folders.names_in(tmp_path) == {"step-1", "step-2"}
+
+
+def test_arguments_that_say_too_little(tmp_path: Path) -> None:
+    """A limit without a folder, and one that is no number, say what is wanted."""
+    with pytest.raises(CheckpointingException, match="name no folder: give one as output_dir or save"):
+        cleanup_old_checkpoints(Namespace(save_total_limit=2, output_dir=None))
+    with pytest.raises(CheckpointingException, match="save_total_limit is 'two': expected a whole number"):
+        _clean(str(tmp_path), "two")

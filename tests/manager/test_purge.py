@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+
+from shardckpt import settings
+from shardckpt.errors import CheckpointingException, IncompleteCheckpointError
+from shardckpt.gate import read_manifest
+from shardckpt.manager.purge import Purger, purge
+from shardckpt.manager.retention import Retention
+from shardckpt.plugins import host
+from shardckpt.storage.commit import create_staging, new_save_id
+from tests.faults.disks import make_read_only, small_disk
+from tests.manager import folders
+from tests.names import SHARED
+
+if TYPE_CHECKING:
+    from tests.remote.store import Store
+
+ROOT = Path(__file__).parents[2]
+LATEST = Retention(2)
+
+
+def _purge(folder: Path | str, retention: Retention = LATEST, **options: Any) -> list[int]:
+    return purge(folders.steps_of(folder), retention, **options)
+
+
+def _tombstone(name: str) -> str:
+    return f".{name}.shardckpt-removed-{'0' * 32}"
+
+
+def test_the_latest_are_kept_and_the_rest_leaves_nothing(tmp_path: Path) -> None:
+    """Of four checkpoints the two with the highest steps stay, intact, and of the others nothing does."""
+    folders.save_all(tmp_path, 9, 10, 100, 8)
+    assert _purge(tmp_path) == [8, 9]
+    assert folders.names_in(tmp_path) == {"step-10", "step-100"}
+    assert folders.is_intact(tmp_path / "step-10", 10)
+    assert folders.is_intact(tmp_path / "step-100", 100)
+
+
+def test_times_say_nothing(tmp_path: Path) -> None:
+    """A touch, an rsync or a late file of an old step changes no order."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    os.utime(tmp_path / "step-1")
+    os.utime(tmp_path / "step-3", (1, 1))
+    assert _purge(tmp_path, Retention(1)) == [1, 2]
+
+
+def test_foreign_names_are_never_touched(tmp_path: Path) -> None:
+    """Backups, replicas, exports, files and links to nowhere stay, though they hold whole checkpoints."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    for name in folders.FOREIGN:
+        folders.save(tmp_path, 50, name)
+    (tmp_path / "step-55").write_text("a file")
+    (tmp_path / "step-56").symlink_to(tmp_path / "nowhere")
+    (tmp_path / _tombstone("notes")).mkdir()
+    (tmp_path / ".step-1.shardckpt-removed-old").mkdir()
+    before = folders.names_in(tmp_path)
+    assert _purge(tmp_path, Retention(1)) == [1, 2]
+    assert folders.names_in(tmp_path) == before - {"step-1", "step-2"}
+
+
+def test_what_does_not_count_is_not_removed(tmp_path: Path) -> None:
+    """Damaged and unfinished steps, and those that need another plugin, displace no whole one, and stay."""
+    folders.save_all(tmp_path, 1, 2, 3, 4, 5, 6)
+    folders.damage(tmp_path / "step-6")
+    folders.lose_marker(tmp_path / "step-5")
+    folders.say_backend(tmp_path / "step-4", "nobodys", 1)
+    folders.damage(tmp_path / "step-1")
+    before = folders.names_in(tmp_path)
+    assert _purge(tmp_path) == []
+    assert folders.names_in(tmp_path) == before
+
+
+def test_the_last_whole_checkpoint_stays(tmp_path: Path) -> None:
+    """With one to keep, and three newer that are broken, the one that can be loaded is never removed."""
+    folders.save_all(tmp_path, 1, 2, 3, 4, 5)
+    for step in (3, 4, 5):
+        folders.damage(tmp_path / f"step-{step}")
+    assert _purge(tmp_path, Retention(1)) == [1]
+    assert folders.is_intact(tmp_path / "step-2", 2)
+
+
+def test_a_save_under_way_neither_counts_nor_is_removed(tmp_path: Path) -> None:
+    """What another process is writing, at whatever step, stays as it is."""
+    folders.save_all(tmp_path, 1, 2)
+    staging = create_staging(tmp_path / "step-3", new_save_id())
+    (staging / "__0_0.distcp").write_bytes(b"so far")
+    assert _purge(tmp_path) == []
+    assert _purge(tmp_path, Retention(1)) == [1]
+    assert (staging / "__0_0.distcp").read_bytes() == b"so far"
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """A step that is a link to another place neither counts nor is removed, nor what it points to."""
+    folders.save_all(tmp_path / "elsewhere", 1, 9)
+    run = tmp_path / "run"
+    folders.save_all(run, 2, 3, 4)
+    (run / "step-1").symlink_to(tmp_path / "elsewhere/step-1")
+    (run / "step-9").symlink_to(tmp_path / "elsewhere/step-9")
+    (run / "step-2/link").symlink_to(tmp_path / "elsewhere")
+    assert _purge(run) == [2]
+    assert folders.names_in(run) == {"step-1", "step-3", "step-4", "step-9"}
+    assert folders.is_intact(tmp_path / "elsewhere/step-1", 1)
+    assert folders.is_intact(tmp_path / "elsewhere/step-9", 9)
+
+
+def test_the_best_and_every_nth_stay(tmp_path: Path) -> None:
+    """The metrics that were saved decide, and the steps that a number divides stay."""
+    for step, loss in ((1, 0.3), (2, 0.1), (3, 0.2), (10, 0.9), (11, 0.8)):
+        folders.save(tmp_path, step, loss=loss)
+    assert _purge(tmp_path, Retention(1, 5, 1, "loss")) == [1, 3]
+
+
+def test_protected_steps_stay(tmp_path: Path) -> None:
+    """A step that was saved after going back stays, though newer ones fill the number to keep."""
+    folders.save_all(tmp_path, 5, 6, 100, 200)
+    assert _purge(tmp_path, protected={6}) == [5]
+
+
+def test_all_are_kept_where_nothing_is_to_be_removed(tmp_path: Path) -> None:
+    """``keep_latest_k=0`` removes nothing; a folder that is not there yet is no error."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    assert _purge(tmp_path, Retention(0)) == []
+    assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
+    assert _purge(tmp_path / "new") == []
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_crash_left_is_removed_and_is_no_checkpoint(tmp_path: Path) -> None:
+    """A tombstone, whole or in part, is no step, cannot be loaded, and goes with the next purge."""
+    folders.save_all(tmp_path, 1, 2)
+    tombstone = tmp_path / _tombstone("step-1")
+    (tmp_path / "step-1").rename(tombstone)
+    with pytest.raises(IncompleteCheckpointError, match="of a checkpoint being removed"):
+        read_manifest(tombstone, host())
+    assert folders.steps_of(tmp_path).steps() == [2]
+    assert _purge(tmp_path, Retention(0)) == []
+    assert folders.names_in(tmp_path) == {"step-2"}
+
+
+def test_leavings_of_killed_saves_are_removed_once(tmp_path: Path) -> None:
+    """Staging directories from before go with the first purge, unless their save goes on; later ones stay."""
+    folders.save(tmp_path, 1)
+    dead = create_staging(tmp_path / "step-2", new_save_id())
+    discarded = create_staging(tmp_path / "step-3", new_save_id())
+    discarded = discarded.rename(discarded.with_name(f"{discarded.name}-discarded"))
+    alive = create_staging(tmp_path / "step-4", new_save_id())
+    foreign = create_staging(tmp_path / "other", new_save_id())
+    strange = tmp_path / f"{dead.name}-mine"
+    strange.mkdir()
+    (dead / "__0_0.distcp").write_bytes(b"so far")
+    (alive / "__0_0.distcp").write_bytes(b"so far")
+    purger = Purger(folders.steps_of(tmp_path), Retention(0))
+    later = create_staging(tmp_path / "step-5", new_save_id())
+    (alive / "__0_0.distcp").write_bytes(b"so far, and more")
+    purger.submit()
+    purger.wait()
+    left = {"step-1", alive.name, foreign.name, later.name, strange.name}
+    assert folders.names_in(tmp_path) == left
+    assert not discarded.exists()
+    purger.submit()
+    purger.close()
+    assert folders.names_in(tmp_path) == left
+
+
+def test_a_checkpoint_set_aside_by_an_overwrite_stays(tmp_path: Path) -> None:
+    """What an interrupted overwrite has moved aside may be the only copy: no purge removes it."""
+    folders.save_all(tmp_path, 1, 2)
+    aside = (tmp_path / "step-1").rename(tmp_path / f".step-1.shardckpt-replaced-{'0' * 32}")
+    purger = Purger(folders.steps_of(tmp_path), Retention(1))
+    purger.submit()
+    purger.close()
+    assert folders.is_intact(tmp_path / "step-2", 2)
+    assert (aside / "metadata.json").exists()
+
+
+def test_what_cannot_be_renamed_stays_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the system refuses, the checkpoint is as it was, a warning says so, and the next purge tries again."""
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        folders.save_all(disk, 1, 2, 3)
+        make_read_only(disk)
+        purger = Purger(folders.steps_of(disk), LATEST)
+        purger.submit()
+        purger.close()
+        assert "step 1 in" in caplog.text
+        assert "Read-only file system (EROFS)" in caplog.text
+        assert [found.step for found in folders.steps_of(disk).committed()] == [1, 2, 3]
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], timeout=20, check=True)
+        assert _purge(disk) == [1]
+        assert folders.names_in(disk) == {"step-2", "step-3"}
+
+
+def test_what_cannot_be_deleted_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A busy file keeps a tombstone there, and nothing else; when it is free the next purge ends the removal."""
+    run = tmp_path / "run"
+    folders.save_all(run, 1, 2, 3)
+    with small_disk(run / "step-1/busy", "1m"):
+        assert _purge(run) == [1]
+        steps = folders.steps_of(run).steps()
+        (tombstone,) = run.glob(".step-1.shardckpt-removed-*")
+        left = folders.names_in(tombstone)
+        assert _purge(run) == []
+        tombstone.rename(run / "step-1")  # where it is unmounted
+    assert steps == [2, 3]
+    assert left == {"busy"}
+    assert caplog.text.count(f"cannot remove {tombstone}, which is no longer needed") == 2
+    assert "Device or resource busy" in caplog.text
+    (run / "step-1").rename(tombstone)
+    assert _purge(run) == []
+    assert folders.names_in(run) == {"step-2", "step-3"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone who may not rename")
+def test_who_may_not_remove_is_warned() -> None:
+    """In a folder of someone else's with the sticky bit, where rename is EPERM, a purge warns and changes nothing."""
+    program = (
+        "import logging, os, sys\n"
+        "from shardckpt.manager.purge import purge\n"
+        "from tests.manager import folders, test_purge\n"
+        "logging.basicConfig()\n"
+        "folder = folders.steps_of(sys.argv[1])\n"
+        "folder.committed()\n"  # imports what nobody may not read
+        "os.seteuid(65534)\n"
+        "print(purge(folder, test_purge.LATEST))\n"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folders.save_all(name, 1, 2, 3)
+        Path(name).chmod(0o1777)
+        done = subprocess.run(
+            [sys.executable, "-c", program, name],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.stdout.strip() == "[]", done.stderr
+        assert "step 1 in" in done.stderr
+        assert "(EPERM)" in done.stderr
+        assert folders.names_in(Path(name)) == {"step-1", "step-2", "step-3"}
+
+
+def test_submitting_does_not_wait(tmp_path: Path) -> None:
+    """A purge is done by another thread than that which submits it, and close() waits for all of them."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    seen: list[str] = []
+    folder = folders.steps_of(tmp_path)
+    hold = threading.Event()
+
+    class Watched(type(folder)):  # type: ignore[misc]
+        def steps(self) -> list[int]:
+            hold.wait(60)
+            seen.append(threading.current_thread().name)
+            return super().steps()  # type: ignore[no-any-return]
+
+    purger = Purger(Watched(tmp_path, host()), LATEST)
+    purger.submit()
+    purger.submit()
+    assert seen == []
+    hold.set()
+    purger.close()
+    assert seen == ["shardckpt-purge"] * 2
+    assert folders.names_in(tmp_path) == {"step-2", "step-3"}
+
+
+def test_the_thread_survives_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A purge that fails is a warning with its reason; the next one works."""
+    run = tmp_path / "run"
+    run.write_text("a file where the folder should be")
+    purger = Purger(folders.steps_of(run), Retention(1))
+    purger.submit()
+    purger.wait()
+    assert f"cannot remove old checkpoints from {run}" in caplog.text
+    assert "Not a directory" in caplog.text
+    run.unlink()
+    folders.save_all(run, 1, 2)
+    purger.submit()
+    purger.close()
+    assert folders.names_in(run) == {"step-2"}
+
+
+def test_closing(tmp_path: Path) -> None:
+    """close() can be called twice, and without any purge; what is submitted after it is an error."""
+    purger = Purger(folders.steps_of(tmp_path), LATEST)
+    purger.wait()
+    purger.close()
+    purger.close()
+    with pytest.raises(CheckpointingException, match="is closed"):
+        purger.submit()
+    worked = Purger(folders.steps_of(tmp_path), LATEST)
+    worked.submit()
+    worked.close()
+    worked.close()
+    worked.wait()
+
+
+def test_close_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A removal that hangs is left to a later purge, with a warning."""
+    hold = threading.Event()
+
+    class Hanging(type(folders.steps_of(tmp_path))):  # type: ignore[misc]
+        def steps(self) -> list[int]:
+            hold.wait(60)
+            return super().steps()  # type: ignore[no-any-return]
+
+    purger = Purger(Hanging(tmp_path, host()), LATEST)
+    purger.submit()
+    purger.close(timeout=0.01)
+    assert "a later purge will end them" in caplog.text
+    hold.set()
+    purger.wait()
+
+
+def test_a_url_in_memory_is_purged(memory: str) -> None:
+    """On a store the same steps go, object by object, and others stay."""
+    folders.save_all(memory, 1, 20, 3)
+    files = fsspec.filesystem("memory")
+    files.pipe_file("/bucket/run/backup-step-100.old/metadata.json", b"x")
+    files.pipe_file("/bucket/run/step-4/.shardckpt-uploading-0", b"x")
+    files.pipe_file("/bucket/run/step-4/__0_0.distcp", b"x")
+    assert _purge(memory) == [1]
+    names = {name.split("/")[3] for name in files.find("/bucket/run")}
+    assert names == {"step-3", "step-20", "step-4", "backup-step-100.old"}
+    assert folders.is_intact(f"{memory}/step-20", 20)
+
+
+def test_no_empty_folder_is_left(tmp_path: Path) -> None:
+    """Where a store has folders, that of a removed step goes too, unless it holds what is no object of the step."""
+    url = f"local://{tmp_path}/run"
+    folders.save_all(url, 1, 2, 3)
+    (tmp_path / "run/step-2/below").mkdir()
+    assert _purge(url, Retention(1)) == [1, 2]
+    assert folders.names_in(tmp_path / "run") == {"step-2", "step-3"}
+    assert folders.names_in(tmp_path / "run/step-2") == {"below"}
+    assert _purge(url, Retention(1)) == []
+
+
+def test_a_removal_from_a_store_that_fails_is_tried_again(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever request fails, what is there loads or is no checkpoint, and the next purge ends the removal."""
+    monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "1")
+    url = f"faulty://{tmp_path}/store"
+    folders.save_all(url, 2, 3)
+    objects = len(SHARED) + 2
+    for kind, number in [("put", 1), *(("delete", number) for number in range(1, objects + 1))]:
+        folders.save(url, 1)
+        store.forget()
+        store.fails(kind, number)
+        assert _purge(url) == []
+        assert f"step 1 in {url} is to be removed, and stays for now" in caplog.text
+        caplog.clear()
+        store.works()
+        look = folders.steps_of(url).look(1)
+        assert not look.is_damaged
+        assert look.counts == folders.is_intact(f"{url}/step-1", 1) == (number == 1)
+        _purge(url)
+        assert folders.steps_of(url).steps() == [2, 3]
+
+
+@pytest.fixture(scope="module", params=["local", "store"])
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the killer program found."""
+    place = tmp_path_factory.mktemp("kill")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.manager.purge_killer", request.param, str(place)],
+        cwd=ROOT,
+        env={**os.environ, settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1", settings.SPOOL_DIR: str(place)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_killed_purge_leaves_nothing_that_looks_valid(reports: list[dict[str, Any]]) -> None:
+    """A process that dies at any of a purge's changes leaves whole checkpoints and what is none, never a part."""
+    assert len([report for report in reports if report["killed"]]) >= 8
+    assert not reports[-1]["killed"]
+    for report in reports:
+        assert report["damaged"] == [], report
+        assert set(report["counts"]) <= set(report["intact"]), report
+        assert {3, 4} <= set(report["counts"]), report
+
+
+def test_the_next_purge_ends_what_a_killed_one_began(reports: list[dict[str, Any]]) -> None:
+    """After it only the two that are kept are in the folder, and they load."""
+    for report in reports:
+        assert report["after"] == ["step-3", "step-4"], report
+        assert report["intact_after"] == [3, 4], report
+
+
+def test_a_killed_purge_was_caught_in_the_middle(reports: list[dict[str, Any]]) -> None:
+    """Some kills came before any checkpoint was gone, some between, some after all were."""
+    assert {tuple(report["counts"]) for report in reports} == {(1, 2, 3, 4), (2, 3, 4), (3, 4)}
+
+
+def test_removals_are_logged_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who asks what became of a checkpoint finds the step and the folder in the log."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    with caplog.at_level(logging.INFO, "shardckpt"):
+        _purge(tmp_path)
+    assert f"removed step 1 from {tmp_path}" in caplog.text
