@@ -56,13 +56,19 @@ def test_the_training_loop_example_runs(tmp_path: Path) -> None:
 
 def test_the_example_of_modules_runs(tmp_path: Path) -> None:
     """The example of a module and its optimizer works as it stands."""
-    _run(_blocks("python")[2], tmp_path)
+    _run(_blocks("python")[3], tmp_path)
     assert (tmp_path / "step-1" / "metadata.json").is_file()
+
+
+def test_the_example_of_a_manager_runs(tmp_path: Path) -> None:
+    """The training loop with a CheckpointManager works as it stands."""
+    _run(_blocks("python")[2], tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30", "step-40"]
 
 
 def test_the_plugin_example_is_a_plugin(tmp_path: Path) -> None:
     """The example strategy, with the entry point of the README, saves, is found again by load, and is listed."""
-    plugin = _blocks("python")[3]
+    plugin = _blocks("python")[4]
     (entry_points,) = _blocks("toml")
     section, line = entry_points.strip().splitlines()
     assert section == "[project.entry-points.shardckpt]"

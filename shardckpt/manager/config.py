@@ -1,0 +1,147 @@
+"""What a CheckpointManager is told: torchtitan's names and meanings, checked when they are given."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+
+from shardckpt.huggingface.dtypes import parse_dtype
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class AsyncMode(str, Enum):
+    """Who writes: the training itself; a thread behind it; or a process of its own, from pinned, shared memory."""
+
+    DISABLED = "disabled"
+    ASYNC = "async"
+    ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"
+
+
+class CheckpointConfig(BaseModel):
+    """When to save, how, what to keep, and what to begin from; it is stored as JSON in every checkpoint.
+
+    Attributes:
+        enable_checkpoint: False turns every call of the manager into nothing.
+        folder: Where the steps' directories ``step-<n>`` are: a directory that all ranks share, or a URL.
+        interval: Steps between saves.
+        keep_latest_k: So many of the newest checkpoints are kept; 0 keeps all. 1 is refused with ``async_mode``: while
+            the next is written there must be one to fall back on.
+        keep_every_n_steps: Steps that it divides are kept as well; 0 for none.
+        keep_best_k: So many with the best ``best_metric`` are kept as well.
+        best_metric: A name among the ``metrics`` that are given to ``save``.
+        best_mode: Whether the smallest (``min``) or the largest value is the best.
+        async_mode: See :class:`AsyncMode`.
+        on_busy: What a save does whose predecessor is still being written: ``wait`` for it, or ``skip`` itself.
+        last_save_model_only: Whether the save of the last step has the model alone. (The seed's name for it,
+            ``model_weights_only``, is accepted.)
+        last_save_in_hf: Whether the last step is also exported, to ``step-<n>-hf``, as Hugging Face tools read it.
+        hf_mapping: How names become Hugging Face's; see :func:`shardckpt.huggingface.export_to_huggingface`.
+        hf_assets_path: A folder of the model's other files (config, tokenizer), which an export copies.
+        export_dtype: What floating-point tensors are cast to where the model is saved alone, or exported; None: not.
+        exclude_from_loading: Names of states that a load leaves as they are.
+        initial_load_path: A checkpoint to begin from where ``folder`` has none.
+        initial_load_model_only: Whether only its model is loaded.
+        initial_load_in_hf: Whether it is a Hugging Face folder.
+        load_step: The step that ``load`` takes; -1 for the newest.
+        load_only: Whether nothing is ever saved.
+        create_seed_checkpoint: Whether ``save(0)`` saves the model alone, for runs that begin from it.
+        enable_first_step_checkpoint: Whether step 1 is saved, to see early that saving works.
+        strategy: Backend, or (backend, version), that the registry knows; None for its default.
+        enable_ft_dataloader_checkpoints: Under fault tolerance, whether each replica saves what each of its ranks has
+            its own of (data loaders, random generators) after every step, in ``ft-replicat-<id>``. Without, that is in
+            the steps' checkpoints, saved by one replica: after a load all replicas read the same data.
+        check_replicas: Whether what ranks hold twice without a mesh is compared; see
+            :func:`shardckpt.adapters.to_sharded_state_dict`.
+        save_rng: Whether the states of the random generators are saved and loaded, as the state ``rng``.
+        save_on_sigterm: Whether a SIGTERM lets the next call of ``save`` save whatever the step is; costs a message
+            between ranks a step. See ``CheckpointManager.preempted``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_enum_values=False)
+
+    enable_checkpoint: bool = True
+    folder: str = "checkpoint"
+    interval: Annotated[int, Field(ge=1)] = 500
+    keep_latest_k: _Count = 10
+    keep_every_n_steps: _Count = 0
+    keep_best_k: _Count = 0
+    best_metric: str = ""
+    best_mode: Literal["min", "max"] = "min"
+    async_mode: AsyncMode = AsyncMode.DISABLED
+    on_busy: Literal["wait", "skip"] = "wait"
+    last_save_model_only: bool = True
+    last_save_in_hf: bool = False
+    hf_mapping: str | None = None
+    hf_assets_path: str | None = None
+    export_dtype: str | None = None
+    exclude_from_loading: tuple[str, ...] = ()
+    initial_load_path: str | None = None
+    initial_load_model_only: bool = True
+    initial_load_in_hf: bool = False
+    load_step: Annotated[int, Field(ge=-1)] = -1
+    load_only: bool = False
+    create_seed_checkpoint: bool = False
+    enable_first_step_checkpoint: bool = False
+    strategy: str | tuple[str, int] | None = None
+    enable_ft_dataloader_checkpoints: bool = True
+    check_replicas: bool = True
+    save_rng: bool = True
+    save_on_sigterm: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _seed_names(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "model_weights_only" in given:
+            given = dict(given)
+            given.setdefault("last_save_model_only", given.pop("model_weights_only"))
+        return given
+
+    @field_validator("folder", "initial_load_path", "hf_assets_path", mode="before")
+    @classmethod
+    def _as_text(cls, path: Any) -> Any:
+        return path.__fspath__() if hasattr(path, "__fspath__") else path
+
+    @field_validator("export_dtype", mode="before")
+    @classmethod
+    def _dtype_name(cls, dtype: Any) -> Any:
+        found = parse_dtype(dtype)
+        return None if found is None else str(found).removeprefix("torch.")
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        for wrong, why in self._contradictions():
+            if wrong:
+                raise ValueError(why)
+        return self
+
+    @field_serializer("async_mode")
+    def _mode_name(self, mode: AsyncMode) -> str:
+        return mode.value
+
+    def _contradictions(self) -> list[tuple[bool, str]]:
+        is_async = self.async_mode is not AsyncMode.DISABLED
+        excluded = set(self.exclude_from_loading)
+        return [
+            (
+                self.keep_latest_k == 1 and is_async,
+                "keep_latest_k=1 with an async_mode: there must be one to fall back on; keep 2 or more, or 0 for all",
+            ),
+            (bool(self.keep_best_k) != bool(self.best_metric), "keep_best_k and best_metric go together"),
+            ("model" in excluded, "exclude_from_loading: a load without the model would train a fresh one"),
+            (
+                "optimizer" in excluded and "lr_scheduler" not in excluded,
+                "exclude_from_loading has optimizer, whose state the lr_scheduler sets: exclude lr_scheduler, too",
+            ),
+            (self.initial_load_in_hf and not self.initial_load_path, "initial_load_in_hf needs an initial_load_path"),
+            (
+                self.initial_load_in_hf and not self.initial_load_model_only,
+                "initial_load_in_hf: a Hugging Face folder has the model only; leave initial_load_model_only True",
+            ),
+            (self.load_only and self.create_seed_checkpoint, "load_only saves nothing, no seed checkpoint either"),
+        ]
+
+
+__all__ = ["AsyncMode", "CheckpointConfig"]

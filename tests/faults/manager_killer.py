@@ -1,0 +1,129 @@
+"""Program: a training of several ranks that is killed again and again, and goes on each time; tells what it saw.
+
+Ranks are forks of this process, which has imported everything: so that an attempt takes a second, not ten.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.manager.training import Training
+
+RANKS = 4
+_TIMEOUT = dt.timedelta(seconds=20)
+_FOR_EVER = 1 << 40
+
+
+class Victim:
+    """The training job.
+
+    Args:
+        folder: Of its checkpoints.
+        log: Takes a line from rank 0 for each step.
+        mode: How it saves.
+    """
+
+    def __init__(self, folder: Path, log: Path, mode: str) -> None:
+        self._folder, self._log, self._mode = folder, log, mode
+
+    def start(self, until: int) -> list[int]:
+        """Fork the ranks; their process ids."""
+        store = tempfile.mktemp(prefix="store-", dir=self._log.parent)
+        pids = []
+        for rank in range(RANKS):
+            pid = os.fork()
+            if not pid:
+                self._be(rank, store, until)
+            pids.append(pid)
+        return pids
+
+    def _be(self, rank: int, store: str, until: int) -> None:
+        code = 1
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=_TIMEOUT
+            )
+            self._train(until)
+            dist.destroy_process_group()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _train(self, until: int) -> None:
+        training = Training(self._folder, async_mode=self._mode, keep_latest_k=3)
+        with training.manager as manager, self._log.open("a", buffering=1) as log:
+            manager.load()
+            is_told = training.rank == 0
+            if is_told:
+                log.write(json.dumps({"resumed": training.progress.step}) + "\n")
+            while training.progress.step < until:
+                loss = training.step()
+                if is_told:
+                    log.write(json.dumps({"step": training.progress.step, "loss": loss}) + "\n")
+                manager.save(training.progress.step)
+
+
+def committed(folder: Path) -> int:
+    """The newest step that has a checkpoint, by nothing but what stands there; 0 for none."""
+    names = [path.parent.name for path in folder.glob("*/metadata.json")]
+    return max((int(name.removeprefix("step-")) for name in names if name.startswith("step-")), default=0)
+
+
+def kill(pids: list[int], chance: random.Random) -> None:
+    """Kill all ranks at once, or one of them first."""
+    first = chance.choice([*pids, None])
+    if first is not None:
+        os.kill(first, signal.SIGKILL)
+        time.sleep(chance.uniform(0, 0.1))
+    for pid in pids:
+        if pid != first:
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    """What rank 0 has told; of a line that it was killed in the middle of, nothing."""
+    return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+
+
+def main() -> None:
+    """Kill so many times, let it end, and print what was seen as JSON."""
+    folder, mode, kills, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    chance = random.Random(seed)
+    torch.set_num_threads(1)
+    log = folder.parent / "log"
+    log.touch()
+    victim = Victim(folder, log, mode)
+    newest = []
+    for _ in range(kills):
+        told = len(lines(log))
+        pids = victim.start(_FOR_EVER)
+        while len(lines(log)) == told:  # until it has resumed: before that there is nothing to interrupt
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.8))
+        kill(pids, chance)
+        newest.append(committed(folder))
+    pids = victim.start(newest[-1] + 6)
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    seen = lines(log)
+    print(json.dumps({"codes": codes, "newest": newest, "seen": seen, "left": sorted(os.listdir(folder))}))
+
+
+if __name__ == "__main__":
+    main()

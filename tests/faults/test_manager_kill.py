@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.manager import jobs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    ("mode", "kills"),
+    [
+        ("async", 4),
+        pytest.param("disabled", 20, marks=_SLOW),
+        pytest.param("async", 20, marks=_SLOW),
+        pytest.param("async_with_pinned_mem", 20, marks=_SLOW),
+    ],
+)
+def test_a_killed_run_goes_on_from_the_newest_committed_step(
+    ranks: RankPool, tmp_path: Path, mode: str, kills: int
+) -> None:
+    """SIGKILL at random moments: each time the newest committed step is resumed, and all losses are the unkilled run's."""
+    command = [sys.executable, "-m", "tests.faults.manager_killer", str(tmp_path / "run"), mode, str(kills), "11"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
+    assert not done.returncode, done.stderr
+    told = json.loads(done.stdout)
+    resumed = [line["resumed"] for line in told["seen"] if "resumed" in line]
+    assert resumed == [0, *told["newest"]]
+    assert told["codes"] == [0] * 4, done.stderr
+    losses = {line["step"]: {line["loss"]} for line in told["seen"] if "step" in line}
+    for line in told["seen"]:
+        losses.get(line.get("step"), set()).add(line.get("loss"))
+    assert sorted(losses) == list(range(1, len(losses) + 1))
+    expected = ranks.run(4, jobs.unbroken, str(tmp_path / "unkilled"), len(losses), {"interval": 1 << 40})[0]
+    assert [losses[step] for step in sorted(losses)] == [{loss} for loss in expected]
+    assert all(name.startswith("step-") for name in told["left"])
+    assert len(told["left"]) == 3

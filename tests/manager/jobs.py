@@ -1,0 +1,270 @@
+"""What ranks do with a CheckpointManager; module-level, so that processes find it by name."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
+from tests.manager.training import Loader, Training
+
+
+def unbroken(folder: str, until: int, config: dict[str, Any]) -> list[float]:
+    """The losses of a run without an interruption."""
+    training = Training(folder, **config)
+    with training.manager:
+        return training.run(until)
+
+
+def resumed(folder: str, until: int, config: dict[str, Any]) -> tuple[int, list[float]]:
+    """The step that a new run begins with, and its losses."""
+    training = Training(folder, **config)
+    with training.manager:
+        assert training.manager.load()
+        first = training.progress.step
+        return first, training.run(until)
+
+
+def weights(training: Training) -> list[torch.Tensor]:
+    """All of the model's and the optimizer's tensors, gathered whole."""
+    tensors = list(training.model.state_dict().values())
+    for state in training.optimizer.state_dict()["state"].values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for t in tensors]
+
+
+def trained(folder: str, until: int, config: dict[str, Any]) -> list[torch.Tensor]:
+    """The weights after a run."""
+    training = Training(folder, **config)
+    with training.manager:
+        training.run(until)
+    return weights(training)
+
+
+def loaded(folder: str, config: dict[str, Any]) -> list[torch.Tensor]:
+    """The weights that a new run begins with."""
+    training = Training(folder, **config)
+    training.states["dataloader"] = PerRank(training.loader, lambda states, rank, _: states[0] | {"rank": rank})
+    with CheckpointManager(training.manager.config, training.states) as manager:
+        assert manager.load()
+    assert training.progress.history == list(range(1, training.progress.step + 1))
+    return weights(training)
+
+
+def begun_weights(folder: str, config: dict[str, Any]) -> list[torch.Tensor]:
+    """The model's weights that a new run begins with, where its folder has no checkpoint."""
+    training = Training(folder, **config)
+    with training.manager:
+        assert training.manager.load()
+    assert not training.progress.step
+    return weights(training)[:4]
+
+
+def load_error(folder: str, config: dict[str, Any], step: int = -1) -> str:
+    """The error of a load; every other rank has the same."""
+    training = Training(folder, **config)
+    try:
+        with training.manager:
+            training.manager.load(step)
+    except CheckpointingException as exc:
+        return f"{type(exc).__name__}: {exc}"
+    raise AssertionError("loaded")
+
+
+def load_outcome(folder: str, config: dict[str, Any]) -> tuple[int, list[str]]:
+    """The step that is loaded, 0 for none, and the warnings about it."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardckpt.manager")
+    logger.addHandler(handler)
+    try:
+        training = Training(folder, **config)
+        with training.manager:
+            training.manager.load()
+    finally:
+        logger.removeHandler(handler)
+    return training.progress.step, said
+
+
+def overwritten_staging(folder: str, mode: str) -> None:
+    """A state that changes as soon as save returns, while the one before is still being written."""
+    weight = torch.nn.Linear(512, 512, bias=False)
+    config = CheckpointConfig(folder=folder, interval=1, async_mode=mode, keep_latest_k=0)
+    with CheckpointManager(config, {"model": weight}) as manager:
+        for step in range(1, 7):
+            with torch.no_grad():
+                weight.weight.fill_(step)
+            assert manager.save(step)
+            with torch.no_grad():
+                weight.weight.fill_(-1)
+    for step in range(1, 7):
+        assert manager_loads(folder, step, weight)
+        assert torch.equal(weight.weight, torch.full((512, 512), float(step)))
+
+
+def manager_loads(folder: str, step: int, model: torch.nn.Module) -> bool:
+    """Load a step's model."""
+    with CheckpointManager(CheckpointConfig(folder=folder, load_only=True), {"model": model}) as manager:
+        return manager.load(step)
+
+
+def dead_worker(folder: str) -> list[str]:
+    """Kill rank 0's writing process in mid-save: the next call raises, the one after it saves."""
+    training = Training(folder, interval=1, async_mode="async_with_pinned_mem")
+    messages = []
+    with training.manager as manager:
+        training.step()
+        manager.save(1)
+        manager.wait()
+        if training.rank == 0:
+            worker = manager._writer._queue._caller._worker  # type: ignore[union-attr]
+            os.kill(worker.pid, signal.SIGSTOP)
+        assert manager.save(2)
+        if training.rank == 0:
+            os.kill(worker.pid, signal.SIGKILL)
+        try:
+            until = time.monotonic() + 30
+            while time.monotonic() < until:
+                manager.maybe_wait_for_staging()
+                time.sleep(0.01)
+        except CheckpointingException as exc:
+            messages.append(str(exc))
+        assert manager.save(2)
+        manager.wait()
+        messages.append(repr(manager.steps()))
+    return messages
+
+
+def failing_save(folder: str, at_close: bool) -> tuple[str, list[str]]:
+    """Rank 0 can write no file: the error, which comes with the next call or with close, and what stands there."""
+    training = Training(folder, interval=1, async_mode="async")
+    manager = training.manager
+    training.step()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if training.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        manager.save(1)
+        if at_close:
+            manager.close()
+        while True:
+            manager.maybe_wait_for_staging()
+    except CheckpointingException as exc:
+        message = str(exc)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    manager.close()
+    return message, os.listdir(folder)
+
+
+def closed_without_wait(folder: str, mode: str) -> list[str]:
+    """What stands in the folder as soon as close has returned."""
+    training = Training(folder, interval=1, async_mode=mode)
+    training.step()
+    training.manager.save(1)
+    training.manager.close()
+    training.manager.close()
+    try:
+        training.manager.save(2)
+    except CheckpointingException as exc:
+        assert "closed" in str(exc)
+    else:
+        raise AssertionError("saved after close")
+    return sorted(os.listdir(folder))
+
+
+def after_the_last_step(folder: str, config: dict[str, Any]) -> tuple[list[torch.dtype], list[int], list[int]]:
+    """The last save leaves the states as they are: training, full saves and loads go on; dtypes, steps, keys."""
+    training = Training(folder, interval=2, **config)
+    with training.manager as manager:
+        training.run(3)
+        assert manager.save(3, last_step=True)
+        dtypes = [parameter.dtype for parameter in training.model.parameters()]
+        training.run(4)
+        manager.wait()
+        steps = manager.steps()
+        assert manager.load(4)
+    stored = dist_checkpointing.load_tensors_metadata(f"{folder}/step-3")
+    assert {key.split(".")[0] for key in stored} == {"model"}
+    return dtypes, steps, sorted({tensor.dtype.itemsize for tensor in stored.values()})
+
+
+def disagreeing(folder: str) -> str:
+    """Ranks that want to load different steps."""
+    training = Training(folder)
+    try:
+        with training.manager:
+            training.manager.load(2 + 2 * dist.get_rank())
+    except CheckpointingException as exc:
+        return str(exc)
+    raise AssertionError("loaded")
+
+
+def one_rank_sees_nothing(folder: str) -> int:
+    """Only the main rank looks at the folder: what others would see in it does not matter."""
+    training = Training(folder)
+    if dist.get_rank():
+        training.manager._folder.steps = list  # type: ignore[method-assign]
+    with training.manager:
+        assert training.manager.load()
+    return training.progress.step
+
+
+def own_state_without_wrapper(folder: str) -> str:
+    """A loader that every rank has its own of, given as if all had it alike."""
+    training = Training(folder)
+    states = {**training.states, "dataloader": Loader(dist.get_rank())}
+    try:
+        with CheckpointManager(CheckpointConfig(folder=folder), states) as manager:
+            manager.save(1, force=True)
+    except CheckpointingException as exc:
+        return str(exc)
+    raise AssertionError("saved")
+
+
+def preempted(folder: str, mode: str) -> tuple[bool, int]:
+    """One rank has a SIGTERM: all save at the next step, and know it."""
+    training = Training(folder, interval=100, async_mode=mode, save_on_sigterm=True)
+    before = signal.getsignal(signal.SIGTERM)
+    with training.manager as manager:
+        while not manager.preempted:
+            training.run(training.progress.step + 1)
+            if training.progress.step == 3 and training.rank == training.world - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        manager.wait()
+        steps = manager.steps()
+    assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, before)
+    return manager.preempted, steps[-1]
+
+
+__all__ = [
+    "after_the_last_step",
+    "begun_weights",
+    "closed_without_wait",
+    "dead_worker",
+    "disagreeing",
+    "failing_save",
+    "load_error",
+    "load_outcome",
+    "loaded",
+    "manager_loads",
+    "one_rank_sees_nothing",
+    "overwritten_staging",
+    "own_state_without_wrapper",
+    "preempted",
+    "resumed",
+    "trained",
+    "unbroken",
+    "weights",
+]

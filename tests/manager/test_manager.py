@@ -1,0 +1,448 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.manager import jobs
+from tests.manager.training import Training
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+BACKGROUND = pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+
+
+@MODES
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_resumed_run_is_the_run_without_an_interruption(
+    ranks: RankPool, tmp_path: Path, mode: str, world_size: int
+) -> None:
+    """Model, optimizer, schedule, loaders, counters and dropout go on from the newest step: the losses are equal."""
+    config = {"async_mode": mode}
+    expected = ranks.run(world_size, jobs.unbroken, str(tmp_path / "a"), 9, config)
+    ranks.run(world_size, jobs.unbroken, str(tmp_path / "b"), 5, config)
+    results = ranks.run(world_size, jobs.resumed, str(tmp_path / "b"), 9, config)
+    assert results == [(4, losses[4:]) for losses in expected]
+
+
+@pytest.mark.parametrize("strategy", [("torch_dist", 1), "torch_dist", ("ep", 1)])
+@pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (2, 4), (2, 1), (1, 2)])
+def test_another_number_of_ranks_loads(
+    ranks: RankPool, tmp_path: Path, saved: int, loaded: int, strategy: Any
+) -> None:
+    """Weights, moments and counters are the same at any world size; loaders go by their reshard function."""
+    config = {"strategy": strategy}
+    (expected, *_) = ranks.run(saved, jobs.trained, str(tmp_path), 4, config)
+    for found in ranks.run(loaded, jobs.loaded, str(tmp_path), config):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_each_ranks_own_is_not_loaded_by_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """A loader without a reshard function is an error at another world size that says what to do, not a lost position."""
+    ranks.run(4, jobs.trained, str(tmp_path), 2, {})
+    messages = set(ranks.run(2, jobs.load_error, str(tmp_path), {}))
+    (message,) = messages
+    assert "'dataloader' was saved by 4 ranks" in message
+    assert "reshard=" in message
+    excluding = {"exclude_from_loading": ("dataloader",)}
+    assert ranks.run(2, jobs.load_outcome, str(tmp_path), excluding) == [(2, [])] * 2
+
+
+def test_what_is_each_ranks_own_is_not_saved_as_if_all_had_it(ranks: RankPool, tmp_path: Path) -> None:
+    """A state that differs between ranks, not wrapped in PerRank, is an error: one rank's would be kept silently."""
+    (message,) = set(ranks.run(2, jobs.own_state_without_wrapper, str(tmp_path)))
+    assert "dataloader" in message
+    assert "rank 1" in message
+
+
+@BACKGROUND
+def test_staging_memory_is_not_overwritten(tmp_path: Path, mode: str) -> None:
+    """Every step's checkpoint has the values of that step, though they change as soon as save returns."""
+    jobs.overwritten_staging(str(tmp_path), mode)
+
+
+def test_a_dead_writer_is_known_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    """The call after the writer's death raises on all ranks, and the step can be saved again."""
+    results = ranks.run(2, jobs.dead_worker, str(tmp_path))
+    assert results[0] == results[1]
+    assert "signal 9" in results[0][0]
+    assert results[0][1] == "[1, 2]"
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("at_close", [False, True], ids=["next call", "close"])
+def test_an_error_in_the_background_is_raised(ranks: RankPool, tmp_path: Path, at_close: bool) -> None:
+    """What goes wrong behind the training is raised on all ranks by the next call, or by close; nothing is left."""
+    (message, left), (other, _) = ranks.run(2, jobs.failing_save, str(tmp_path), at_close)
+    assert message == other
+    assert "EFBIG" in message
+    assert "step-1" in message
+    assert not left
+
+
+@MODES
+def test_close_waits(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """When close has returned, what was saved is whole in its place, whatever the mode; nothing is saved after it."""
+    assert ranks.run(2, jobs.closed_without_wait, str(tmp_path), mode) == [["step-1"]] * 2
+
+
+@MODES
+def test_the_last_save_has_no_side_effects(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """The model alone, cast, with integers as they are; the training's own states stay, and full saves go on."""
+    config = {"async_mode": mode, "export_dtype": "bfloat16"}
+    for dtypes, steps, sizes in ranks.run(2, jobs.after_the_last_step, str(tmp_path), config):
+        assert set(dtypes) == {torch.float32}
+        assert steps == [2, 3, 4]
+        assert sizes == [2]
+
+
+def test_integers_and_buffers_are_not_cast(tmp_path: Path) -> None:
+    """The export dtype is for floating-point numbers: BatchNorm's counter stays an integer, a float32 model is cast."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    config = CheckpointConfig(folder=tmp_path, export_dtype=torch.bfloat16)
+    with CheckpointManager(config, {"model": model}) as manager:
+        manager.save(7, last_step=True)
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "step-7")
+    assert stored.pop("model.1.num_batches_tracked").dtype == torch.int64
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+
+
+def test_an_explicit_step_that_is_missing_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    """It names the step and those that are there; training does not begin from scratch by itself."""
+    ranks.run(2, jobs.trained, str(tmp_path), 4, {})
+    for config, step in (({"load_step": 3}, -1), ({}, 3)):
+        (message,) = set(ranks.run(2, jobs.load_error, str(tmp_path), config, step))
+        assert "step 3 cannot be loaded" in message
+        assert "2, 4" in message
+
+
+def test_ranks_that_want_different_steps_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    """The same error on all ranks names both."""
+    ranks.run(2, jobs.trained, str(tmp_path), 4, {})
+    (message,) = set(ranks.run(2, jobs.disagreeing, str(tmp_path)))
+    assert "ranks disagree on step" in message
+
+
+def test_one_rank_looks_for_all(ranks: RankPool, tmp_path: Path) -> None:
+    """What the main rank finds is what all load, whatever a slow file system shows the others."""
+    ranks.run(2, jobs.trained, str(tmp_path), 4, {})
+    assert ranks.run(2, jobs.one_rank_sees_nothing, str(tmp_path)) == [4, 4]
+
+
+@pytest.mark.parametrize("damage", ["bytes", "missing", "marker"])
+def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, damage: str) -> None:
+    """A warning names it and all ranks load the one before, also where the damage is found only by reading."""
+    ranks.run(2, jobs.trained, str(tmp_path), 6, {})
+    newest = tmp_path / "step-6"
+    data = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if damage == "bytes":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2 - 40 : len(content) // 2] = bytes(40)
+        data.write_bytes(content)
+    elif damage == "missing":
+        data.unlink()
+    else:
+        (newest / "metadata.json").write_text("{")
+    outcomes = ranks.run(2, jobs.load_outcome, str(tmp_path), {})
+    assert [step for step, _ in outcomes] == [4, 4]
+    assert any("step 6" in warning for warning in outcomes[0][1])
+
+
+def test_damage_everywhere_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    """Where every checkpoint is damaged, training does not begin anew by itself."""
+    ranks.run(2, jobs.trained, str(tmp_path), 4, {})
+    for path in tmp_path.glob("step-*/*.distcp"):
+        path.unlink()
+    (message,) = set(ranks.run(2, jobs.load_error, str(tmp_path), {}))
+    assert message.startswith("CorruptCheckpointError")
+
+
+def test_foreign_names_are_left_alone(tmp_path: Path) -> None:
+    """What only looks like a step's directory is neither loaded nor removed, and an incomplete one does not count."""
+    for name in ("backup-step-100.old", "step-9x", "ft-replicat-3", "step-07"):
+        (tmp_path / name).mkdir()
+    training = Training(tmp_path, keep_latest_k=2)
+    (tmp_path / "step-99").mkdir()
+    (tmp_path / "step-99" / "__0_0.distcp").write_bytes(b"of a save that never ended")
+    with training.manager as manager:
+        training.run(8)
+        manager.wait()
+        assert manager.steps() == [6, 8]
+    assert sorted(os.listdir(tmp_path)) == [
+        "backup-step-100.old",
+        "ft-replicat-3",
+        "step-07",
+        "step-6",
+        "step-8",
+        "step-99",
+        "step-9x",
+    ]
+    fresh = Training(tmp_path)
+    with fresh.manager as manager:
+        assert manager.load()
+    assert fresh.progress.step == 8
+
+
+@MODES
+def test_retention(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """The newest k stay, every n-th, and the best; what a rank lists is what is whole."""
+    config = {"async_mode": mode, "interval": 1, "keep_latest_k": 2, "keep_every_n_steps": 4}
+    ranks.run(2, jobs.unbroken, str(tmp_path), 10, config)
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-4", "step-8", "step-9"]
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    """By a metric given to save; what has none, or is no number, is never the best; a new manager knows the old ones'."""
+    config = {"keep_latest_k": 1, "keep_best_k": 2, "best_metric": "loss", "interval": 1}
+    losses = {1: 0.5, 2: 0.1, 3: float("nan"), 4: 0.3, 5: 0.2, 6: None, 7: 0.9}
+    for step, loss in losses.items():
+        training = Training(tmp_path, **config)
+        with training.manager as manager:
+            manager.save(step, metrics={} if loss is None else {"loss": loss})
+            manager.wait()
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-5", "step-7"]
+
+
+def test_when_it_saves(tmp_path: Path) -> None:
+    """At the interval, at step 1 if that is asked for, and when forced; never twice the same step."""
+    training = Training(tmp_path, interval=3)
+    with training.manager as manager:
+        assert [step for step in range(8) if manager.save(step)] == [3, 6]
+        assert manager.save(7, force=True)
+        assert not manager.save(7, force=True)
+    with Training(tmp_path / "first", interval=3, enable_first_step_checkpoint=True).manager as manager:
+        assert [step for step in range(5) if manager.save(step)] == [1, 3]
+
+
+def test_a_save_may_be_skipped_while_one_is_written(tmp_path: Path) -> None:
+    """With on_busy=skip a step does not wait for the writer; forced saves do."""
+    training = Training(tmp_path, interval=1, async_mode="async", on_busy="skip")
+    with training.manager as manager:
+        saved = [step for step in range(1, 40) if manager.save(step)]
+        assert manager.save(50, force=True)
+        manager.wait()
+        assert manager.steps() == [*saved, 50]
+    assert saved[0] == 1
+
+
+def test_a_rewound_run_keeps_what_it_saves(tmp_path: Path) -> None:
+    """Where an earlier step was loaded, the steps that it saves are not removed as older than those ahead."""
+    with Training(tmp_path).manager as manager:
+        for step in (2, 4, 6):
+            manager.save(step)
+    training = Training(tmp_path, load_step=2, interval=1, keep_latest_k=2)
+    with training.manager as manager:
+        assert manager.load()
+        assert manager.save(3)
+        manager.wait()
+        assert manager.steps() == [2, 3, 4, 6]
+        assert manager.save(4)
+        manager.wait()
+        assert manager.steps() == [3, 4, 6]
+
+
+def test_disabled_managers_do_nothing(tmp_path: Path) -> None:
+    """Neither saves nor loads nor looks; one that only loads saves nothing."""
+    training = Training(tmp_path / "none", enable_checkpoint=False)
+    with training.manager as manager:
+        assert not manager.save(2, force=True)
+        assert not manager.load()
+        assert manager.steps() == []
+        manager.maybe_wait_for_staging()
+        manager.wait()
+    assert not (tmp_path / "none").exists()
+    with Training(tmp_path, load_only=True).manager as manager:
+        assert not manager.save(2, force=True, last_step=True)
+        assert not manager.load()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_configuration_is_stored(tmp_path: Path) -> None:
+    """As JSON, with step, states and metrics, in what load_content_metadata gives."""
+    training = Training(tmp_path, interval=2)
+    with training.manager as manager:
+        manager.save(2, metrics={"loss": 0.25})
+    found = dist_checkpointing.load_content_metadata(tmp_path / "step-2")
+    assert found is not None
+    content = found["shardckpt_manager"]
+    assert content["step"] == 2
+    assert content["metrics"] == {"loss": 0.25}
+    assert content["states"] == ["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"]
+    assert CheckpointConfig(**content["config"]) == manager.config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"keep_latest_k": 1, "async_mode": "async"}, "keep 2 or more"),
+        ({"exclude_from_loading": ("model",)}, "without the model"),
+        ({"exclude_from_loading": ("optimizer",)}, "lr_scheduler"),
+        ({"initial_load_in_hf": True}, "initial_load_path"),
+        ({"keep_best_k": 2}, "best_metric"),
+        ({"interval": 0}, "interval"),
+        ({"async_mode": "sometimes"}, "async_mode"),
+        ({"export_dtype": "int8"}, "float16"),
+        ({"folders": "x"}, "folders"),
+    ],
+)
+def test_configurations_that_contradict_themselves(given: dict[str, Any], message: str) -> None:
+    """Are refused when they are made, by name."""
+    with pytest.raises((ValueError, CheckpointingException), match=message):
+        CheckpointConfig(**given)
+
+
+def test_the_seed_s_name_for_the_last_save(tmp_path: Path) -> None:
+    """torchtitan's older ``model_weights_only`` means ``last_save_model_only``."""
+    assert not CheckpointConfig(model_weights_only=False).last_save_model_only  # type: ignore[call-arg]
+
+
+def test_states_that_are_excluded_or_new(tmp_path: Path) -> None:
+    """Excluded ones stay as they are; one that the checkpoint lacks is an error until it is excluded."""
+    training = Training(tmp_path)
+    with training.manager:
+        training.run(4)
+    fresh = Training(tmp_path, exclude_from_loading=("lr_scheduler", "dataloader"))
+    with fresh.manager as manager:
+        assert manager.load()
+    assert (fresh.progress.step, fresh.schedule.last_epoch, fresh.loader.position) == (4, 0, 0)
+    ema = torch.nn.Linear(2, 2)
+    with (
+        Training(tmp_path, states={"ema": ema}).manager as manager,
+        pytest.raises(CheckpointingException, match="no state 'ema'.*exclude_from_loading"),
+    ):
+        manager.load()
+    with Training(tmp_path, states={"ema": ema}, exclude_from_loading=("ema",)).manager as manager:
+        assert manager.load()
+    with pytest.raises(CheckpointingException, match="'emma' is no state"):
+        Training(tmp_path, exclude_from_loading=("emma",))
+
+
+def test_more_modules_beside_the_model(tmp_path: Path) -> None:
+    """Averaged weights or a second network are saved and loaded under their own name."""
+    saved, fresh = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with Training(tmp_path, states={"ema": saved}).manager as manager:
+        manager.save(2)
+    with Training(tmp_path, states={"ema": fresh}).manager as manager:
+        assert manager.load()
+    assert torch.equal(fresh.weight, saved.weight)
+
+
+def test_the_seed_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    """Step 0 has the model alone, saved by one process; a run of any size begins with it, and all else afresh."""
+    training = Training(tmp_path, create_seed_checkpoint=True)
+    with training.manager as manager:
+        assert manager.save(0)
+    (found, _) = ranks.run(2, jobs.load_outcome, str(tmp_path), {})
+    assert found == (0, [])
+    expected = jobs.weights(training)[:4]
+    for loaded in ranks.run(2, jobs.loaded, str(tmp_path), {}):
+        assert all(map(torch.equal, loaded[:4], expected))
+
+
+def test_where_to_begin(tmp_path: Path) -> None:
+    """The initial path counts where the folder has no checkpoint; its model alone, or all of it."""
+    training = Training(tmp_path / "a")
+    with training.manager:
+        training.run(4)
+    first = str(tmp_path / "a" / "step-2")
+    fresh = Training(tmp_path / "b", initial_load_path=first)
+    with fresh.manager as manager:
+        assert manager.load()
+        assert fresh.progress.step == 0
+        fresh.run(2)
+    whole = Training(tmp_path / "c", initial_load_path=first, initial_load_model_only=False)
+    with whole.manager as manager:
+        assert manager.load()
+    assert whole.progress.step == 2
+    ignored = Training(tmp_path / "a", initial_load_path=first)
+    with ignored.manager as manager:
+        assert manager.load()
+    assert ignored.progress.step == 4
+
+
+def test_a_checkpoint_of_the_model_alone_is_not_taken_for_all(tmp_path: Path) -> None:
+    """A load after the last save says what to do, instead of going on with a fresh optimizer."""
+    training = Training(tmp_path)
+    with training.manager as manager:
+        training.run(2)
+        manager.save(3, last_step=True)
+    with Training(tmp_path).manager as manager:
+        with pytest.raises(CheckpointingException, match="initial_load_path"):
+            manager.load()
+        assert manager.load(2)
+    model = Training(tmp_path / "other", initial_load_path=str(tmp_path / "step-3"))
+    with model.manager as manager:
+        assert manager.load()
+    assert all(map(torch.equal, jobs.weights(model)[:4], jobs.weights(training)[:4]))
+
+
+def test_hugging_face_at_the_end_and_at_the_beginning(ranks: RankPool, tmp_path: Path) -> None:
+    """The last step is exported beside its checkpoint; a new run begins with that folder."""
+    config = {"last_save_in_hf": True, "export_dtype": "bfloat16"}
+    ranks.run(2, jobs.after_the_last_step, str(tmp_path / "a"), config)
+    folder = tmp_path / "a" / "step-3-hf"
+    assert (folder / "model.safetensors").exists()
+    begin = {"initial_load_path": str(folder), "initial_load_in_hf": True}
+    (one, two) = ranks.run(2, jobs.begun_weights, str(tmp_path / "b"), begin)
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "a" / "step-3")
+    for tensor, name in zip(one, ("0.weight", "0.bias", "3.weight", "3.bias"), strict=False):
+        assert torch.equal(tensor, stored[f"model.{name}"].float())
+    assert all(map(torch.equal, one, two))
+
+
+@MODES
+def test_sigterm_saves_at_the_next_step(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """One rank's signal is everyone's: all save the same step, and the loop can see that it should end."""
+    assert ranks.run(2, jobs.preempted, str(tmp_path), mode) == [(True, 4)] * 2
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_store_in_the_place_of_a_folder(tmp_path: Path, mode: str) -> None:
+    """Saving, finding, loading and removing work on a URL."""
+    url = f"memory://managed-{mode}/run"
+    training = Training(url, interval=1, keep_latest_k=2, async_mode=mode)
+    with training.manager as manager:
+        training.run(5)
+        manager.wait()
+        assert manager.steps() == [4, 5]
+    fresh = Training(url)
+    with fresh.manager as manager:
+        assert manager.load()
+    assert fresh.progress.step == 5
+    assert all(map(torch.equal, jobs.weights(fresh), jobs.weights(training)))
+
+
+def test_wrong_states_are_refused(tmp_path: Path) -> None:
+    """By name, before anything is saved."""
+    config = CheckpointConfig(folder=tmp_path)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for states, message in (
+        ({"model": object()}, "'model' is a object"),
+        ({"optimizer": optimizer}, "goes with modules"),
+        ({"model": model, "sgd": optimizer}, "give optimizers as 'optimizer'"),
+        ({"forms": model}, "another"),
+    ):
+        with pytest.raises(CheckpointingException, match=message):
+            CheckpointManager(config, states)
+
+
+def test_a_folder_can_be_moved(tmp_path: Path) -> None:
+    """Nothing in a checkpoint depends on where it stands."""
+    training = Training(tmp_path / "a")
+    with training.manager:
+        training.run(2)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    fresh = Training(tmp_path / "b")
+    with fresh.manager as manager:
+        assert manager.load()
+    assert fresh.progress.step == 2
