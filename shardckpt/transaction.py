@@ -71,6 +71,8 @@ class Transaction:
         self.save_id = ""
         #: Of the digests in all files, of every rank: the preferred one, if every rank has it.
         self.algorithm = ""
+        #: How many ranks write, for the record.
+        self.world_size = operation.comm.world_size
         self._upload: Upload | None = None
         try:
             with operation.step("staging"):
@@ -152,7 +154,7 @@ class Transaction:
             version=version,
             reader=reader,
             writer={"shardckpt": importlib.metadata.version("shardckpt"), "torch": torch.__version__},
-            world_size=self.operation.comm.world_size,
+            world_size=self.world_size,
             digest_algorithm=self.algorithm,
             files=tuple(sorted(files, key=lambda file: file.name)),
             content_metadata=as_json(content),

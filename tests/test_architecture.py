@@ -24,10 +24,12 @@ FLOORS = (
     ("validation", "locations", "gate", "operation", "adapters", "parallel", "replicas"),
     ("integrity",),
     ("transaction",),
-    ("saving", "loading", "removing"),
+    ("saving", "loading", "removing", "hosted"),
     ("background", "lazy", "local", "optimizer_state"),
     ("dist_checkpointing", "async_save", "migrating", "verifying"),
     ("huggingface",),
+    ("manager",),
+    ("integrations",),
     ("demo", "compat"),
     ("cli",),
     ("__main__",),
@@ -50,6 +52,7 @@ PUBLIC_ROOMS = {
     "parallel",
     "adapters",
     "validation",
+    "hosted",
 }
 
 

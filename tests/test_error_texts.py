@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "shardckpt").rglob("*.py")), *sorted((ROOT / "strategies").rglob("*.py"))]
 #: Arguments of torch's own functions that texts advise to use.
-OF_TORCH = {"stride", "group_dst"}
+OF_TORCH = {"stride", "group_dst", "enable_plan_caching", "use_collectives"}
 
 
 def _texts(tree: ast.AST) -> list[str]:

@@ -10,8 +10,12 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
     from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
     from shardckpt_torch_dist.save_planner import ShardedSavePlanner
+    from shardckpt_torch_dist.storage_reader import CheckpointStorageReader
+    from shardckpt_torch_dist.storage_writer import CheckpointStorageWriter
 
 _HOMES = {
+    "CheckpointStorageReader": "storage_reader",
+    "CheckpointStorageWriter": "storage_writer",
     "ShardedLoadPlanner": "load_planner",
     "ShardedSavePlanner": "save_planner",
     "TorchDistLoadShardedStrategy": "load",
@@ -26,6 +30,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "CheckpointStorageReader",
+    "CheckpointStorageWriter",
     "ShardedLoadPlanner",
     "ShardedSavePlanner",
     "TorchDistLoadShardedStrategy",

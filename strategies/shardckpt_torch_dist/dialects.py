@@ -45,7 +45,8 @@ def _read(reader: CheckpointReader) -> StoredIndex:
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
     if INDEX_FILE not in sizes:
-        return _parse(reader.read(METADATA_FILE), str(reader.directory))
+        source = f"{reader.directory}/{METADATA_FILE}"
+        return index_of(load_metadata(reader.read(METADATA_FILE), source), source)
     source = f"{reader.directory}/{INDEX_FILE}"
     index = parse(reader.read(INDEX_FILE), source)
     _check_claims(index, sizes, source)
@@ -62,9 +63,13 @@ def _check_claims(index: StoredIndex, sizes: dict[str, int], source: str) -> Non
             )
 
 
-def _parse(pickled: bytes, directory: str) -> StoredIndex:
-    source = f"{directory}/{METADATA_FILE}"
-    raw = load_metadata(pickled, source)
+def index_of(raw: Any, source: str) -> StoredIndex:
+    """What a ``.metadata`` file stores, of any dialect.
+
+    Args:
+        raw: What :func:`shardckpt_torch_dist.unpickle.load_metadata` gave.
+        source: The file, named in errors.
+    """
     try:
         return _index(raw)
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as exc:
@@ -78,21 +83,24 @@ def _index(raw: Any) -> StoredIndex:
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Item] = {}
     loose: dict[tuple[Any, ...], Item] = {}
+    named: dict[str, Item] = {}
     common = None
     for key, entry in raw.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
             true_shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
             tensors[key] = _tensor(key, entry, true_shape, places)
-        elif (key, None) not in places:
+            continue
+        if (key, None) not in places:
             raise CorruptCheckpointError(f"object {key!r} is named and not stored: the save lost it")
-        elif key == COMMON_KEY:
-            common = places[key, None]
+        named[key] = item = places[key, None]
+        if key == COMMON_KEY:
+            common = item
         elif (unique_key := object_key(key)) is not None:
-            objects[unique_key] = places[key, None]
+            objects[unique_key] = item
         else:
-            loose[tuple(paths.get(key, (key,)))] = places[key, None]
+            loose[tuple(paths.get(key, (key,)))] = item
     dtypes, shapes = [tensor.dtype for tensor in tensors.values()], [tensor.shape for tensor in tensors.values()]
-    return StoredIndex(list(tensors), dtypes, shapes, *columns_of(tensors), objects, common, loose)
+    return StoredIndex(list(tensors), dtypes, shapes, *columns_of(tensors), objects, common, loose, named)
 
 
 def _places(raw: Any) -> _Places:
@@ -152,4 +160,4 @@ def _flattened(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) 
     return [(part.box.moved(corner), part.start) for part in flat_parts(block, offset[-1], offset[-1] + sizes[-1])]
 
 
-__all__ = ["METADATA_FILE", "read_index"]
+__all__ = ["METADATA_FILE", "index_of", "read_index"]

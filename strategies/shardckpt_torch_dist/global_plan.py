@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.placing import Placed
 
 
-
 class LocalPlan(NamedTuple):
     """A rank's items and where they will be, as it tells them to the main rank; ``wholes`` is alike on many ranks."""
 

@@ -96,6 +96,7 @@ class StoredIndex:
         objects: Megatron's sharded objects, by unique key.
         common: The common state, where it is stored as an object.
         loose: Values that plain DCP stored one by one, by their path in the saved state dict.
+        named: Every object, the common state and loose values, too, by its name in ``.metadata``.
     """
 
     keys: list[str]
@@ -107,6 +108,7 @@ class StoredIndex:
     objects: dict[str, Item] = field(default_factory=dict)
     common: Item | None = None
     loose: dict[tuple[Any, ...], Item] = field(default_factory=dict)
+    named: dict[str, Item] = field(default_factory=dict)
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -138,6 +140,10 @@ class StoredIndex:
                 self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
             )
         return self._tensors[number]
+
+    def archive(self, key: str) -> Item:
+        """Where an object is, by its unique key or by its name in ``.metadata``."""
+        return self.objects[key] if key in self.objects else self.named[key]
 
     def shards(self) -> list[ShardedBase]:
         """The tensors and objects as data-less descriptions of the whole."""

@@ -79,33 +79,40 @@ class SaveWork:
             for name, data in file.objects:
                 into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
             for number in file.tensors:
-                self._append_tensor(into, number)
+                append_tensor(into, self.tensors[number], self.keys[number], self.lengths[number])
         if self.names is not None:
             self.names.write(writer)  # while the last of the tensors are being written
         for _, into in open_files:
             writer.finish(into)
 
-    def _append_tensor(self, file: FileWriter, number: int) -> None:
-        tensor, key = self.tensors[number], self.keys[number]
-        nbytes = self.lengths[number]
-        envelope = of_length(tensor.dtype, tuple(tensor.shape), nbytes)
-        if envelope is None:
-            raise ShardingError(f"tensor {key!r} is no longer the {nbytes} bytes that were planned for it")
-        head, tail = envelope
-        filler = bytes(-nbytes % ARCHIVE_ALIGN)
-        if nbytes <= SMALL_RECORD and is_ordinary(tensor):
-            file.append_small((head, tensor_bytes(tensor), tail, filler), what=key)
-            return
 
-        if nbytes <= PIECE_BYTES or is_ordinary(tensor) or not is_plain(tensor):
-            parts = partial(_around_values, memoryview(head), tensor, memoryview(tail + filler), key)
-            file.append(nbytes + len(filler), parts, what=key)
-            return
-        file.append_small((head,), what=key)
-        copies = Copier(tensor, PIECE_BYTES)
-        for piece in copies.pieces():
-            file.append(piece.nbytes, partial(copies.copied, piece), keys=0, what=key)
-        file.append_small((tail, filler), keys=0, what=key)
+def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int) -> None:
+    """Append the archive of a tensor, and what aligns the next one.
+
+    Args:
+        file: Where it goes.
+        tensor: Any that :func:`shardckpt.storage.memory.plain_cpu` takes.
+        key: Its name, for errors.
+        nbytes: Of the archive, as :func:`shardckpt_torch_dist.envelope.fitted` makes it for that place.
+    """
+    envelope = of_length(tensor.dtype, tuple(tensor.shape), nbytes)
+    if envelope is None:
+        raise ShardingError(f"tensor {key!r} is no longer the {nbytes} bytes that were planned for it")
+    head, tail = envelope
+    filler = bytes(-nbytes % ARCHIVE_ALIGN)
+    if nbytes <= SMALL_RECORD and is_ordinary(tensor):
+        file.append_small((head, tensor_bytes(tensor), tail, filler), what=key)
+        return
+
+    if nbytes <= PIECE_BYTES or is_ordinary(tensor) or not is_plain(tensor):
+        parts = partial(_around_values, memoryview(head), tensor, memoryview(tail + filler), key)
+        file.append(nbytes + len(filler), parts, what=key)
+        return
+    file.append_small((head,), what=key)
+    copies = Copier(tensor, PIECE_BYTES)
+    for piece in copies.pieces():
+        file.append(piece.nbytes, partial(copies.copied, piece), keys=0, what=key)
+    file.append_small((tail, filler), keys=0, what=key)
 
 
 def _around_values(before: memoryview, tensor: torch.Tensor, after: memoryview, key: str) -> list[memoryview]:
@@ -116,4 +123,4 @@ def _around_values(before: memoryview, tensor: torch.Tensor, after: memoryview, 
         raise ShardingError(f"tensor {key!r}: {exc}") from exc
 
 
-__all__ = ["PlannedFile", "SaveWork"]
+__all__ = ["PlannedFile", "SaveWork", "append_tensor"]
