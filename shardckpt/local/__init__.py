@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from shardckpt.local.clique import CliqueReplication
 from shardckpt.local.local_checkpoint import load_local, save_local
+from shardckpt.local.local_manager import LocalCheckpointManager
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 
-__all__ = ["TensorAwareStateDict", "load_local", "save_local"]
+__all__ = ["CliqueReplication", "LocalCheckpointManager", "TensorAwareStateDict", "load_local", "save_local"]

@@ -1,0 +1,176 @@
+"""The two ends of a copy of a stored part: read from one disk, checked and written to another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.local.pieces import Buffers, Piece, pieces_of
+from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
+from shardckpt.storage import commit
+from shardckpt.storage.digest import digest_function
+from shardckpt.storage.filesystem import check_file_name, close_file, open_existing, read_file, read_into
+from shardckpt.storage.memory import LARGE, PAGE
+from shardckpt.storage.new_file import NewFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Head(NamedTuple):
+    """A checkpoint's JSON files."""
+
+    marker: bytes
+    record: bytes
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Their bytes."""
+        return len(self.marker), len(self.record)
+
+
+class Outgoing:
+    """A part on this rank's disk, as others get it.
+
+    Args:
+        path: Its directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.head = Head(read_file(path / MARKER_NAME, MARKER_LIMIT), read_file(path / RECORD_NAME, RECORD_LIMIT))
+        self.pieces = pieces_of(_parsed(self.head, str(path)))
+        self.buffers = Buffers(self.pieces)
+
+    def read(self, number: int) -> None:
+        """Get a piece into the buffers."""
+        piece = self.pieces[number]
+        path = self._path / check_file_name(piece.name)
+        fd, _ = open_existing(path)
+        try:
+            read_into(fd, path, self.buffers.view(number), piece.span.start)
+        finally:
+            close_file(fd)
+
+
+class Incoming:
+    """A part on its way to this rank's disk: in a staging directory until it is whole and checked.
+
+    Args:
+        target: Its directory.
+        head: Its JSON files.
+        origin: Where it comes from, for errors.
+    """
+
+    def __init__(self, target: Path, head: Head, origin: str) -> None:
+        self._target = target
+        self._head = head
+        self._origin = origin
+        record = _parsed(head, origin)
+        self._digest = digest_function(record.digest_algorithm)
+        self.pieces = pieces_of(record)
+        self.buffers = Buffers(self.pieces)
+        self._waiting = list(record.files)
+        self._file: _PagedFile | None = None
+        self._staging: Path | None = commit.create_staging(target, commit.new_save_id())
+
+    def write(self, number: int) -> None:
+        """Check a piece that is in the buffers, and write it; pieces come in their order."""
+        piece = self.pieces[number]
+        self._check(piece, self.buffers.view(number))
+        while self._file is None or self._file.name != piece.name:
+            self._turn()
+        self._file.write(self.buffers.pages(number), piece)
+
+    def complete(self) -> None:
+        """Make all files durable."""
+        while self._file is not None or self._waiting:
+            self._turn()
+        for name, content in ((RECORD_NAME, self._head.record), (MARKER_NAME, self._head.marker)):
+            file = _PagedFile(self._staging_path(name), len(content))
+            try:
+                file.finish(content)
+            finally:
+                file.close()
+
+    def publish(self) -> None:
+        """Make it the target, which is absent."""
+        if self._staging is not None:
+            commit.publish(self._staging, self._target)
+            self._staging = None
+
+    def close(self) -> None:
+        """Give back what is open, and discard what was not published."""
+        if self._file is not None:
+            self._file.close()
+        if self._staging is not None:
+            commit.discard(self._staging)
+
+    def _turn(self) -> None:
+        """Complete the file that is being written, and begin the next, in the order of the record."""
+        if self._file is not None:
+            self._file.finish()
+            self._file.close()
+            self._file = None
+        if self._waiting:
+            record = self._waiting.pop(0)
+            self._file = _PagedFile(self._staging_path(record.name), record.size)
+
+    def _staging_path(self, name: str) -> Path:
+        if self._staging is None:
+            raise CorruptCheckpointError(f"{self._target} was published before {name} was written to it")
+        return self._staging / check_file_name(name)
+
+    def _check(self, piece: Piece, view: memoryview) -> None:
+        for start, stop, digest in piece.span.segments:
+            if self._digest(view[start - piece.span.start : stop - piece.span.start]) != digest:
+                raise CorruptCheckpointError(
+                    f"bytes {start} to {stop} of {self._target.name}/{piece.name}, from {self._origin}, are not those "
+                    "that were written (digest differs): they are damaged on its disk, or were on the way"
+                )
+
+
+class _PagedFile:
+    """A new file that is written in pieces, whole pages at a time, past the page cache where it is large.
+
+    Args:
+        path: The file.
+        nbytes: What it will have.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.name = path.name
+        self._nbytes = nbytes
+        self._file = NewFile(path, nbytes)
+        #: What there is already of the page that the next piece goes on with.
+        self._tail = b""
+        if nbytes >= LARGE:
+            self._file.reserve(nbytes)
+
+    def write(self, pages: memoryview, piece: Piece) -> None:
+        """Write the next piece, in memory that begins with the first byte of the piece's first page."""
+        stop = piece.lead + piece.nbytes
+        whole = stop // PAGE * PAGE
+        pages[: piece.lead] = self._tail
+        self._file.write_pages(pages[:whole], piece.span.start - piece.lead)
+        self._tail = bytes(pages[whole:stop])
+
+    def finish(self, rest: bytes = b"") -> None:
+        """Write what is left, and make the file durable."""
+        last = self._tail + rest
+        self._file.write(memoryview(last), self._nbytes - len(last))
+        self._file.finish(self._nbytes)
+
+    def close(self) -> None:
+        """Close it."""
+        self._file.close()
+
+
+def _parsed(head: Head, origin: str) -> Record:
+    try:
+        return Record.parse(head.record)
+    except (ValueError, RecursionError) as exc:
+        raise CorruptCheckpointError(f"{RECORD_NAME} of {origin} is damaged: {exc!s:.500}") from exc
+
+
+__all__ = ["Head", "Incoming", "Outgoing"]

@@ -1,0 +1,78 @@
+"""The files of a stored part as pieces that travel, and the memory that they travel through."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.storage.digest import Segments
+from shardckpt.storage.memory import PAGE
+from shardckpt.storage.spans import Elements, Span, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.manifest import FileRecord, Record
+
+#: Bytes of a piece at most. Of each part that it sends or receives, a rank has two in memory.
+PIECE_BYTES = 16 << 20
+
+
+class Piece(NamedTuple):
+    """Bytes of a file that travel together: whole segments of its digests."""
+
+    name: str
+    span: Span
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+        return self.span.stop - self.span.start
+
+    @property
+    def lead(self) -> int:
+        """How many bytes of its first page belong to the piece before."""
+        return self.span.start % PAGE
+
+
+def pieces_of(record: Record) -> list[Piece]:
+    """All bytes of a checkpoint's files, but for its JSON files, in the order of the record."""
+    return [Piece(file.name, span) for file in record.files for span in _spans(file, record.digest_algorithm)]
+
+
+class Buffers:
+    """Memory for two pieces: one travels while the other is read or written.
+
+    It begins on a page, and a piece lies in it as it does in the pages of its file.
+
+    Args:
+        pieces: What travels.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        nbytes = max((piece.nbytes for piece in pieces), default=0) + PAGE
+        self._memory = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(min(len(pieces), 2))]
+
+    def pages(self, number: int) -> memoryview:
+        """The memory of a piece from the beginning of its first page on."""
+        return self._memory[number % 2]
+
+    def view(self, number: int) -> memoryview:
+        """The memory of a piece."""
+        piece = self._pieces[number]
+        return self.pages(number)[piece.lead : piece.lead + piece.nbytes]
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """The same as a tensor."""
+        return torch.frombuffer(self.view(number), dtype=torch.uint8)
+
+
+def _spans(file: FileRecord, algorithm: str) -> list[Span]:
+    segments = Segments.unpack(file.segments, file.digest, file.size, algorithm)
+    return list(cut(segments, [(0, file.size)], PIECE_BYTES, Elements(0, file.size)))
+
+
+__all__ = ["PIECE_BYTES", "Buffers", "Piece", "pieces_of"]

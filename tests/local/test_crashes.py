@@ -1,0 +1,38 @@
+"""A rank that is killed while local checkpoints are saved: what is found afterwards is whole, on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_killed_rank_leaves_a_whole_step(tmp_path: Path) -> None:
+    """Wherever in a save a rank is killed, all find the same step, old or new, load its values, and save the next."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.local.crashes", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "SHARDCKPT_IO_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    reports = json.loads(done.stdout)
+    *crashed, survived = reports
+    assert survived["crashed"] == ["", ""]
+    assert len(crashed) > 6
+    assert all(report["crashed"][1] is None for report in crashed)
+    latest = [[outcome[0] for outcome in report["after"]] for report in reports]
+    assert latest[0] == [1, 1]
+    assert latest == sorted(latest)
+    assert latest[-1] == [2, 2]
+    for report in reports:
+        for _, is_right, names in report["after"]:
+            assert is_right
+            assert names == [[3, 0], [3, 1]]
