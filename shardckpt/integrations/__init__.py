@@ -1,0 +1,1 @@
+"""Adapters to trainers, a file each that imports its trainer's package: ``shardckpt.integrations.lightning``."""

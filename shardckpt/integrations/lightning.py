@@ -1,0 +1,157 @@
+"""Lightning: a Trainer's checkpoints, saved and read by shardckpt: ``Trainer(plugins=[ShardedCheckpointIO()])``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+try:
+    from lightning.fabric.plugins import CheckpointIO
+except ModuleNotFoundError:  # pytorch-lightning has the same under another name
+    from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
+
+from shardckpt.comm import Comm
+from shardckpt.errors import CheckpointingException
+from shardckpt.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.locations import locate
+from shardckpt.manager.plain_state import describe_form, describe_tensors, put_together, wanted_tensors
+from shardckpt.plugins import host
+from shardckpt.saving import SaveOptions, save_checkpoint
+from shardckpt.state_dict import dict_list_map_outplace
+from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, retire
+from shardckpt.validation import StrictHandling
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+    from shardckpt.loading import OpenCheckpoint
+    from shardckpt.mapping import ShardedStateDict, StateDict
+
+    PathLike = str | os.PathLike[str]
+
+#: The key of what is no tensor, before those of the tensors, and in ``content_metadata``.
+_NAME = "lightning"
+
+
+class ShardedCheckpointIO(CheckpointIO):
+    """Saves a Trainer's checkpoints as directories of the registry's format, each whole or absent.
+
+    Lightning calls it where rank 0 has everything: on one device, and under DDP. It saves on rank 0 alone, and every
+    rank loads for itself. (Its FSDP and model-parallel strategies write files of their own and ask no CheckpointIO:
+    there a :class:`shardckpt.manager.CheckpointManager` saves what is sharded.) ``load_from_checkpoint`` of modules
+    does not ask it either: give ``module.load_state_dict`` what :meth:`load_checkpoint` has under ``state_dict``.
+
+    Args:
+        strategy: Backend or (backend, version); by default the registry's default.
+        allow_globals: Classes of hyperparameters and callbacks' states besides the plain ones; as for
+            :func:`shardckpt.dist_checkpointing.save` and ``load``.
+    """
+
+    def __init__(self, strategy: str | tuple[str, int] | None = None, *, allow_globals: Iterable[Any] = ()) -> None:
+        self._strategy = strategy
+        self._allow_globals = tuple(allow_globals)
+        for name in ("lightning.fabric.plugins", "lightning_fabric.plugins"):
+            if name in sys.modules:  # a Trainer asks for its own CheckpointIO
+                sys.modules[name].CheckpointIO.register(type(self))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
+        """Save on this rank alone; what stands at the path is replaced in one step (at a URL: refused).
+
+        Args:
+            checkpoint: Any nest of dicts and lists.
+            path: A directory, or a URL.
+            storage_options: None; a store's are its plugin's.
+
+        Raises:
+            CheckpointingException: what stood at the path stands there still.
+        """
+        if storage_options is not None:
+            raise CheckpointingException(
+                f"{path}: storage_options={storage_options!r} is not taken: a store's options are those of the plugin "
+                "that serves its URLs (for fsspec, its configuration files)"
+            )
+        state = {
+            "form": describe_form(_NAME, checkpoint, "unchecked"),
+            "tensors": describe_tensors(_NAME, checkpoint, "unchecked"),
+        }
+        options = SaveOptions(overwrite=True, content_metadata={_NAME: {}}, allow_globals=self._allow_globals)
+        save_checkpoint(state, locate(path, host()), self._strategy, Comm(alone=True), host(), options)
+
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        map_location: str | torch.device | None = None,
+        weights_only: bool | None = None,  # noqa: ARG002 - see below
+    ) -> dict[str, Any]:
+        """The nest that was saved; read by this rank alone.
+
+        Args:
+            path: The directory or URL.
+            map_location: The device of its tensors; by default the CPU.
+            weights_only: Accepted, without effect: a checkpoint names no classes but the plain ones and those of
+                ``allow_globals``, whatever a Trainer asks for.
+
+        Raises:
+            CannotLoadError: there is no whole checkpoint.
+            CheckpointingException: it is damaged, or not a Trainer's.
+        """
+        if not isinstance(map_location, (str, torch.device, type(None))):
+            raise CheckpointingException(f"{path}: map_location={map_location!r} is not taken: give one device")
+        options = LoadOptions(allow_globals=self._allow_globals)
+        with open_checkpoint(locate(path, host()), Comm(alone=True), host(), options) as stored:
+            _check_kind(path, stored)
+            form = _load({"form": describe_form(_NAME, None, "unchecked")}, stored)["form"]
+            loaded = _load({"tensors": wanted_tensors(_NAME, form, None)}, stored)
+        checkpoint: dict[str, Any] = put_together(form, loaded.get("tensors", {}))
+        return checkpoint if map_location is None else dict_list_map_outplace(_mover(map_location), checkpoint)
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove a Trainer's checkpoint: in one step it is one no more; of a link to one, the link.
+
+        Raises:
+            CheckpointingException: it is something else, and stays.
+        """
+        if Path(path).is_symlink():
+            Path(path).unlink()
+            return
+        directory = locate(path, host())
+        with open_checkpoint(directory, Comm(alone=True), host(), LoadOptions()) as stored:
+            _check_kind(path, stored)
+        _remove(directory)
+
+    def teardown(self) -> None:
+        """Nothing is left open."""
+
+
+def _check_kind(path: PathLike, stored: OpenCheckpoint) -> None:
+    record = stored.context.reader.manifest.record
+    if record is None or _NAME not in (record.content_metadata or {}):
+        raise CheckpointingException(
+            f"{path} is a checkpoint, but not one that a ShardedCheckpointIO has saved: "
+            "shardckpt.dist_checkpointing.load reads it, and it can be deleted by hand"
+        )
+
+
+def _load(wanted: ShardedStateDict, stored: OpenCheckpoint) -> StateDict:
+    loaded, _ = load_checkpoint(wanted, stored, validate=True, strict=StrictHandling.RAISE_UNEXPECTED)
+    return loaded
+
+
+def _mover(device: str | torch.device) -> Any:
+    return lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _remove(directory: Path) -> None:
+    if isinstance(directory, RemotePath):
+        delete_checkpoint(directory.folder)
+        return
+    retire(directory)
+    clear_tombstones(directory.parent, lambda name: name == directory.name)
+
+
+__all__ = ["ShardedCheckpointIO"]

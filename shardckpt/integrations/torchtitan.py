@@ -1,0 +1,135 @@
+"""The checkpoint manager of a torchtitan Trainer: ``Trainer.Config(checkpoint=TitanCheckpointManager.Config(...))``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ignore[import-not-found]
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
+from shardckpt.manager.fault_tolerance import FaultTolerance
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+#: torchtitan's options that are ours under another name, or that ours does not need.
+_NOT_PASSED = ("enable", "folder", "initial_load_in_hf_quantized")
+
+
+class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
+    """torchtitan's protocol (0.3) over a :class:`shardckpt.manager.CheckpointManager`.
+
+    Args:
+        config: torchtitan's options and some of ours.
+        dataloader: Each rank's own; with another number of ranks every rank is given what all of them saved, by their
+            ``dp_rank_<n>``, and the loader takes its own or refuses.
+        model_parts: This rank's.
+        optimizers: torchtitan's container, or any optimizers of these parts.
+        lr_schedulers: Alike on all ranks.
+        states: More, alike on all ranks; torchtitan gives its ``train_state``.
+        sd_adapter: Not asked: names become Hugging Face's by ``config.hf_mapping``.
+        base_folder: What ``config.folder`` is relative to.
+        ft_manager: torchtitan's of torchft (``enabled``, ``manager``, ``replica_id``), for one replica of several.
+
+    Raises:
+        CheckpointingException: the options ask for what this cannot do.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's options, and those of :class:`shardckpt.manager.CheckpointConfig` that it lacks."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+        on_busy: Literal["wait", "skip"] = "wait"
+        keep_every_n_steps: int = 0
+        strategy: str | None = None
+        hf_mapping: str | None = None
+        hf_assets_path: str | None = None
+        enable_ft_dataloader_checkpoints: bool = True
+        check_replicas: bool = True
+        save_rng: bool = True
+        save_on_sigterm: bool = False
+
+    #: torchtitan waits for what is being saved through ``maybe_wait_for_saving`` alone.
+    save_future = None
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: Sequence[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: Mapping[str, Any],
+        sd_adapter: Any = None,  # noqa: ARG002 - torchtitan gives it
+        base_folder: str = "",
+        ft_manager: Any = None,
+    ) -> None:
+        self.enable = config.enable
+        if not config.enable:
+            return
+        _refuse(config)
+        replica = (
+            FaultTolerance(ft_manager.manager, ft_manager.replica_id) if ft_manager and ft_manager.enabled else None
+        )
+        named = {
+            "model": list(model_parts),
+            "optimizer": optimizers,
+            "lr_scheduler": lr_schedulers,
+            **({} if dataloader is None else {"dataloader": PerRank(dataloader, _everyone)}),
+        }
+        #: The manager that does it.
+        self.manager = CheckpointManager(
+            checkpoint_config(config, base_folder), {**states, **named}, fault_tolerance=replica
+        )
+
+    def maybe_wait_for_saving(self) -> None:
+        """Wait until all that was saved is durable."""
+        if self.enable:
+            self._wait_for_saving()
+
+    def _wait_for_saving(self) -> None:
+        self.manager.wait()
+
+    def _load(self, step: int = -1) -> bool:
+        return self.manager.load(step)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        return self.manager.save(curr_step, last_step=last_step)
+
+    def _maybe_wait_for_staging(self) -> None:
+        self.manager.maybe_wait_for_staging()
+
+    def _close(self) -> None:
+        if hasattr(self, "manager"):  # else __init__ raised
+            self.manager.close()
+
+
+def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = "") -> CheckpointConfig:
+    """The options of torchtitan as ours."""
+    options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_PASSED}
+    folder = config.folder
+    if base_folder and "://" not in folder:
+        folder = f"{base_folder}/{folder}" if "://" in base_folder else str(Path(base_folder, folder))
+    return CheckpointConfig(enable_checkpoint=config.enable, folder=folder, **options)
+
+
+def _everyone(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
+    return {name: value for state in states for name, value in state.items()}
+
+
+def _refuse(config: TitanCheckpointManager.Config) -> None:
+    if (config.last_save_in_hf or config.initial_load_in_hf) and config.hf_mapping is None:
+        raise CheckpointingException(
+            "last_save_in_hf and initial_load_in_hf need hf_mapping: the name of a key mapping from torchtitan's names "
+            "to Hugging Face's, which a plugin's shardckpt_key_mapping gives; torchtitan's own sd_adapter is not asked"
+        )
+
+
+__all__ = ["TitanCheckpointManager", "checkpoint_config"]

@@ -1,0 +1,258 @@
+"""transformers: a ``Trainer`` that saves and resumes through a CheckpointManager: ``callbacks=[...]``."""
+
+# ruff: noqa: ARG002 - a callback is given more than it uses
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from shardckpt import dist_checkpointing
+from shardckpt.adapters.leaves import describe_object
+from shardckpt.comm import Comm
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.manager.rng import RandomState
+from shardckpt.manager.steps import CONTENT_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transformers import TrainerControl, TrainingArguments
+
+    from shardckpt.mapping import ShardedObject
+
+logger = logging.getLogger(__name__)
+
+#: The state of a Trainer in a checkpoint, and its key there.
+_STATE = "trainer_state"
+#: What of it is a rank's own, or this run's.
+_OWN = ("is_local_process_zero", "is_world_process_zero")
+#: What of it says how far the training has come.
+_PROGRESS = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+#: What the Trainer asks of a model when its folder lacks weights, and finds in transformers' own models.
+_IGNORED = "_keys_to_ignore_on_save"
+
+
+class ShardedCheckpointCallback(TrainerCallback):
+    """Saves model, optimizer, scheduler, Trainer state and random generators by a CheckpointManager's configuration.
+
+    ``trainer.train(resume_from_checkpoint=callback.resume_path())`` goes on where the newest checkpoint was made: the
+    same batches, the same random numbers, the same weights as without the interruption. ``trainer.train()`` alone
+    resumes the states too, but a callback cannot set the position in the data, and a warning says so. Give
+    ``TrainingArguments(save_strategy="no")``, or the Trainer saves its own checkpoints as well; where it does, each of
+    them is saved here, too. A step is saved when the next one begins, with the metrics of its evaluation; the last one
+    when the training ends (``last_save_model_only``: the model alone).
+
+    The Trainer hands a callback no GradScaler (fp16) and no other callback: their states are not saved. Where it shards
+    the model itself (``fsdp``, ``deepspeed``) there is no :meth:`resume_path`, and DeepSpeed is refused.
+
+    Args:
+        config: When, how and where.
+        allow_globals: As for :class:`shardckpt.manager.CheckpointManager`.
+
+    Attributes:
+        manager: The manager of the training that runs, or ran last.
+    """
+
+    manager: CheckpointManager | None = None
+
+    def __init__(self, config: CheckpointConfig, *, allow_globals: Iterable[Any] = ()) -> None:
+        self._config = config
+        self._allow_globals = tuple(allow_globals)
+        self._args: TrainingArguments | None = None
+        self._metrics: dict[str, float] = {}
+        self._resumed: tuple[int, Path] | None = None
+        self._random: Any = None
+        self._begun_at = 0
+
+    def resume_path(self, step: int = -1) -> str | None:
+        """What ``Trainer.train`` takes as ``resume_from_checkpoint``; every rank calls it, before the training.
+
+        It is a folder for this one call, of a few kilobytes: the Trainer's state, from which it finds its place in the
+        data, and no weights, of which it warns; those come from the checkpoint itself when the training begins.
+
+        Args:
+            step: Which; -1 for the configuration's ``load_step``, by default the newest.
+
+        Returns:
+            None where there is no checkpoint, to begin anew.
+
+        Raises:
+            CheckpointingException: there is none of that step, or the Trainer shards the model itself.
+        """
+        if self._args is not None and (self._args.fsdp or self._args.deepspeed):
+            raise CheckpointingException(
+                "with fsdp or deepspeed the Trainer reads the model from the folder that it resumes from, which only "
+                "its own checkpoints have: call trainer.train() without it; the data then begin anew"
+            )
+        given = {"load_only": True, "save_rng": False, "exclude_from_loading": ()}
+        with CheckpointManager(self._config.model_copy(update=given), {}) as manager:
+            steps = manager.steps()
+        step = step if step >= 0 else self._config.load_step
+        found = max(steps, default=None) if step < 0 else step
+        if found is None:
+            return None
+        if found not in steps:
+            raise CheckpointingException(f"{self._config.folder} has no checkpoint of step {found}; it has {steps}")
+        self._forget()
+        self._resumed = found, self._resume_folder(found)
+        return str(self._resumed[1])
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: Any = None,
+        **_: Any,
+    ) -> None:
+        """Learn what the Trainer does itself."""
+        if args.deepspeed:
+            raise CheckpointingException(
+                "DeepSpeed keeps the optimizer's state to itself: save by the Trainer's own means"
+            )
+        self._args = args
+        if model is not None and not hasattr(model, _IGNORED):
+            setattr(model, _IGNORED, None)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
+    ) -> None:
+        """Load, if there is anything to load."""
+        states = {
+            "model": model,
+            "optimizer": getattr(optimizer, "optimizer", optimizer),
+            "lr_scheduler": lr_scheduler,
+            _STATE: _Progress(state),
+        }
+        position = state.global_step
+        self.manager = CheckpointManager(self._config, states, allow_globals=self._allow_globals)
+        step = self._resumed[0] if self._resumed else -1
+        self._forget()
+        if self.manager.load(step):
+            self._random = RandomState().state_dict()
+        if state.global_step != position:
+            logger.warning(
+                "resumed at step %d, with the data from their beginning: for the place in them call "
+                "trainer.train(resume_from_checkpoint=callback.resume_path())",
+                state.global_step,
+            )
+        self._begun_at = state.global_step
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save the step before, if it is time."""
+        if self._random is not None:  # the Trainer has drawn from them to find its place in the data
+            RandomState().load_state_dict(self._random)
+            self._random = None
+        self._save(state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save what the Trainer saves."""
+        self._save(state, control, force=True)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Keep the metrics for the checkpoint."""
+        self._metrics = {name: value for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save the last step, unless the training was called off, and wait until all is durable."""
+        if self.manager is None:
+            return
+        if not self.manager.preempted and state.global_step > self._begun_at:
+            self.manager.save(state.global_step, last_step=True, metrics=self._metrics)
+        self.manager.close()
+
+    def _save(self, state: TrainerState, control: TrainerControl, *, force: bool = False) -> None:
+        manager = self.manager
+        if manager is None or 0 < state.global_step <= self._begun_at:
+            return
+        if not manager.preempted:
+            manager.save(state.global_step, force, metrics=self._metrics)
+        if manager.preempted:
+            control.should_training_stop = True
+
+    def _resume_folder(self, step: int) -> Path:
+        """A folder in which the Trainer finds its state, and a file of weights with none in it."""
+        path = f"{self._config.folder}/step-{step}"
+        Comm().main_runs("looking at the checkpoint", lambda: _check_content(path))
+        wanted = {_STATE: describe_object(None, _STATE, "unchecked")}
+        loaded = dist_checkpointing.load(wanted, path, allow_globals=self._allow_globals)
+        with Comm().phase("making a folder to resume from"):
+            folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
+            TrainerState(**loaded[_STATE]).save_to_json(str(folder / TRAINER_STATE_NAME))
+            safetensors.torch.save_file({}, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
+        return folder
+
+    def _forget(self) -> None:
+        """Remove the folder: the Trainer has read it."""
+        if self._resumed is not None:
+            shutil.rmtree(self._resumed[1])
+            self._resumed = None
+
+
+class _Progress:
+    """A Trainer's state as one of a CheckpointManager's: the main rank's is stored."""
+
+    def __init__(self, state: TrainerState) -> None:
+        self._state = state
+
+    def sharded_state_dict(self) -> ShardedObject:
+        """All of it that is no rank's own."""
+        content = {name: value for name, value in dataclasses.asdict(self._state).items() if name not in _OWN}
+        return describe_object(content, _STATE, "unchecked")
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        """Take how far the training has come; how it goes on (steps, intervals) is this run's."""
+        for name in _PROGRESS:
+            setattr(self._state, name, content[name])
+
+
+def _check_content(path: str) -> None:
+    """Whether a training can go on from a checkpoint."""
+    content = (dist_checkpointing.load_content_metadata(path) or {}).get(CONTENT_KEY, {})
+    if content.get("model_only"):
+        raise CheckpointingException(
+            f"{path} has the model alone (last_save_model_only): the training that saved it was over. To train on "
+            "from its weights give it as initial_load_path, with another folder; or call resume_path(<an earlier step>)"
+        )
+    if _STATE not in content.get("states", ()):
+        raise CheckpointingException(
+            f"{path} was not saved by a ShardedCheckpointCallback: a Trainer cannot find its place in the data by it"
+        )
+
+
+__all__ = ["ShardedCheckpointCallback"]

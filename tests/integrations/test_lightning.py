@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import importlib
+import os
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CannotLoadError, CheckpointingException
+from shardckpt.mapping import ShardedTensor
+from shardckpt.state_dict import diff
+from tests.integrations import small
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+pytest.importorskip("lightning")
+
+from shardckpt.integrations.lightning import ShardedCheckpointIO
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*is deprecated:FutureWarning",  # Lightning, of torch's
+    "ignore:.*does not have many workers",
+    "ignore:.*is smaller than the logging interval",
+    "ignore:.*exists and is not empty",
+)
+
+
+def trainer_of(package: str, folder: Path | str, steps: int, **options: Any) -> Any:
+    """A Trainer that saves every 3 steps to the folder."""
+    lightning = importlib.import_module(package)
+    saving = importlib.import_module(f"{package}.callbacks").ModelCheckpoint(
+        dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=options.pop("keep", -1)
+    )
+    given = {"accelerator": "cpu", "devices": 1, "logger": False, "plugins": [ShardedCheckpointIO()], **options}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(max_steps=steps, callbacks=[saving], **quiet, **given)
+
+
+def fit(package: str, folder: Path | str, steps: int, ckpt_path: str | None = None, **options: Any) -> Any:
+    """Weights after so many steps of all."""
+    module = module_of(package)
+    trainer_of(package, folder, steps, **options).fit(module, Loader(small.data(), batch_size=4), ckpt_path=ckpt_path)
+    return small.weights(module.model)
+
+
+class Loader(torch.utils.data.DataLoader[Any]):
+    """It knows how many batches of the epoch it has given: Lightning stores that."""
+
+    _given = 0
+
+    def __iter__(self) -> Any:
+        """The batches that are left of the epoch."""
+        for batch in list(super().__iter__())[self._given :]:
+            self._given += 1
+            yield batch
+        self._given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """How many were given."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on from there."""
+        self._given = state_dict["given"]
+
+
+def module_of(package: str) -> Any:
+    """A module with momentum and a schedule, for the Trainer of a package."""
+    base = importlib.import_module(package).LightningModule
+
+    class Module(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = small.model()
+            self.model[2].p = 0.0  # Lightning saves no random states
+            self.save_hyperparameters({"width": small.WIDTH})
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    return Module()
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_resumed_training_is_the_uninterrupted_one(package: str, tmp_path: Path) -> None:
+    """Stopped in an epoch and resumed by ckpt_path, a Trainer of either package ends with the same weights."""
+    whole = fit(package, tmp_path / "whole", 9)
+    fit(package, tmp_path / "parts", 3)
+    resumed = fit(package, tmp_path / "parts", 9, str(tmp_path / "parts" / "step=3.ckpt"))
+    assert small.is_equal(resumed, whole)
+    assert not small.is_equal(fit(package, tmp_path / "less", 6), whole)
+    assert dist_checkpointing.check_is_distributed_checkpoint(tmp_path / "parts" / "step=9.ckpt")
+
+
+def test_any_nest_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Tensors between other values in lists, tuples, keys of all kinds, empty containers: all as they were saved."""
+    nest = {
+        "state_dict": OrderedDict({"a.weight": torch.randn(3, 2), "a.bias": torch.tensor(1, dtype=torch.int8)}),
+        "callbacks": {
+            "ModelCheckpoint{'monitor': None}": {"best": torch.tensor(0.5), "path": "x/y.ckpt", "none": None}
+        },
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0)}, 1: {}}, "betas": (0.9, 0.999)}, []],
+        "mixed": [torch.zeros(2), 1, torch.empty(0), "text", torch.ones(1, dtype=torch.bfloat16)],
+        "hyper_parameters": {"lr": 0.1, 3: None},
+    }
+    saver = ShardedCheckpointIO()
+    saver.save_checkpoint(nest, tmp_path / "a.ckpt")
+    loaded = saver.load_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert diff(loaded, nest) == ([], [], [])
+    assert type(loaded["state_dict"]) is OrderedDict
+    assert loaded["mixed"][4].dtype == torch.bfloat16
+    assert list(loaded) == list(nest)
+    assert dist_checkpointing.load_plain_tensors(tmp_path / "a.ckpt")["lightning.state_dict.a.weight"].shape == (3, 2)
+    assert saver.load_checkpoint(tmp_path / "a.ckpt", map_location="meta")["mixed"][0].is_meta
+
+
+def test_a_save_replaces_or_changes_nothing(tmp_path: Path) -> None:
+    """A second save to a path replaces the first in one step; one that fails leaves it as it was, and no rubbish."""
+    saver = ShardedCheckpointIO()
+    for value in (1.0, 2.0):
+        saver.save_checkpoint({"w": torch.tensor([value])}, tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointingException, match="Unknown"):
+        saver.save_checkpoint({"w": torch.tensor([3.0]), "x": Unknown()}, tmp_path / "last.ckpt")
+    assert saver.load_checkpoint(tmp_path / "last.ckpt")["w"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+class Unknown:
+    """A class that nobody has allowed."""
+
+
+def test_classes_that_are_allowed_come_back(tmp_path: Path) -> None:
+    """Hyperparameters of a class that both sides allow are stored."""
+    saver = ShardedCheckpointIO(allow_globals=[Unknown])
+    saver.save_checkpoint({"hyper_parameters": {"x": Unknown()}}, tmp_path / "a.ckpt")
+    assert type(saver.load_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]["x"]) is Unknown
+    with pytest.raises(CheckpointingException, match="allow_globals"):
+        ShardedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_trainer_removes_what_it_no_longer_keeps(tmp_path: Path) -> None:
+    """With save_top_k the checkpoints before go, and nothing is left of them."""
+    fit("lightning.pytorch", tmp_path, 9, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step=9.ckpt"]
+
+
+def test_only_its_own_checkpoints_are_removed(tmp_path: Path) -> None:
+    """Other files, folders and checkpoints are refused and stay; of a link the link goes."""
+    saver = ShardedCheckpointIO()
+    (tmp_path / "old.ckpt").write_bytes(b"torch.save's")
+    (tmp_path / "folder").mkdir()
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "other")
+    saver.save_checkpoint({"w": torch.ones(1)}, tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    for name, error in (("old.ckpt", CannotLoadError), ("folder", CannotLoadError), ("other", CheckpointingException)):
+        with pytest.raises(error):
+            saver.remove_checkpoint(tmp_path / name)
+    saver.remove_checkpoint(tmp_path / "last.ckpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"old.ckpt", "folder", "other", "a.ckpt"}
+    saver.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
+    """Storage options, a function as map_location, and a checkpoint of another's hand are errors that say so."""
+    saver = ShardedCheckpointIO()
+    with pytest.raises(CheckpointingException, match="storage_options"):
+        saver.save_checkpoint({}, tmp_path / "a.ckpt", {"key": 1})
+    with pytest.raises(CheckpointingException, match="map_location"):
+        saver.load_checkpoint(tmp_path / "a.ckpt", map_location={"cpu": "cuda"})  # type: ignore[arg-type]
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "other")
+    with pytest.raises(CheckpointingException, match="not one that a ShardedCheckpointIO has saved"):
+        saver.load_checkpoint(tmp_path / "other")
+
+
+def test_lightnings_background_saves_wrap_it(tmp_path: Path) -> None:
+    """AsyncCheckpointIO around it writes the same checkpoints from its thread."""
+    wrapper = importlib.import_module("lightning.pytorch.plugins.io").AsyncCheckpointIO(ShardedCheckpointIO())
+    whole = fit("lightning.pytorch", tmp_path / "a", 6, plugins=[wrapper])
+    loaded = ShardedCheckpointIO().load_checkpoint(tmp_path / "a" / "step=6.ckpt")
+    assert small.is_equal({name.removeprefix("model."): w for name, w in loaded["state_dict"].items()}, whole)
+
+
+def _fit_ddp(folder: str, steps: int, ckpt_path: str | None) -> Any:
+    os.environ.update(small.torchrun())
+    from lightning.pytorch.strategies import DDPStrategy
+
+    options = {"devices": dist.get_world_size(), "strategy": DDPStrategy(process_group_backend="gloo")}
+    return fit("lightning.pytorch", folder, steps, ckpt_path, **options)
+
+
+def test_under_ddp_rank_0_saves_and_all_resume(ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks train on, from what rank 0 alone saved, to the weights of the uninterrupted training."""
+    whole = ranks.run(2, _fit_ddp, str(tmp_path / "whole"), 3 * 2, None)
+    ranks.run(2, _fit_ddp, str(tmp_path / "parts"), 3, None)
+    resumed = ranks.run(2, _fit_ddp, str(tmp_path / "parts"), 6, str(tmp_path / "parts" / "step=3.ckpt"))
+    assert all(small.is_equal(each, whole[0]) for each in resumed)

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.integrations.transformers import ShardedCheckpointCallback
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from tests.integrations import small
+from tests.integrations.test_accelerate import accelerated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.ranks import RankPool
+
+STEPS_AN_EPOCH = 6
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with accelerated():
+        yield
+
+
+class Model(torch.nn.Module):
+    """A model as the Trainer wants one; it drops out, so that random numbers matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = small.model()
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Its loss."""
+        found = self.model(inputs)
+        return {"loss": torch.nn.functional.mse_loss(found, labels), "logits": found}
+
+
+class At(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self._step = step
+        self._action = action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Do it."""
+        if state.global_step == self._step:
+            self._action()
+
+
+class Crash(Exception):
+    """The training's."""
+
+
+def crash() -> None:
+    """End the training."""
+    raise Crash
+
+
+def config_of(folder: Path | str, **options: Any) -> CheckpointConfig:
+    """Every third step is saved."""
+    return CheckpointConfig(folder=f"{folder}/ours", interval=3, **options)
+
+
+def trainer_of(folder: Path | str, config: CheckpointConfig | None, *more: Any, **options: Any) -> Trainer:
+    """A Trainer of 3 epochs; its own checkpoints are off."""
+    given = {"save_strategy": "no", "num_train_epochs": 3, "learning_rate": 0.05, "logging_steps": 1, **options}
+    args = TrainingArguments(
+        output_dir=f"{folder}/trainer",
+        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+        **given,
+    )
+    data = [{"inputs": inputs, "labels": labels} for inputs, labels in small.data()]
+    callbacks = ([] if config is None else [ShardedCheckpointCallback(config)]) + list(more)
+    return Trainer(Model(), args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+
+
+def callback_of(trainer: Trainer) -> ShardedCheckpointCallback:
+    """Ours."""
+    found = trainer.pop_callback(ShardedCheckpointCallback)
+    trainer.add_callback(found)
+    return found
+
+
+def resume(trainer: Trainer, step: int = -1) -> dict[str, torch.Tensor]:
+    """Weights at the end of a resumed training."""
+    trainer.train(resume_from_checkpoint=callback_of(trainer).resume_path(step))
+    return small.weights(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("crashed", "options"),
+    [
+        (10, {}),  # in an epoch
+        (13, {}),  # after an epoch's last step was saved
+        (4, {"gradient_accumulation_steps": 2}),
+        (10, {"lr_scheduler_type": "cosine", "warmup_steps": 4}),
+    ],
+)
+def test_a_resumed_training_is_the_uninterrupted_one(crashed: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Shuffled data, dropout, moments, schedule: after a crash all goes on as if there had been none."""
+    whole = trainer_of(tmp_path / "whole", None, **options)
+    whole.train()
+    with pytest.raises(Crash):
+        trainer_of(tmp_path, config_of(tmp_path), At(crashed, crash), **options).train()
+    trainer = trainer_of(tmp_path, config_of(tmp_path), **options)
+    assert small.is_equal(resume(trainer), small.weights(whole.model))
+    assert trainer.state.global_step == whole.state.global_step
+    assert [log["step"] for log in trainer.state.log_history] == [log["step"] for log in whole.state.log_history]
+
+
+def test_what_the_callback_draws_the_training_would_not_notice(tmp_path: Path) -> None:
+    """A training with the callback has the weights of one without."""
+    plain = trainer_of(tmp_path / "plain", None)
+    plain.train()
+    watched = trainer_of(tmp_path, config_of(tmp_path, async_mode="async"))
+    watched.train()
+    assert small.is_equal(small.weights(watched.model), small.weights(plain.model))
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == sorted(
+        f"step-{step}" for step in range(3, 19, 3)
+    )
+
+
+def test_without_a_resume_path_the_data_begin_anew_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """trainer.train() alone makes only the steps that are left, and tells that the data begin anew."""
+    with pytest.raises(Crash):
+        trainer_of(tmp_path, config_of(tmp_path), At(10, crash)).train()
+    made: list[int] = []
+    trainer = trainer_of(tmp_path, config_of(tmp_path), At(10, lambda: made.append(10)), At(9, lambda: made.append(9)))
+    with caplog.at_level(logging.WARNING, "shardckpt"):
+        trainer.train()
+    assert "resumed at step 9, with the data from their beginning" in caplog.text
+    assert made == [10]
+    assert trainer.state.global_step == 3 * STEPS_AN_EPOCH
+
+
+def test_the_first_run_of_a_job_resumes_from_nothing(tmp_path: Path) -> None:
+    """Without a checkpoint resume_path() is None, and the training begins; a step that is missing is an error."""
+    trainer = trainer_of(tmp_path, config_of(tmp_path), max_steps=3)
+    assert callback_of(trainer).resume_path() is None
+    trainer.train()
+    with pytest.raises(CheckpointingException, match=r"no checkpoint of step 2; it has \[3\]"):
+        callback_of(trainer).resume_path(2)
+
+
+def test_the_folder_to_resume_from_is_for_one_training(tmp_path: Path) -> None:
+    """It is gone when the training has begun, and holds no weights."""
+    with pytest.raises(Crash):
+        trainer_of(tmp_path, config_of(tmp_path), At(10, crash)).train()
+    trainer = trainer_of(tmp_path, config_of(tmp_path))
+    path = callback_of(trainer).resume_path(6)
+    assert path is not None
+    assert sum(each.stat().st_size for each in Path(path).iterdir()) < 10_000
+    trainer.train(resume_from_checkpoint=path)
+    assert not Path(path).exists()
+
+
+def test_the_last_step_is_the_model_alone_unless_told(tmp_path: Path) -> None:
+    """A finished training saves its model; with last_save_model_only=False a longer one goes on from it."""
+    trainer_of(tmp_path, config_of(tmp_path), max_steps=6).train()
+    with pytest.raises(CheckpointingException, match=r"step-6 has the model alone .*resume_path\(<an earlier step>\)"):
+        resume(trainer_of(tmp_path, config_of(tmp_path), max_steps=9))
+    resume(trainer_of(tmp_path, config_of(tmp_path), max_steps=9), 3)
+    longer = tmp_path / "longer"
+    whole = trainer_of(longer, config_of(longer, last_save_model_only=False), max_steps=6, lr_scheduler_type="constant")
+    whole.train()
+    trainer = trainer_of(longer, config_of(longer), max_steps=9, lr_scheduler_type="constant")
+    resume(trainer)
+    assert trainer.state.global_step == 9
+
+
+def test_a_state_that_is_excluded_begins_anew(tmp_path: Path) -> None:
+    """exclude_from_loading is heard: a resumed training may have another schedule."""
+    with pytest.raises(Crash):
+        trainer_of(tmp_path, config_of(tmp_path), At(7, crash)).train()
+    rates: list[float] = []
+    config = config_of(tmp_path, exclude_from_loading=("lr_scheduler",))
+    trainer = trainer_of(tmp_path, config, At(7, lambda: rates.extend(trainer.lr_scheduler.get_last_lr())))
+    resume(trainer)
+    assert rates == [pytest.approx(0.05 * 17 / 18)] * len(trainer.optimizer.param_groups)
+
+
+def test_another_managers_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """A folder whose checkpoints lack the Trainer's state is refused by name."""
+    config = config_of(tmp_path)
+    with CheckpointManager(config, {"model": small.model()}) as manager:
+        manager.save(3)
+    with pytest.raises(CheckpointingException, match="step-3 was not saved by a ShardedCheckpointCallback"):
+        callback_of(trainer_of(tmp_path, config)).resume_path()
+
+
+def test_what_the_trainer_saves_is_saved_here_too(tmp_path: Path) -> None:
+    """With a save_strategy of its own, the Trainer's steps are ours, too."""
+    trainer_of(tmp_path, config_of(tmp_path), save_strategy="steps", save_steps=4, max_steps=5).train()
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {"step-3", "step-4", "step-5"}
+
+
+def test_metrics_of_a_steps_evaluation_are_with_its_checkpoint(tmp_path: Path) -> None:
+    """The best checkpoint by a metric is kept: its evaluation comes before it is saved."""
+    config = config_of(tmp_path, keep_latest_k=2, keep_best_k=1, best_metric="eval_loss", best_mode="max")
+    trainer = trainer_of(tmp_path, config, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    losses = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+    for path in (tmp_path / "ours").iterdir():
+        content = dist_checkpointing.load_content_metadata(path)
+        assert content is not None
+        assert content["shardckpt_manager"]["metrics"]["eval_loss"] == losses[content["shardckpt_manager"]["step"]]
+    assert f"step-{max(losses, key=lambda step: losses[step])}" in {path.name for path in (tmp_path / "ours").iterdir()}
+
+
+def test_a_preempted_training_stops_with_its_step_saved(tmp_path: Path) -> None:
+    """After a SIGTERM the step is saved whole, the training ends, and a resumed one has the weights of the whole."""
+    whole = trainer_of(tmp_path / "whole", None)
+    whole.train()
+    preempted = trainer_of(
+        tmp_path, config_of(tmp_path, save_on_sigterm=True), At(4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    )
+    preempted.train()
+    assert preempted.state.global_step < 3 * STEPS_AN_EPOCH
+    trainer = trainer_of(tmp_path, config_of(tmp_path))
+    assert small.is_equal(resume(trainer), small.weights(whole.model))
+
+
+def test_damage_is_an_error(tmp_path: Path) -> None:
+    """A checkpoint that is not whole is not resumed from."""
+    trainer_of(tmp_path, config_of(tmp_path), max_steps=3).train()
+    (tmp_path / "ours" / "step-3" / "metadata.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError):
+        dist_checkpointing.load({}, tmp_path / "ours" / "step-3")
+    assert callback_of(trainer_of(tmp_path, config_of(tmp_path))).resume_path() is None
+
+
+def _train(folder: str, crashed: int | None) -> dict[str, torch.Tensor]:
+    with accelerated():
+        more = [] if crashed is None else [At(crashed, crash)]
+        trainer = trainer_of(folder, config_of(folder), *more)
+        try:
+            return resume(trainer)
+        except Crash:
+            return {}
+
+
+def test_under_ddp_all_ranks_resume(ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks resume to the weights of two that were not interrupted."""
+    whole = ranks.run(2, _train, str(tmp_path / "whole"), None)
+    ranks.run(2, _train, str(tmp_path / "parts"), 10)
+    resumed = ranks.run(2, _train, str(tmp_path / "parts"), None)
+    assert small.is_equal(resumed[0], whole[0])
+    assert small.is_equal(resumed[1], whole[1])

@@ -1,0 +1,1 @@
+"""Where torchtitan is not installed; see tests/integrations/titan.py."""
