@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "shardckpt").rglob("*.py")), *sorted((ROOT / "strategies").rglob("*.py"))]
-#: Arguments of torch's own functions that texts advise to use.
-OF_TORCH = {"stride", "group_dst", "enable_plan_caching", "use_collectives"}
+#: Arguments of others' functions that texts advise to use: torch's, and a transformers Trainer's.
+OF_OTHERS = {"stride", "group_dst", "enable_plan_caching", "use_collectives", "resume_from_checkpoint"}
 
 
 def _texts(tree: ast.AST) -> list[str]:
@@ -32,9 +32,9 @@ def _names(tree: ast.AST) -> set[str]:
 
 
 def test_errors_name_arguments_that_exist() -> None:
-    """Whatever an error tells the user to pass (``name=...``) is an argument of ours or torch's."""
+    """Whatever an error tells the user to pass (``name=...``) is an argument of ours, torch's or transformers'."""
     trees = {path: ast.parse(path.read_text()) for path in FILES}
-    known = set().union(*map(_names, trees.values())) | OF_TORCH
+    known = set().union(*map(_names, trees.values())) | OF_OTHERS
     unknown = {
         (path.name, name)
         for path, tree in trees.items()

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.comm import Comm
+from shardckpt.locations import locate
 from shardckpt.manager.config import AsyncMode
+from shardckpt.manifest import MARKER_NAME
+from shardckpt.plugins import host
+from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.removal import delete_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -59,13 +65,19 @@ class StepWriter:
 
         Args:
             state: Described; its tensors may change when this returns.
-            target: The checkpoint, which is replaced if it is there.
+            target: The checkpoint, which is replaced if it is there: a directory in one step, what is at a URL is
+                removed before.
             content: Its ``content_metadata``.
             background: Whether to return when the tensors are copied.
 
         Raises:
             CheckpointingException: the same on every rank; nothing has changed at ``target``.
         """
+        comm = Comm(self._group)
+        with comm.task("looking at the target"):
+            place = locate(target, host())
+        if isinstance(place, RemotePath):
+            comm.main_runs("making room on the store", lambda: _make_room(place))
         queue = self._queue if background else None
         request = dist_checkpointing.save(
             state,
@@ -101,6 +113,13 @@ class StepWriter:
         """End the background after an error of the training: what ranks would have to agree upon is given up."""
         if self._queue is not None:
             self._queue.__exit__(kind, error, trace)
+
+
+def _make_room(place: RemotePath) -> None:
+    """Remove a checkpoint that a run has left which was given up: no step changes several objects at once."""
+    if (place / MARKER_NAME).is_file():
+        logger.warning("%s is saved anew: what is there is removed first", place)
+        delete_checkpoint(place.folder)
 
 
 __all__ = ["StepWriter"]

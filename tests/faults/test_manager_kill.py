@@ -30,7 +30,7 @@ _SLOW = pytest.mark.slow
 def test_a_killed_run_goes_on_from_the_newest_committed_step(
     ranks: RankPool, tmp_path: Path, mode: str, kills: int
 ) -> None:
-    """SIGKILL at random moments: each time the newest committed step is resumed, and all losses are the unkilled run's."""
+    """SIGKILL at random moments: the newest committed step is resumed each time, and losses are the unkilled run's."""
     command = [sys.executable, "-m", "tests.faults.manager_killer", str(tmp_path / "run"), mode, str(kills), "11"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
     assert not done.returncode, done.stderr

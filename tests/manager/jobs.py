@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
+from tests.manager.folders import names_in
 from tests.manager.training import Loader, Training
 
 
@@ -146,14 +148,15 @@ def dead_worker(folder: str) -> list[str]:
     return messages
 
 
-def failing_save(folder: str, at_close: bool) -> tuple[str, list[str]]:
+def failing_save(folder: str, at_close: bool) -> tuple[str, set[str]]:
     """Rank 0 can write no file: the error, which comes with the next call or with close, and what stands there."""
-    training = Training(folder, interval=1, async_mode="async")
+    large = {"large": torch.nn.Linear(1 << 10, 1 << 10, bias=False)}
+    training = Training(folder, states=large, interval=1, async_mode="async")
     manager = training.manager
     training.step()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if training.rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # enough for what gloo writes
     try:
         manager.save(1)
         if at_close:
@@ -165,23 +168,19 @@ def failing_save(folder: str, at_close: bool) -> tuple[str, list[str]]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     manager.close()
-    return message, os.listdir(folder)
+    return message, names_in(Path(folder))
 
 
-def closed_without_wait(folder: str, mode: str) -> list[str]:
+def closed_without_wait(folder: str, mode: str) -> set[str]:
     """What stands in the folder as soon as close has returned."""
     training = Training(folder, interval=1, async_mode=mode)
     training.step()
     training.manager.save(1)
     training.manager.close()
     training.manager.close()
-    try:
+    with pytest.raises(CheckpointingException, match="closed"):
         training.manager.save(2)
-    except CheckpointingException as exc:
-        assert "closed" in str(exc)
-    else:
-        raise AssertionError("saved after close")
-    return sorted(os.listdir(folder))
+    return names_in(Path(folder))
 
 
 def after_the_last_step(folder: str, config: dict[str, Any]) -> tuple[list[torch.dtype], list[int], list[int]]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.manager.folders import names_in
 from tests.manager.training import Training
 
 ROOT = Path(__file__).parents[2]
@@ -78,4 +78,4 @@ def test_a_program_ended_by_a_signal_leaves_what_is_whole(tmp_path: Path, mode: 
         assert training.progress.step in ((3,) if mode == "disabled" else (1, 2, 3))
         training.run(6)
         manager.wait()
-    assert sorted(os.listdir(tmp_path)) == ["step-5", "step-6"]
+    assert names_in(tmp_path) == {"step-5", "step-6"}
