@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt import settings
+from shardckpt.storage.filesystem import naming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,12 @@ class Slab:
     def __init__(self, nbytes: int) -> None:
         self.owner = os.getpid()
         self._fd, self.path = _memory_file()
-        os.ftruncate(self._fd, nbytes)
+        try:
+            with naming(f"take {nbytes} bytes of staging memory as", self.path):
+                os.ftruncate(self._fd, nbytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
         self.memory = _mapped(self._fd, nbytes)
         self._pinned = False
 

@@ -121,7 +121,7 @@ class OwnCheckpoints:
         if step is None:
             return
         base = next((each for each in reversed(found) if each <= step and self._fetch(each)), None)
-        if comm.is_main and base != step:
+        if comm.is_main and base != step and step:  # with step 0, a seed, nothing has been read yet
             self._warn(step, base)
         with comm.phase("handing back the states of the replica's own"):
             self.go_to(step)
