@@ -150,15 +150,18 @@ def dead_worker(folder: str) -> list[str]:
 
 def failing_save(folder: str, at_close: bool) -> tuple[str, set[str]]:
     """Rank 0 can write no file: the error, which comes with the next call or with close, and what stands there."""
-    large = {"large": torch.nn.Linear(1 << 10, 1 << 10, bias=False)}
-    training = Training(folder, states=large, interval=1, async_mode="async")
+    large = torch.nn.Linear(1 << 10, 1 << 10, bias=False)
+    torch.nn.init.ones_(large.weight)
+    training = Training(folder, states={"large": large}, interval=1, async_mode="async")
     manager = training.manager
     training.step()
+    manager.save(1)
+    manager.wait()  # staging memory is there, and used again: only the file is refused
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if training.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # enough for what gloo writes
     try:
-        manager.save(1)
+        manager.save(2)
         if at_close:
             manager.close()
         while True:

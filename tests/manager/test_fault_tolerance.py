@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tests.remote.store import Store
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+_SLOW = pytest.mark.slow
+ASYNC = pytest.mark.parametrize(
+    "mode", ["async", pytest.param("disabled", marks=_SLOW), pytest.param("async_with_pinned_mem", marks=_SLOW)]
+)
 
 
 @MODES
@@ -45,7 +49,7 @@ def test_what_is_disabled_waits_for_its_own(ranks: RankPool, tmp_path: Path) -> 
         assert found == [[1], [2], [3], [4], [5]]
 
 
-@MODES
+@ASYNC
 def test_all_begin_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """After a restart of all, each has its own of the step that is loaded: the losses are those of an unbroken run."""
     config = {"async_mode": mode}
@@ -56,7 +60,7 @@ def test_all_begin_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     assert expected[0] != expected[2]
 
 
-@MODES
+@ASYNC
 def test_one_replica_is_lost_and_joins_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """It takes over what replicas have alike, and reads on where it was when it was lost: nothing twice or never."""
     results = ranks.run(4, replicas.rejoined, str(tmp_path), mode)
@@ -76,7 +80,7 @@ def test_an_older_torchft(ranks: RankPool, tmp_path: Path) -> None:
     assert results[2]["weights"] == results[0]["weights"]
 
 
-@MODES
+@ASYNC
 def test_both_folders_are_purged(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """The newest stay, and of every step that stays for all, the loaders' places at that step; nothing foreign goes."""
     for name in ("ft-replicat-0", "ft-replicat-1"):
