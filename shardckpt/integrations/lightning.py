@@ -106,7 +106,7 @@ class ShardedCheckpointIO(CheckpointIO):
         with open_checkpoint(locate(path, host()), Comm(alone=True), host(), options) as stored:
             _check_kind(path, stored)
             form = _load({"form": describe_form(_NAME, None, "unchecked")}, stored)["form"]
-            loaded = _load({"tensors": wanted_tensors(_NAME, form, None)}, stored)
+            loaded = _load({"tensors": wanted_tensors(_NAME, form, None, set())}, stored)
         checkpoint: dict[str, Any] = put_together(form, loaded.get("tensors", {}))
         return checkpoint if map_location is None else dict_list_map_outplace(_mover(map_location), checkpoint)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from shardckpt.huggingface.dtypes import parse_dtype
+from shardckpt.storage.remote import masked
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -45,7 +46,8 @@ class CheckpointConfig(BaseModel):
         initial_load_path: A checkpoint to begin from where ``folder`` has none.
         initial_load_model_only: Whether only its model is loaded.
         initial_load_in_hf: Whether it is a Hugging Face folder.
-        load_step: The step that ``load`` takes; -1 for the newest.
+        load_step: The step that ``load`` takes; -1 for the newest. Where it is not the newest, the later ones stay: a
+            restart with -1 would take one of them, until they are removed.
         load_only: Whether nothing is ever saved.
         create_seed_checkpoint: Whether ``save(0)`` saves the model alone, for runs that begin from it.
         enable_first_step_checkpoint: Whether step 1 is saved, to see early that saving works.
@@ -63,7 +65,7 @@ class CheckpointConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_enum_values=False)
 
     enable_checkpoint: bool = True
-    folder: str = "checkpoint"
+    folder: Annotated[str, Field(min_length=1)] = "checkpoint"
     interval: Annotated[int, Field(ge=1)] = 500
     keep_latest_k: _Count = 10
     keep_every_n_steps: _Count = 0
@@ -120,6 +122,11 @@ class CheckpointConfig(BaseModel):
     @field_serializer("async_mode")
     def _mode_name(self, mode: AsyncMode) -> str:
         return mode.value
+
+    def stored(self) -> dict[str, Any]:
+        """What a checkpoint has of it: JSON, without the passwords of URLs."""
+        places = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
+        return self.model_dump(mode="json") | {name: place and masked(place) for name, place in places.items()}
 
     def _contradictions(self) -> list[tuple[bool, str]]:
         is_async = self.async_mode is not AsyncMode.DISABLED

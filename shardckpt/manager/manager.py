@@ -55,9 +55,9 @@ class CheckpointManager:
             random generators are added as ``rng``.
         process_group: The ranks; by default all, or this process alone without torch.distributed.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save` and ``load``.
-        fault_tolerance: Where these ranks are one of several replicas that torchft or its like manages: the one that is
-            first among those that take part saves the steps' checkpoints, and each its own :class:`PerRank` states after
-            every step. ``save`` is called after every step, and says whether this replica saves the step's.
+        fault_tolerance: Where these ranks are one of several replicas that torchft or its like manages: the one that
+            is first among those that take part saves the steps' checkpoints, and each its own :class:`PerRank` states
+            after every step. ``save`` is called after every step, and says whether this replica saves the step's.
 
     Raises:
         CheckpointingException: a state is none of these, or the folder's URL is one that no plugin serves.
@@ -88,12 +88,17 @@ class CheckpointManager:
             return
         allow_globals = tuple(allow_globals)
         built_in = {RNG: PerRank(RandomState(), own_or_none)} if config.save_rng and RNG not in states else {}
-        self._states = TrainingStates({**states, **built_in}, check_replicas=config.check_replicas)
+        comm = Comm(process_group)
+        self._world_size = comm.world_size
+        with comm.phase("looking at the states"):
+            self._states = TrainingStates({**states, **built_in}, check_replicas=config.check_replicas)
+            comm.agree(states=sorted(self._states.names), **config.stored())
         if fault_tolerance is not None:
             self._replica = Replica(fault_tolerance, config, self._states, process_group, allow_globals)
         if not config.enable_checkpoint:
             return
-        self._folder = StepFolder(config.folder, host())
+        with comm.phase("looking at the folder"):
+            self._folder = StepFolder(config.folder, host())
         self._reader = StepReader(self._states, process_group, allow_globals, (*self._excluded(), *self._elsewhere))
         if not config.load_only:
             self._begin_saving(allow_globals)
@@ -117,7 +122,7 @@ class CheckpointManager:
             metrics: By name; stored, and for ``keep_best_k``.
 
         Returns:
-            Whether a checkpoint of this step was saved, or is being written.
+            Whether this call saved, or began to; not where it is not time, or the step was saved by an earlier call.
 
         Raises:
             CheckpointingException: the same on every rank. This save, or one before it that went on in the background,
@@ -138,7 +143,7 @@ class CheckpointManager:
             logger.warning("step %d is not saved: the checkpoint of step %s is still being written", step, self._last)
             return False
         self._advance(blocking=True)
-        model_only = (last_step and self.config.last_save_model_only) or self._is_seed(step)
+        model_only = self._has_model((last_step and self.config.last_save_model_only) or self._is_seed(step))
         self._save(self._writer, step, metrics or {}, model_only=model_only, background=not last_step)
         if last_step and self.config.last_save_in_hf:
             self._export(step)
@@ -208,10 +213,10 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as stack:
-            stack.callback(self._end)
+        with ExitStack() as stack:  # what is last here is done first
             if self._replica is not None:
                 stack.callback(self._replica.close)
+            stack.callback(self._end)
             if self._writer is not None:
                 stack.callback(self._writer.close)
 
@@ -226,9 +231,9 @@ class CheckpointManager:
         elif not self._closed:
             self._closed = True
             with ExitStack() as stack:
-                stack.callback(self._end)
                 if self._replica is not None:
                     stack.callback(self._replica.leave, kind, error, trace)
+                stack.callback(self._end)
                 if self._writer is not None:
                     stack.callback(self._writer.leave, kind, error, trace)
 
@@ -270,6 +275,11 @@ class CheckpointManager:
     def _check_open(self, action: str) -> None:
         if self._closed:
             raise CheckpointingException(f"{action}: the CheckpointManager is closed")
+        if (now := Comm(self._group).world_size) != self._world_size:
+            raise CheckpointingException(
+                f"{action}: the CheckpointManager was made by {self._world_size} ranks, and now there are {now}: make "
+                "it after torch.distributed.init_process_group"
+            )
 
     def _is_preempted(self) -> bool:
         """Whether any rank has had a SIGTERM that was not answered by a save yet."""
@@ -286,6 +296,13 @@ class CheckpointManager:
 
     def _is_seed(self, step: int) -> bool:
         return step == 0 and self.config.create_seed_checkpoint
+
+    def _has_model(self, wanted: bool) -> bool:
+        """Whether the model alone is saved where that is wanted: it must be known which state it is."""
+        if wanted and MODEL not in self._states.names:
+            logger.warning("no state is named %r: all are saved, and not the model alone", MODEL)
+            return False
+        return wanted
 
     @property
     def _elsewhere(self) -> tuple[str, ...]:
@@ -316,13 +333,15 @@ class CheckpointManager:
             state = self._states.describe(names, comm)
             if model_only:
                 state = with_dtype(state, parse_dtype(self.config.export_dtype))
-        content = {
-            "step": step,
-            "states": names,
-            "model_only": model_only,
-            "metrics": {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()},
-            "config": self.config.model_dump(mode="json"),
-        }
+            content = {
+                "step": step,
+                "states": names,
+                "model_only": model_only,
+                "metrics": {name: _number(name, value) for name, value in metrics.items()},
+                "config": self.config.stored(),
+            }
+            if self._purger is not None and step in self._folder.steps():
+                self._purger.wait()  # it may have found that what was there before is to go
         last, self._last = self._last, step
         try:
             writer.write(state, self._folder.location(step), {CONTENT_KEY: content}, background=background)
@@ -355,7 +374,7 @@ class CheckpointManager:
                 logger.warning("step %d in %s is skipped, damaged: %s", found, self._folder, exc)
                 damaged.append(found)
                 continue
-            self._own = [found]
+            self._own, self._last = [found], None  # what was saved after it may be saved anew
             logger.info("loaded step %d of %s", found, self._folder)
             return found
         return None
@@ -377,6 +396,15 @@ class CheckpointManager:
             self._reader.read(locate(path, host()), model_only=self.config.initial_load_model_only)
         logger.info("began with %s", path)
         return True
+
+
+def _number(name: str, value: Any) -> float | None:
+    """A metric as JSON has it: None for NaN and infinity."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise CheckpointingException(f"the metric {name!r} is {value!r:.100}: give one number") from exc
+    return number if math.isfinite(number) else None
 
 
 __all__ = ["CheckpointManager"]

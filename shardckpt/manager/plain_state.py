@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.leaves import describe_leaf, describe_object
 from shardckpt.state_dict import dict_list_map_outplace, nested_items
@@ -30,17 +30,19 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedSt
     }
 
 
-def wanted_tensors(name: str, form: Any, live: Any) -> ShardedStateDict:
+def wanted_tensors(name: str, form: Any, live: Any, taken: set[int]) -> ShardedStateDict:
     """What is to be loaded for a stored form: into the live state's tensors where they fit, else into new ones.
 
     Args:
         name: The state's.
         form: What was loaded for :func:`describe_form`.
         live: The state as it is now.
+        taken: Memory (:func:`memory_of`) that something else is loaded into; what is filled here is added. Tensors that
+            lie in the same memory now may not have done so when they were saved.
     """
     here = dict(nested_items(live))
     return {
-        str(number): _wanted(_key(name, path), mark, here.get(path))
+        str(number): _wanted(_key(name, path), mark, here.get(path), taken)
         for number, (path, mark) in enumerate(_tensors(form, _is_mark))
     }
 
@@ -49,6 +51,13 @@ def put_together(form: Any, tensors: dict[str, Any]) -> Any:
     """The state that was saved: the stored form, with the loaded tensors in their places."""
     found = (tensors[str(number)] for number in range(len(tensors)))
     return dict_list_map_outplace(lambda leaf: next(found) if _is_mark(leaf) else leaf, form)
+
+
+def memory_of(value: Any) -> int | None:
+    """Where a tensor's storage begins, of a DTensor this rank's; None for what is no tensor, or wraps several."""
+    local = value.detach() if isinstance(value, torch.Tensor) else value
+    local = local.to_local() if isinstance(local, DTensor) else local
+    return local.untyped_storage().data_ptr() if type(local) is torch.Tensor else None
 
 
 def _tensors(nest: Any, matches: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -65,21 +74,26 @@ def _is_mark(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == _MARK  # noqa: PLR2004 - its name, dtype and shape
 
 
-def _wanted(key: str, mark: tuple[str, str, tuple[int, ...]], live: Any) -> Any:
+def _wanted(key: str, mark: tuple[str, str, tuple[int, ...]], live: Any, taken: set[int]) -> Any:
     _, dtype_name, shape = mark
     dtype = getattr(torch, dtype_name)
-    if isinstance(live, torch.Tensor) and tuple(live.shape) == tuple(shape) and live.dtype == dtype and _is_real(live):
-        return describe_leaf(live, key, "unchecked")
-    return describe_leaf(torch.empty(shape, dtype=dtype), key, "unchecked")
+    fits = isinstance(live, torch.Tensor) and tuple(live.shape) == tuple(shape) and live.dtype == dtype
+    if not fits or live.is_meta or live.layout != torch.strided:
+        return describe_leaf(torch.empty(shape, dtype=dtype), key, "unchecked")
+    return describe_leaf(_fillable(live, taken), key, "unchecked")
 
 
-def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether it can be filled: an expanded tensor has one element in several places."""
-    return not tensor.is_meta and (not math.prod(tensor.shape) or 0 not in tensor.stride())
+def _fillable(live: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """The tensor; or one like it, where some of its elements share memory with each other or with what is taken."""
+    memory = memory_of(live)
+    if memory in taken or not live.is_contiguous():
+        return torch.empty_like(live, memory_format=torch.contiguous_format)
+    taken.update([] if memory is None else [memory])
+    return live
 
 
 def _key(name: str, path: tuple[Any, ...]) -> str:
     return ".".join(map(str, (name, *path)))
 
 
-__all__ = ["describe_form", "describe_tensors", "put_together", "wanted_tensors"]
+__all__ = ["describe_form", "describe_tensors", "memory_of", "put_together", "wanted_tensors"]

@@ -15,25 +15,38 @@ logger = logging.getLogger(__name__)
 class Preemption:
     """Takes the first SIGTERM; a second one does what one did before.
 
-    Made in the main thread, which is where Python takes signals.
+    Several of a process all take the first. Made in the main thread, which is where Python takes signals.
     """
 
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointingException("save_on_sigterm: make the CheckpointManager in the main thread")
         self.received = False
+        self._closed = False
         self._before: Any = signal.signal(signal.SIGTERM, self._take)
 
     def close(self) -> None:
-        """Take no further SIGTERM."""
+        """Take no further SIGTERM; where a later handler stands before this one, and gives back, pass it on."""
+        self._closed = True
         if self._before is not None and signal.getsignal(signal.SIGTERM) == self._take:
             signal.signal(signal.SIGTERM, self._before)
-        self._before = None
 
-    def _take(self, *_: Any) -> None:
+    def _take(self, number: int, frame: Any) -> None:
+        if self._closed:
+            self._pass_on(number, frame)
+            return
         self.received = True
         logger.warning("SIGTERM: the next call of save saves, and ranks then see CheckpointManager.preempted")
         self.close()
+        if isinstance(getattr(self._before, "__self__", None), Preemption):
+            self._before(number, frame)
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        if callable(self._before):
+            self._before(number, frame)
+        elif self._before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
 
 __all__ = ["Preemption"]

@@ -93,6 +93,7 @@ class StepReader:
         """The names of the states that are loaded from a checkpoint of which the manager has said ``content``."""
         wanted = [name for name in self._states.names if name not in self._excluded]
         if model_only or (content.get("model_only") and not content.get("step")):
+            self._check_model(path)
             return [MODEL]
         if content.get("model_only"):
             self._refuse_more(path, wanted)
@@ -106,6 +107,15 @@ class StepReader:
                 "new ones into exclude_from_loading to begin with them as they are"
             )
         return [name for name in wanted if name in stored]
+
+    def _check_model(self, path: Path) -> None:
+        """Raise if no state is the model: nothing would be loaded, and the training begin from scratch."""
+        if MODEL not in self._states.names:
+            raise CheckpointingException(
+                f"{path}: only the model is to be loaded, and no state is named {MODEL!r} (there are "
+                f"{', '.join(map(repr, self._states.names))}): give the model as {MODEL!r}, or set "
+                "initial_load_model_only=False"
+            )
 
     @staticmethod
     def _refuse_more(path: Path, wanted: Sequence[str]) -> None:

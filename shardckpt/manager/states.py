@@ -9,7 +9,8 @@ import torch
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.per_rank import PerRank, Stateful
-from shardckpt.manager.plain_state import describe_form, describe_tensors, put_together, wanted_tensors
+from shardckpt.manager.plain_state import describe_form, describe_tensors, memory_of, put_together, wanted_tensors
+from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -91,11 +92,15 @@ class TrainingStates:
     def wanted_tensors(self, names: Collection[str], objects: StateDict) -> ShardedStateDict:
         """What is loaded then, given what was for :meth:`wanted_objects`: into the live tensors where it fits."""
         forms = objects.get(_FORMS, {})
-        return {
+        described = {
             **self._described_modules(names),
             **{name: state.sharded_state_dict() for name, state in self._chosen(self._sharded, names)},
+        }
+        taken = {memory for leaf in nested_values(described) if (memory := memory_of(getattr(leaf, "data", None)))}
+        return {
+            **described,
             _TENSORS: {
-                name: wanted_tensors(name, forms[name], state.state_dict())
+                name: wanted_tensors(name, forms[name], state.state_dict(), taken)
                 for name, state in self._chosen(self._plain, names)
             },
         }
@@ -161,7 +166,10 @@ class TrainingStates:
             self._modules[name] = items
         elif items and all(isinstance(item, torch.optim.Optimizer) for item in items):
             if name != OPTIMIZER:
-                raise CheckpointingException(f"the state {name!r} is an optimizer: give optimizers as {OPTIMIZER!r}")
+                raise CheckpointingException(
+                    f"the state {name!r} is an optimizer: give optimizers as {OPTIMIZER!r}, all in one list; where "
+                    f"several models have one each, give these as one torch.nn.ModuleDict under {MODEL!r}"
+                )
             self._optimizers = items
         elif isinstance(value, Stateful):
             self._plain[name] = value

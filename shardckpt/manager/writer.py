@@ -67,7 +67,7 @@ class StepWriter:
             state: Described; its tensors may change when this returns.
             target: The checkpoint, which is replaced if it is there: a directory in one step, what is at a URL is
                 removed before.
-            content: Its ``content_metadata``.
+            content: Its ``content_metadata``: the main rank's is stored, the others' may differ (their metrics).
             background: Whether to return when the tensors are copied.
 
         Raises:
@@ -86,6 +86,7 @@ class StepWriter:
             async_sharded_save=queue is not None,
             content_metadata=content,
             overwrite=True,
+            preprocess_common_before_consistency_check=_without_content,
             allow_globals=self._allow_globals,
             process_group=self._group,
         )
@@ -113,6 +114,10 @@ class StepWriter:
         """End the background after an error of the training: what ranks would have to agree upon is given up."""
         if self._queue is not None:
             self._queue.__exit__(kind, error, trace)
+
+
+def _without_content(common: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in common.items() if key != "content_metadata"}
 
 
 def _make_room(place: RemotePath) -> None:

@@ -360,7 +360,7 @@ def failing_quorum(folder: str) -> str:
 
 def given_in_a_forward_pass() -> bool:
     """Whether what a replica gives while its modules are unsharded is what it has between steps."""
-    training = ReplicaTraining("", replicas(), enable_checkpoint=False)
+    training = ReplicaTraining("unused", replicas(), enable_checkpoint=False)
     training.run(1)
     before = training.quorum.sent()
     during: list[bytes] = []
@@ -373,7 +373,7 @@ def given_in_a_forward_pass() -> bool:
 
 def given_to_another_layout() -> str:
     """The error where a replica that is not sharded is to take the states of one that is."""
-    training = ReplicaTraining("", replicas(), enable_checkpoint=False)
+    training = ReplicaTraining("unused", replicas(), enable_checkpoint=False)
     sent = handed_on(training)
     quorum = Manager(None)
     model = torch.nn.Sequential(

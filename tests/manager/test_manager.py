@@ -304,6 +304,7 @@ def test_the_configuration_is_stored(tmp_path: Path) -> None:
         ({"async_mode": "sometimes"}, "async_mode"),
         ({"export_dtype": "int8"}, "float16"),
         ({"folders": "x"}, "folders"),
+        ({"folder": ""}, "folder"),
     ],
 )
 def test_configurations_that_contradict_themselves(given: dict[str, Any], message: str) -> None:
@@ -379,6 +380,18 @@ def test_where_to_begin(tmp_path: Path) -> None:
     with ignored.manager as manager:
         assert manager.load()
     assert ignored.progress.step == 4
+
+
+def test_the_model_to_begin_with_has_a_name(tmp_path: Path) -> None:
+    """Where no state is called model, to load the model alone is an error, and not a load of nothing."""
+    with CheckpointManager(
+        CheckpointConfig(folder=tmp_path / "a", interval=1), {"net": torch.nn.Linear(2, 2)}
+    ) as manager:
+        manager.save(1)
+    config = CheckpointConfig(folder=tmp_path / "b", initial_load_path=tmp_path / "a" / "step-1")
+    manager = CheckpointManager(config, {"net": torch.nn.Linear(2, 2)})
+    with manager, pytest.raises(CheckpointingException, match=r"no state is named 'model'.*initial_load_model_only"):
+        manager.load()
 
 
 def test_a_checkpoint_of_the_model_alone_is_not_taken_for_all(tmp_path: Path) -> None:

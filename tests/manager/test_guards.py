@@ -1,0 +1,153 @@
+"""What a CheckpointManager does with what trainings do wrong, or do anew."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.manager import purge as purging
+from tests.manager.training import Progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def _progress(step: int = 0) -> Progress:
+    state = Progress()
+    state.step = step
+    return state
+
+
+def _saved(manager: CheckpointManager, state: Progress, *steps: int) -> None:
+    for step in steps:
+        state.step = step
+        assert manager.save(step, force=True)
+
+
+def test_a_step_is_saved_anew_after_a_rewind(tmp_path: Path) -> None:
+    """A run that goes back within a process saves again the step that it had saved last."""
+    state = _progress()
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, interval=2), {"train_state": state}) as manager:
+        _saved(manager, state, 2, 4)
+        assert manager.load(2)
+        state.history = [9]
+        assert manager.save(4)
+        assert manager.load(4)
+    assert state.history == [9]
+
+
+def test_the_last_step_without_a_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no state is called model, the last save has all states, with a warning, and not nothing."""
+    state = _progress(5)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), {"train_state": state}) as manager:
+        assert manager.save(5, last_step=True)
+        state.step = 0
+        assert manager.load()
+    assert state.step == 5
+    assert "no state is named 'model'" in caplog.text
+
+
+def test_a_purge_leaves_what_is_saved_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that a purge has chosen to remove, and that is saved again before it is removed, stays."""
+    state = _progress()
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=0), {"train_state": state}) as manager:
+        _saved(manager, state, 2, 4, 6, 8)
+    begun, go_on = threading.Event(), threading.Event()
+    remove = purging._is_removed
+
+    def slow(*arguments: Any) -> bool:
+        begun.set()
+        go_on.wait(10)
+        return remove(*arguments)
+
+    monkeypatch.setattr(purging, "_is_removed", slow)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=2), {"train_state": state}) as manager:
+        assert manager.load(2)
+        _saved(manager, state, 3)
+        assert begun.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        _saved(manager, state, 4)
+        manager.wait()
+        assert manager.steps() == [3, 4, 6, 8]
+
+
+@pytest.mark.parametrize("value", [None, "low", [1.0], torch.ones(2)], ids=["None", "text", "a list", "two"])
+def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
+    """Is named in an error of the family, and nothing is saved."""
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), {"train_state": _progress()}) as manager:
+        with pytest.raises(CheckpointingException, match="the metric 'loss' is"):
+            manager.save(1, force=True, metrics={"loss": value})
+        assert manager.steps() == []
+
+
+def _with_a_wrong_metric(folder: str) -> tuple[str, list[int]]:
+    with CheckpointManager(CheckpointConfig(folder=folder), {"train_state": _progress()}) as manager:
+        try:
+            manager.save(1, force=True, metrics={"loss": None if dist.get_rank() else 1.0})
+        except CheckpointingException as exc:
+            assert manager.save(2, force=True)
+            return str(exc), manager.steps()
+    raise AssertionError("saved")
+
+
+def test_a_wrong_metric_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """Is the same error on all ranks, and the next save works."""
+    first, second = ranks.run(2, _with_a_wrong_metric, str(tmp_path))
+    assert first == second
+    assert "rank 1" in first[0]
+    assert first[1] == [2]
+
+
+def _unlike(folder: str, what: str) -> str:
+    rank = dist.get_rank()
+    options: dict[str, Any] = {
+        "interval": {"interval": 1 + rank},
+        "load_only": {"load_only": bool(rank)},
+        "save_on_sigterm": {"save_on_sigterm": bool(rank)},
+    }.get(what, {})
+    states: dict[str, Any] = {"train_state": _progress()}
+    if rank and what == "states":
+        states["more"] = _progress()
+    if rank and what == "wrong":
+        states["train_state"] = object()
+    try:
+        CheckpointManager(CheckpointConfig(folder=folder, **options), states).close()
+    except CheckpointingException as exc:
+        return str(exc)
+    raise AssertionError("made")
+
+
+@pytest.mark.parametrize("what", ["interval", "load_only", "save_on_sigterm", "states", "wrong"])
+def test_ranks_must_be_told_the_same(ranks: RankPool, tmp_path: Path, what: str) -> None:
+    """Ranks with other configurations or states are told when the manager is made: later they would not meet."""
+    (message,) = set(ranks.run(2, _unlike, str(tmp_path), what))
+    assert ("is a object" if what == "wrong" else f"disagree on {what}") in message
+
+
+def test_a_manager_is_made_by_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """One that was made before the process group is told so, instead of every rank taking itself for the only one."""
+    (message,) = set(ranks.run(2, _made_too_early, str(tmp_path)))
+    assert "after torch.distributed.init_process_group" in message
+
+
+def _made_too_early(folder: str) -> str:
+    manager = CheckpointManager(CheckpointConfig(folder=folder), {"train_state": _progress()})
+    manager._world_size = 1  # as it is without a group
+    with manager, pytest.raises(CheckpointingException) as caught:
+        manager.save(1, force=True)
+    return str(caught.value)
+
+
+def test_no_password_is_stored() -> None:
+    """What a checkpoint has of the configuration names the store, and not how to get in."""
+    config = CheckpointConfig(folder="s3://user:secret@host/run", initial_load_path="/data/first")
+    assert config.stored()["folder"] == "s3://user:***@host/run"
+    assert config.stored()["initial_load_path"] == "/data/first"

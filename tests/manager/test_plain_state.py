@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Held:
+    """A state that is what it was given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        """It."""
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take another."""
+        self.state = state
+
+
+def _loaded(folder: Path, saved: dict[str, Any], live: dict[str, Any]) -> None:
+    """Save states, and load them into others of the same names."""
+    with CheckpointManager(CheckpointConfig(folder=folder, interval=1), saved) as manager:
+        manager.save(1)
+    with CheckpointManager(CheckpointConfig(folder=folder), live) as manager:
+        assert manager.load()
+
+
+@pytest.mark.parametrize("size", [4, 2], ids=["the same tensor", "a view"])
+@pytest.mark.parametrize("apart", [False, True], ids=["one state", "two states"])
+def test_tensors_that_share_memory_now_and_did_not_when_saved(tmp_path: Path, size: int, apart: bool) -> None:
+    """A fresh state whose best and last weights are still one tensor gets both values back, not one of them twice."""
+    best, last = torch.arange(4.0), torch.full((size,), 9.0)
+    fresh = torch.zeros(4)
+    saved = [{"best": best}, {"last": last}] if apart else [{"best": best, "last": last}]
+    live = [Held({key: fresh[: len(value)] for key, value in state.items()}) for state in saved]
+    names = ("a", "b")
+    _loaded(tmp_path, dict(zip(names, map(Held, saved), strict=False)), dict(zip(names, live, strict=False)))
+    found = {key: value for held in live for key, value in held.state.items()}
+    assert torch.equal(found["best"], best)
+    assert torch.equal(found["last"], last)
+
+
+def test_a_state_that_still_shares_the_models_memory(tmp_path: Path) -> None:
+    """Averaged weights that a fresh state takes from the model do not overwrite the model's when they are loaded."""
+    model, fresh = torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(3, 1, bias=False)
+    average = Held({"weight": torch.full((1, 3), 7.0)})
+    taken = Held({"weight": fresh.weight.detach()})
+    _loaded(tmp_path, {"model": model, "average": average}, {"model": fresh, "average": taken})
+    assert torch.equal(fresh.weight, model.weight)
+    assert torch.equal(taken.state["weight"], torch.full((1, 3), 7.0))
+
+
+def test_a_tensor_whose_elements_share_memory(tmp_path: Path) -> None:
+    """A live tensor that overlaps itself gives way to a new one."""
+    saved, live = Held({"x": torch.arange(6.0).reshape(2, 3)}), Held({"x": torch.zeros(4).as_strided((2, 3), (1, 1))})
+    _loaded(tmp_path, {"a": saved}, {"a": live})
+    assert torch.equal(live.state["x"], saved.state["x"])
+
+
+def test_what_fits_is_loaded_where_it_is(tmp_path: Path) -> None:
+    """A live tensor with memory of its own is filled, and no other is made."""
+    here = torch.zeros(3)
+    live = Held({"x": here})
+    _loaded(tmp_path, {"a": Held({"x": torch.ones(3)})}, {"a": live})
+    assert torch.equal(here, torch.ones(3))
+    assert live.state["x"].data_ptr() == here.data_ptr()
