@@ -136,8 +136,9 @@ def _refuse(faults: dict[str, Mapping[int, Collection[int]]]) -> None:
         "values that should be the same on all ranks that have them differ:\n  "
         + listed(shown, "\n  ")
         + "\nDescribe what each rank has as a shard of its own (a DTensor, a ShardedTensor with another offset, "
-        "experts by their layouts) or under another key; or, if any copy will do, pass check_replicas=False to "
-        "to_sharded_state_dict: then the lowest rank's is saved"
+        "experts by their layouts; among the states of a CheckpointManager, PerRank) or under another key; or, if any "
+        "copy will do, pass check_replicas=False (to to_sharded_state_dict, or in the CheckpointConfig): then the "
+        "lowest rank's is saved"
     )
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,8 @@ def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # tests look at what is left there: what others leave is theirs
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="shardckpt-tests-")
         Path(tempfile.tempdir).chmod(0o755)  # for programs that go on as another user
-
-
-def pytest_unconfigure() -> None:
-    """Remove the worker's directory."""
-    if "PYTEST_XDIST_WORKER" in os.environ and tempfile.tempdir is not None:
-        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+        # after multiprocessing has removed what it has there, at its priority of -100
+        Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from shardckpt.local.carrier import Route, carry
 from shardckpt.local.census import Census
 from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.parts import PartFolder, PartId, SaveId
+from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.locations import locate_local
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from shardckpt.local.clique import CliqueReplication
     from shardckpt.local.parts import Listing
-    from shardckpt.local.tensor_aware import TensorAwareStateDict
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class LocalCheckpointManager:
         """
         comm = Comm(self._group)
         with comm.task("saving a local checkpoint"):
+            _check_state(state)
             _check_step(step)
             comm.agree(step=step)
             listing, census = self._look(comm)
@@ -244,6 +245,14 @@ def _check(replication: CliqueReplication | None, keep: int, comm: Comm) -> None
         raise CheckpointingException(
             f"the cliques are of ranks {replication.members}, the manager is of {comm.members}: give both the same "
             "process_group"
+        )
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TensorAwareStateDict):
+        raise CheckpointingException(
+            f"expected a TensorAwareStateDict, got a {type(state).__name__}: from_state_dict gives a part, and what is "
+            "to be passed as cached_metadata next time; save takes the part"
         )
 
 

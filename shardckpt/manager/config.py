@@ -32,7 +32,7 @@ class CheckpointConfig(BaseModel):
             the next is written there must be one to fall back on.
         keep_every_n_steps: Steps that it divides are kept as well; 0 for none.
         keep_best_k: So many with the best ``best_metric`` are kept as well.
-        best_metric: A name among the ``metrics`` that are given to ``save``.
+        best_metric: A name among the ``metrics`` that are given to ``save``; who has none is never one of the best.
         best_mode: Whether the smallest (``min``) or the largest value is the best.
         async_mode: See :class:`AsyncMode`.
         on_busy: What a save does whose predecessor is still being written: ``wait`` for it, or ``skip`` itself.
@@ -57,7 +57,8 @@ class CheckpointConfig(BaseModel):
             the steps' checkpoints, saved by one replica: after a load all replicas read the same data.
         check_replicas: Whether what ranks hold twice without a mesh is compared; see
             :func:`shardckpt.adapters.to_sharded_state_dict`.
-        save_rng: Whether the states of the random generators are saved and loaded, as the state ``rng``.
+        save_rng: Whether the states of the random generators are saved and loaded, as the state ``rng``: each rank's,
+            to the rank of the same number; ranks that were not there keep theirs.
         save_on_sigterm: Whether a SIGTERM lets the next call of ``save`` save whatever the step is; costs a message
             between ranks a step. See ``CheckpointManager.preempted``.
     """
@@ -105,6 +106,11 @@ class CheckpointConfig(BaseModel):
     @classmethod
     def _as_text(cls, path: Any) -> Any:
         return path.__fspath__() if hasattr(path, "__fspath__") else path
+
+    @field_validator("exclude_from_loading", mode="before")
+    @classmethod
+    def _as_names(cls, names: Any) -> Any:
+        return (names,) if isinstance(names, str) else names
 
     @field_validator("export_dtype", mode="before")
     @classmethod

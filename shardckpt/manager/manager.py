@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.comm import Comm
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
 from shardckpt.huggingface.dtypes import parse_dtype
+from shardckpt.huggingface.models import find_mapping
 from shardckpt.locations import locate
 from shardckpt.manager.agreement import NEWEST, agreed_step
 from shardckpt.manager.casting import with_dtype
+from shardckpt.manager.config import CheckpointConfig
 from shardckpt.manager.per_rank import PerRank
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.purge import Purger
@@ -25,15 +28,15 @@ from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
 from shardckpt.manager.writer import StepWriter
 from shardckpt.plugins import host
+from shardckpt.saving import find_saver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-    from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.fault_tolerance import FaultTolerance
 
 logger = logging.getLogger(__name__)
@@ -72,6 +75,7 @@ class CheckpointManager:
         allow_globals: Iterable[Any] = (),
         fault_tolerance: FaultTolerance | None = None,
     ) -> None:
+        config = CheckpointConfig.model_validate(config)
         self.config = config
         self._group = process_group
         self._last: int | None = None
@@ -82,8 +86,9 @@ class CheckpointManager:
         self._preemption: Preemption | None = None
         self._writer: StepWriter | None = None
         self._replica: Replica | None = None
-        #: Whether a SIGTERM was answered by a save (``save_on_sigterm``): the same on every rank.
-        self.preempted = False
+        self._preempted = False
+        self._loaded: int | None = None
+        self._warned: set[str] = set()
         if not config.enable_checkpoint and fault_tolerance is None:
             return
         allow_globals = tuple(allow_globals)
@@ -97,8 +102,11 @@ class CheckpointManager:
             self._replica = Replica(fault_tolerance, config, self._states, process_group, allow_globals)
         if not config.enable_checkpoint:
             return
-        with comm.phase("looking at the folder"):
+        with comm.phase("looking at the configuration"):
             self._folder = StepFolder(config.folder, host())
+            find_mapping(config.hf_mapping)
+            if not config.load_only:
+                find_saver(config.strategy, host())
         self._reader = StepReader(self._states, process_group, allow_globals, (*self._excluded(), *self._elsewhere))
         if not config.load_only:
             self._begin_saving(allow_globals)
@@ -119,7 +127,7 @@ class CheckpointManager:
             step: The number of steps made.
             force: Save whatever the interval.
             last_step: Save as the configuration says of the last step, and wait for it.
-            metrics: By name; stored, and for ``keep_best_k``.
+            metrics: By name, ``{"loss": 0.25}``; stored, and for ``keep_best_k``. The main rank's count.
 
         Returns:
             Whether this call saved, or began to; not where it is not time, or the step was saved by an earlier call.
@@ -173,8 +181,18 @@ class CheckpointManager:
             self._replica.load(found)
         return is_loaded
 
+    @property
+    def loaded_step(self) -> int | None:
+        """The step that :meth:`load` has loaded; None if it has not, or began with ``initial_load_path``."""
+        return self._loaded
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a SIGTERM was answered by a save (``save_on_sigterm``): the same on every rank; the loop can end."""
+        return self._preempted
+
     def steps(self) -> list[int]:
-        """The steps that have a whole checkpoint, in their order."""
+        """The steps that have a whole checkpoint, in their order; all ranks call it."""
         if not self.config.enable_checkpoint:
             return []
         find = self._folder.committed
@@ -283,10 +301,10 @@ class CheckpointManager:
 
     def _is_preempted(self) -> bool:
         """Whether any rank has had a SIGTERM that was not answered by a save yet."""
-        if self._preemption is None or self.preempted:
+        if self._preemption is None or self._preempted:
             return False
-        self.preempted = bool(Comm(self._group).largest(self._preemption.received)[0])
-        return self.preempted
+        self._preempted = bool(Comm(self._group).largest(self._preemption.received)[0])
+        return self._preempted
 
     def _is_due(self, step: int, *, force: bool) -> bool:
         if force or self._is_seed(step):
@@ -337,17 +355,37 @@ class CheckpointManager:
                 "step": step,
                 "states": names,
                 "model_only": model_only,
-                "metrics": {name: _number(name, value) for name, value in metrics.items()},
+                "metrics": _numbers(metrics),
                 "config": self.config.stored(),
             }
-            if self._purger is not None and step in self._folder.steps():
-                self._purger.wait()  # it may have found that what was there before is to go
+            if self._purger is not None:
+                self._look_around(self._purger, step, metrics)
         last, self._last = self._last, step
         try:
             writer.write(state, self._folder.location(step), {CONTENT_KEY: content}, background=background)
         except BaseException:
             self._last = last
             raise
+
+    def _look_around(self, purger: Purger, step: int, metrics: Mapping[str, Any]) -> None:
+        """On the main rank, before a save: mind what stands in its place, and say what the user may not expect."""
+        there = self._folder.steps()
+        if step in there:
+            purger.wait()  # it may have found that what was there before is to go
+        if there and there[-1] > step:
+            self._warn_once(
+                f"{self._folder} has steps after {step}, the newest is {there[-1]}: a later load takes that one, "
+                "unless they are moved away"
+            )
+        metric = self.config.best_metric
+        if metric and metric not in metrics:
+            given = ", ".join(map(repr, metrics)) or "none"
+            self._warn_once(f"best_metric={metric!r} is not among the metrics that save was given ({given})")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
 
     def _export(self, step: int) -> None:
         path = self._folder.location(step)
@@ -371,10 +409,11 @@ class CheckpointManager:
             except CorruptCheckpointError as exc:
                 if wanted != NEWEST:
                     raise
-                logger.warning("step %d in %s is skipped, damaged: %s", found, self._folder, exc)
+                if Comm(self._group).is_main:
+                    logger.warning("step %d in %s is skipped, damaged: %s", found, self._folder, exc)
                 damaged.append(found)
                 continue
-            self._own, self._last = [found], None  # what was saved after it may be saved anew
+            self._own, self._last, self._loaded = [found], None, found  # what was saved after it may be saved anew
             logger.info("loaded step %d of %s", found, self._folder)
             return found
         return None
@@ -393,9 +432,24 @@ class CheckpointManager:
             with comm.phase("handing back the model"):
                 self._states.restore_model(loaded)
         else:
-            self._reader.read(locate(path, host()), model_only=self.config.initial_load_model_only)
+            self._read_initial(path)
         logger.info("began with %s", path)
         return True
+
+    def _read_initial(self, path: str) -> None:
+        try:
+            self._reader.read(locate(path, host()), model_only=self.config.initial_load_model_only)
+        except NotACheckpointError as exc:
+            raise NotACheckpointError(
+                f"initial_load_path: {exc}; a Hugging Face folder needs initial_load_in_hf=True, and of a folder of "
+                "steps give one: <folder>/step-<n>"
+            ) from exc
+
+
+def _numbers(metrics: Any) -> dict[str, float | None]:
+    if not isinstance(metrics, Mapping):
+        raise CheckpointingException(f"metrics={metrics!r:.100}: give them by name, {{'loss': 0.25}}")
+    return {str(name): _number(str(name), value) for name, value in metrics.items()}
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -48,9 +48,9 @@ class PerRank:
         """
         if saved != world_size and self.reshard is None:
             raise CheckpointingException(
-                f"the state {name!r} was saved by {saved} ranks, each its own, and {world_size} ranks load: wrap it as "
-                f"PerRank({name}, reshard=...) to say how theirs become these, or put {name!r} into "
-                "exclude_from_loading"
+                f"the state {name!r} was saved by {saved} rank(s), each its own, and {world_size} load: wrap it as "
+                f"PerRank({name}, reshard=...), a function (states, rank, world_size) that makes a rank's state of "
+                f"those of all, or put {name!r} into exclude_from_loading"
             )
         places = range(saved) if saved != world_size else [rank]
         return [ShardedObject(name, None, (saved,), (place,), replica_id=rank) for place in places]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.comm import Comm
-from shardckpt.errors import CannotLoadError, CheckpointingException
+from shardckpt.errors import CannotLoadError, CheckpointingException, KeyMismatchError, ShapeMismatchError
 from shardckpt.loading import LoadOptions, load_checkpoint, open_checkpoint
 from shardckpt.manager.states import MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
@@ -69,7 +69,13 @@ class StepReader:
             CorruptCheckpointError: it is damaged; tensors may have been filled in part.
             CheckpointingException: any other failure; the same on every rank.
         """
-        fetched = self.fetch(path, model_only=model_only)
+        try:
+            fetched = self.fetch(path, model_only=model_only)
+        except (KeyMismatchError, ShapeMismatchError) as exc:
+            raise type(exc)(
+                f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or name "
+                "those that are to stay as they are in exclude_from_loading"
+            ) from exc
         with Comm(self._group).phase("handing back the states"):
             self._states.restore(*fetched)
 

@@ -175,8 +175,8 @@ class TrainingStates:
             self._plain[name] = value
         else:
             raise CheckpointingException(
-                f"the state {name!r} is a {type(value).__name__}: expected modules, optimizers, or something with "
-                "state_dict and load_state_dict"
+                f"the state {name!r} is of type {type(value).__name__}: expected modules, optimizers, or something "
+                "with state_dict and load_state_dict"
             )
 
     def _described_modules(self, names: Collection[str]) -> ShardedStateDict:

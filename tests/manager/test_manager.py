@@ -63,7 +63,7 @@ def test_what_is_each_ranks_own_is_not_loaded_by_other_ranks(ranks: RankPool, tm
     ranks.run(4, jobs.trained, str(tmp_path), 2, {})
     messages = set(ranks.run(2, jobs.load_error, str(tmp_path), {}))
     (message,) = messages
-    assert "'dataloader' was saved by 4 ranks" in message
+    assert "'dataloader' was saved by 4 rank(s)" in message
     assert "reshard=" in message
     excluding = {"exclude_from_loading": ("dataloader",)}
     assert ranks.run(2, jobs.load_outcome, str(tmp_path), excluding) == [(2, [])] * 2
@@ -469,7 +469,7 @@ def test_wrong_states_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     for states, message in (
-        ({"model": object()}, "'model' is a object"),
+        ({"model": object()}, "'model' is of type object"),
         ({"optimizer": optimizer}, "goes with modules"),
         ({"model": model, "sgd": optimizer}, "give optimizers as 'optimizer'"),
         ({"forms": model}, "another"),
