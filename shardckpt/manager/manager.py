@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.comm import Comm
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError
-from shardckpt.huggingface import export_to_huggingface, load_from_huggingface
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.huggingface import export_to_huggingface
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.locations import locate
 from shardckpt.manager.agreement import NEWEST, agreed_step
 from shardckpt.manager.casting import with_dtype
 from shardckpt.manager.config import CheckpointConfig
+from shardckpt.manager.initial import load_initial
+from shardckpt.manager.metrics import as_numbers
 from shardckpt.manager.per_rank import PerRank
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.purge import Purger
@@ -31,7 +30,7 @@ from shardckpt.plugins import host
 from shardckpt.saving import find_saver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -176,7 +175,7 @@ class CheckpointManager:
         self._check_open("load")
         self._advance(blocking=True)
         found = self._load_step(step if step >= 0 else self.config.load_step)
-        is_loaded = found is not None or self._load_initial()
+        is_loaded = found is not None or load_initial(self.config, self._states, self._reader, self._group)
         if self._replica is not None:
             self._replica.load(found)
         return is_loaded
@@ -355,7 +354,7 @@ class CheckpointManager:
                 "step": step,
                 "states": names,
                 "model_only": model_only,
-                "metrics": _numbers(metrics),
+                "metrics": as_numbers(metrics),
                 "config": self.config.stored(),
             }
             if self._purger is not None:
@@ -417,48 +416,6 @@ class CheckpointManager:
             logger.info("loaded step %d of %s", found, self._folder)
             return found
         return None
-
-    def _load_initial(self) -> bool:
-        path = self.config.initial_load_path
-        if path is None:
-            return False
-        if self.config.initial_load_in_hf:
-            comm = Comm(self._group)
-            with comm.task("describing the model"):
-                wanted = self._states.describe([MODEL], comm)[MODEL]
-            loaded = load_from_huggingface(
-                wanted, path, mapping=self.config.hf_mapping, prefix=f"{MODEL}.", process_group=self._group
-            )
-            with comm.phase("handing back the model"):
-                self._states.restore_model(loaded)
-        else:
-            self._read_initial(path)
-        logger.info("began with %s", path)
-        return True
-
-    def _read_initial(self, path: str) -> None:
-        try:
-            self._reader.read(locate(path, host()), model_only=self.config.initial_load_model_only)
-        except NotACheckpointError as exc:
-            raise NotACheckpointError(
-                f"initial_load_path: {exc}; a Hugging Face folder needs initial_load_in_hf=True, and of a folder of "
-                "steps give one: <folder>/step-<n>"
-            ) from exc
-
-
-def _numbers(metrics: Any) -> dict[str, float | None]:
-    if not isinstance(metrics, Mapping):
-        raise CheckpointingException(f"metrics={metrics!r:.100}: give them by name, {{'loss': 0.25}}")
-    return {str(name): _number(str(name), value) for name, value in metrics.items()}
-
-
-def _number(name: str, value: Any) -> float | None:
-    """A metric as JSON has it: None for NaN and infinity."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise CheckpointingException(f"the metric {name!r} is {value!r:.100}: give one number") from exc
-    return number if math.isfinite(number) else None
 
 
 __all__ = ["CheckpointManager"]

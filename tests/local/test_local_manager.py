@@ -525,3 +525,9 @@ def test_one_copy_that_fails_leaves_the_others_alone(ranks: RankPool, tmp_path: 
     assert "ENOENT" in reasons[9]
     assert first == [(1, 0), (1, 1)]
     assert second == [(1, 1)]
+
+
+def test_what_is_no_part_is_named(tmp_path: Path) -> None:
+    """What from_state_dict gives is a part and more: save says which of both it takes."""
+    with pytest.raises(CheckpointingException, match="save takes the part"):
+        LocalCheckpointManager(tmp_path).save(TensorAwareStateDict.from_state_dict({"step": 1}), 1)  # type: ignore[arg-type]

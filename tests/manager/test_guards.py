@@ -151,3 +151,69 @@ def test_no_password_is_stored() -> None:
     config = CheckpointConfig(folder="s3://user:secret@host/run", initial_load_path="/data/first")
     assert config.stored()["folder"] == "s3://user:***@host/run"
     assert config.stored()["initial_load_path"] == "/data/first"
+
+
+def test_what_was_loaded_is_told(tmp_path: Path) -> None:
+    """A loop that does not count its steps itself asks the manager which step it goes on from."""
+    state = _progress()
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), {"train_state": state}) as manager:
+        _saved(manager, state, 3, 5)
+        assert manager.loaded_step is None
+        assert manager.load()
+        assert manager.loaded_step == 5
+        assert manager.load(3)
+        assert manager.loaded_step == 3
+
+
+def test_steps_that_lie_ahead_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who saves a step before others that are there is told once that a later load takes the newest."""
+    state = _progress()
+    config = CheckpointConfig(folder=tmp_path, keep_latest_k=0)
+    with CheckpointManager(config, {"train_state": state}) as manager:
+        _saved(manager, state, 2, 30)
+    assert "a later load takes" not in caplog.text
+    with CheckpointManager(config, {"train_state": state}) as manager:
+        assert manager.load(2)
+        _saved(manager, state, 3, 4)
+    assert caplog.text.count("the newest is 30: a later load takes that one") == 2  # after 3, and after 4
+
+
+def test_a_metric_that_is_never_given_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Else a wrong name would keep no best checkpoint, and say nothing."""
+    config = CheckpointConfig(folder=tmp_path, keep_best_k=1, best_metric="los")
+    with CheckpointManager(config, {"train_state": _progress()}) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, force=True, metrics={"loss": 1.0})
+        with pytest.raises(CheckpointingException, match="give them by name"):
+            manager.save(4, force=True, metrics=1.0)  # type: ignore[arg-type]
+    assert caplog.text.count("best_metric='los' is not among the metrics that save was given ('loss')") == 1
+
+
+@pytest.mark.parametrize(("wrong", "message"), [({"strategy": "zarrr"}, "zarrr"), ({"hf_mapping": "llamaa"}, "llamaa")])
+def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    """A strategy or mapping that does not exist is an error when the manager is made, not at the end."""
+    with pytest.raises(CheckpointingException, match=message):
+        CheckpointManager(CheckpointConfig(folder=tmp_path, **wrong), {"train_state": _progress()})
+
+
+def test_what_does_not_fit_names_the_checkpoint(tmp_path: Path) -> None:
+    """Another shape is an error with the path and what to do about it."""
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), {"model": torch.nn.Linear(2, 2)}) as manager:
+        manager.save(1, force=True)
+    with (
+        CheckpointManager(CheckpointConfig(folder=tmp_path), {"model": torch.nn.Linear(2, 3)}) as manager,
+        pytest.raises(CheckpointingException, match=r"step-1 does not fit the states: (.|\n)*exclude_from_loading"),
+    ):
+        manager.load()
+
+
+def test_where_to_begin_is_a_checkpoint(tmp_path: Path) -> None:
+    """A folder of steps, or a Hugging Face folder without the flag, is an error that says what to give."""
+    with CheckpointManager(CheckpointConfig(folder=tmp_path / "a"), {"model": torch.nn.Linear(2, 2)}) as manager:
+        manager.save(1, force=True)
+    config = CheckpointConfig(folder=tmp_path / "b", initial_load_path=tmp_path / "a")
+    with (
+        CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
+        pytest.raises(CheckpointingException, match=r"initial_load_in_hf=True.*<folder>/step-<n>"),
+    ):
+        manager.load()

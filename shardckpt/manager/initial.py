@@ -1,0 +1,63 @@
+"""What a training begins with, where its folder has no checkpoint yet."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from shardckpt.comm import Comm
+from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError
+from shardckpt.huggingface import load_from_huggingface
+from shardckpt.locations import locate
+from shardckpt.manager.states import MODEL
+from shardckpt.plugins import host
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from shardckpt.manager.config import CheckpointConfig
+    from shardckpt.manager.reader import StepReader
+    from shardckpt.manager.states import TrainingStates
+
+logger = logging.getLogger(__name__)
+
+
+def load_initial(
+    config: CheckpointConfig, states: TrainingStates, reader: StepReader, process_group: ProcessGroup | None
+) -> bool:
+    """Load ``initial_load_path``, if there is one; whether there is.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
+    path = config.initial_load_path
+    if path is None:
+        return False
+    if config.initial_load_in_hf:
+        _load_weights(path, config.hf_mapping, states, process_group)
+    else:
+        _load_checkpoint(path, reader, model_only=config.initial_load_model_only)
+    logger.info("began with %s", path)
+    return True
+
+
+def _load_weights(path: str, mapping: str | None, states: TrainingStates, process_group: ProcessGroup | None) -> None:
+    comm = Comm(process_group)
+    with comm.task("describing the model"):
+        wanted = states.describe([MODEL], comm)[MODEL]
+    loaded = load_from_huggingface(wanted, path, mapping=mapping, prefix=f"{MODEL}.", process_group=process_group)
+    with comm.phase("handing back the model"):
+        states.restore_model(loaded)
+
+
+def _load_checkpoint(path: str, reader: StepReader, *, model_only: bool) -> None:
+    try:
+        reader.read(locate(path, host()), model_only=model_only)
+    except (NotACheckpointError, IncompleteCheckpointError) as exc:
+        raise type(exc)(
+            f"initial_load_path: {exc}; a Hugging Face folder needs initial_load_in_hf=True, and of a folder of steps "
+            "give one: <folder>/step-<n>"
+        ) from exc
+
+
+__all__ = ["load_initial"]
