@@ -171,6 +171,7 @@ def experts() -> Demo:
     return _demo("--moe")
 
 
+@pytest.mark.slow
 def test_experts_go_on_with_another_parallelism(experts: Demo) -> None:
     """Saved at ep 2 x efsdp 2; at ep 4, at ep 1 x efsdp 2 and in one process the same state goes on with one curve."""
     assert (experts.code, experts.err) == (0, "")

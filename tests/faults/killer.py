@@ -30,9 +30,6 @@ from tests.faults.forks import fork, wait
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Attempts at a kill.
-_TRIES = 3
-
 OLD, NEW, LATER = 1, 2, 3
 FOREIGN = {"notes.txt": b"not the checkpoint's", "logs/run.log": b"kept too"}
 #: Case → options that strace gets besides the kill.
@@ -109,19 +106,13 @@ class Killer:
         return found
 
     def outcome(self, point: Point) -> Outcome:
-        """Kill a save at the point, load, and save again; one that took another way, as threads may, is tried anew."""
-        for _ in range(_TRIES):
-            killed = self._is_killed(point)
-            if killed:
-                break
-        return Outcome(point.call, point.number, point.line, killed, self._state(), self._later())
-
-    def _is_killed(self, point: Point) -> bool:
+        """Kill a save at the point, load, and save again."""
         calls = f"trace={point.call},renameat2"  # strace injects only into what it traces
         status = self._save(calls, "-e", f"inject={point.call}:signal=KILL:when={point.number}")
         shown = next((line for line in reversed(self._trace.read_text().splitlines()) if _CALL.match(line)), "")
         same = self._anonymous(shown).split(" = ")[0].startswith(_head(point.line))
-        return status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and same
+        killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and same
+        return Outcome(point.call, point.number, point.line, killed, self._state(), self._later())
 
     def _target(self) -> Path:
         """A fresh save makes the directory above its target too."""

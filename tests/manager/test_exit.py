@@ -48,7 +48,7 @@ def _ended(folder: Path, mode: str, end: str) -> tuple[int, str]:
         ("async", "return", 0),
         ("async", "error", 1),
         ("async_with_pinned_mem", "exit", 3),
-        ("async_with_pinned_mem", "with", 1),
+        pytest.param("async_with_pinned_mem", "with", 1, marks=pytest.mark.slow),
         pytest.param("disabled", "return", 0, marks=pytest.mark.slow),
         pytest.param("async", "exit", 3, marks=pytest.mark.slow),
         pytest.param("async", "with", 1, marks=pytest.mark.slow),
