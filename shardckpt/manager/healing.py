@@ -11,6 +11,7 @@ from shardckpt.adapters import load_into
 from shardckpt.adapters.handing_back import groups_of
 from shardckpt.adapters.modules import model_state
 from shardckpt.errors import CheckpointingException
+from shardckpt.manager.plain_state import memory_of
 from shardckpt.manager.states import MODEL, OPTIMIZER
 from shardckpt.mapping import LocalNonpersistentObject, ShardedBase
 from shardckpt.state_dict import dict_list_map_outplace
@@ -60,9 +61,9 @@ class Healing:
         """
         self._modules = {name: model_state(parts) for name, parts in self._states.modules.items()}
         self._names = self._parameter_names()
-        storages = {_storage(tensor) for parts in self._states.modules.values() for tensor in _tensors(parts)}
+        storages = {memory_of(tensor) for parts in self._states.modules.values() for tensor in _tensors(parts)}
         found = [value for values in self._modules.values() for value in values.values()]
-        self.has_copies = not storages.issuperset(_storage(value) or -1 for value in found)
+        self.has_copies = not storages.issuperset(memory_of(value) or -1 for value in found)
         for name, values in self._modules.items():
             for key, value in values.items():
                 if is_sharded_tensor(value):
@@ -206,13 +207,6 @@ def _dtensor(part: Part, live: Any) -> DTensor:
 
 def _tensors(parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-
-
-def _storage(value: Any) -> int | None:
-    """The memory of a tensor; None for what is no tensor, or a wrapper around several."""
-    local = value.detach() if isinstance(value, torch.Tensor) else value
-    local = local.to_local() if isinstance(local, DTensor) else local
-    return local.untyped_storage().data_ptr() if type(local) is torch.Tensor else None
 
 
 __all__ = ["Healing", "Part"]
