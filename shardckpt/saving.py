@@ -10,8 +10,8 @@ from shardckpt.errors import UnknownBackendError
 from shardckpt.operation import Operation
 from shardckpt.registry import parse_key
 from shardckpt.replicas import settle_replicas
-from shardckpt.state_dict import save_preprocess
-from shardckpt.strategy import SaveContext, SaveStrategy
+from shardckpt.state_dict import checked_copy, nested_values, take_apart
+from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.transaction import Identity, commit_files
 from shardckpt.validation import compare_common, validate_shards
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardckpt.comm import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedStateDict
     from shardckpt.plugins import PluginHost
+    from shardckpt.recall import Recall, Sighting
     from shardckpt.storage.writer import CheckpointWriter
 
 
@@ -45,11 +46,13 @@ class CheckedState:
         saver: The strategy.
         shards: This rank's.
         common: The state that is not sharded.
+        sighting: Whether all ranks have saved these shards before; None where nobody remembers.
     """
 
     saver: SaveStrategy
     shards: list[ShardedBase]
     common: CommonStateDict
+    sighting: Sighting | None = None
 
     @property
     def identity(self) -> Identity:
@@ -90,31 +93,52 @@ def check_state(
     strategy: Any,
     operation: Operation,
     options: SaveOptions,
-    *,
-    background: bool = False,
+    recall: Recall | None = None,
 ) -> CheckedState:
-    """Take the state dict apart and check it, on all ranks together; all ranks save in the background, or none."""
+    """Take the state dict apart and check it, on all ranks together.
+
+    Args:
+        sharded_state_dict: What is to be saved.
+        strategy: Whatever names one.
+        operation: The save.
+        options: The caller's.
+        recall: Knows the last saves in the background, among which this one is; by all ranks, or none.
+    """
     comm = operation.comm
+    sighting = None
     with operation.step("preparing the state dict"):
         saver = find_saver(strategy, operation.host)
         operation.dispatched(saver)
-        shards, common = save_preprocess(sharded_state_dict)
+        nest, common = take_apart(sharded_state_dict)
+        shards = list(nested_values(nest))
         if options.content_metadata is not None:
             common["content_metadata"] = options.content_metadata
         comm.agree(
             strategy=(saver.backend, saver.version),
-            async_sharded_save=background,
+            async_sharded_save=recall is not None,
             checkpoint_dir=str(operation.directory),
             validate_access_integrity=options.validate,
             overwrite=options.overwrite,
             verify_integrity=options.sha256,
         )
+        if recall is not None and isinstance(saver, AsyncSaveStrategy):
+            sighting = recall.see(shards, saver, comm, validate=options.validate)
+        is_known = sighting is not None and sighting.known is not None
+        if not is_known:
+            shards = _checked(shards, comm)
         shards = settle_replicas(shards, comm, compare=options.validate)
     if options.validate:
         with operation.step("validating"):
-            validate_shards(shards, comm)
+            if not is_known:
+                validate_shards(shards, comm)
             compare_common(common, options.preprocess_common, comm)
-    return CheckedState(saver, shards, common)
+    return CheckedState(saver, shards, common, sighting)
+
+
+def _checked(shards: list[ShardedBase], comm: Comm) -> list[ShardedBase]:
+    """Copies, none of which contradicts itself: what is done to them never reaches the caller's."""
+    with comm.task("checking shards"):
+        return list(map(checked_copy, shards))
 
 
 def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:

@@ -35,8 +35,14 @@ _R = TypeVar("_R")
 
 def nested_values(x: Any) -> Iterator[Any]:
     """The leaves of a nest, depth first."""
-    for _, value in nested_items(x):
-        yield value
+    if not isinstance(x, (dict, list)):
+        yield x
+        return
+    for value in x.values() if isinstance(x, dict) else x:
+        if isinstance(value, (dict, list)):
+            yield from nested_values(value)
+        else:
+            yield value
 
 
 def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -268,14 +274,51 @@ def save_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[list[ShardedB
 
 def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
     """As :func:`save_preprocess`, with the shards in a nest of the argument's form."""
-    built = dict_list_map_outplace(build_copy, sharded_state_dict)
-    _, persistent = extract_nonpersistent(built)
-    sharded, common = extract_sharded_base(persistent)
-    for shard in nested_values(sharded):
-        shard.validate_metadata_integrity()
-    for path, leaf in nested_items(common):
-        _refuse_parts(leaf, path)
-    return sharded, common
+    sharded, common = take_apart(sharded_state_dict)
+    return dict_list_map_outplace(checked_copy, sharded), common
+
+
+def take_apart(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
+    """As :func:`split_for_save`, with shards that are the caller's own, and not checked yet."""
+    return _taken_apart(sharded_state_dict, ())
+
+
+def _taken_apart(x: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One pass, for there may be many leaves: ``(sharded, rest)``; a container that only the other has is left out."""
+    if not isinstance(x, (dict, list)):
+        raise CheckpointingException(f"expected a dict or a list to split, got {type(x).__name__}")
+    sharded: dict[Any, Any] = {}
+    rest: dict[Any, Any] = {}
+    for key, leaf in x.items() if isinstance(x, dict) else enumerate(x):
+        if type(leaf) is ShardedTensor:  # nearly all that there are; to ask for their base class is dear
+            sharded[key] = leaf
+            continue
+        value = build_copy(leaf) if isinstance(leaf, ShardedTensorFactory) else leaf
+        if isinstance(value, ShardedBase):
+            sharded[key] = value
+        elif isinstance(value, (dict, list)):
+            inner, others = _taken_apart(value, (*path, key))
+            if inner:
+                sharded[key] = inner
+            if others or not value:
+                rest[key] = others
+        elif not isinstance(value, LocalNonpersistentObject):
+            _refuse_parts(value, (*path, key))
+            rest[key] = value
+    if isinstance(x, list):
+        return list(sharded.values()), _of_type(x, list(rest.values()))
+    return sharded, _of_type(x, rest)
+
+
+def checked_copy(shard: ShardedBase) -> ShardedBase:
+    """A copy of a shard, whose description does not contradict itself.
+
+    Raises:
+        ShardingError: it does.
+    """
+    found: ShardedBase = _copied(shard)
+    found.validate_metadata_integrity()
+    return found
 
 
 def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, StateDict]:
@@ -400,6 +443,7 @@ __all__ = [
     "apply_factory_merges",
     "apply_prefix_mapping",
     "build_copy",
+    "checked_copy",
     "dict_list_map_inplace",
     "dict_list_map_outplace",
     "diff",
@@ -418,4 +462,5 @@ __all__ = [
     "replace_prefix_for_sharding",
     "save_preprocess",
     "split_for_save",
+    "take_apart",
 ]

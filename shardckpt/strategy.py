@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from pathlib import Path
 
     import torch
@@ -110,14 +110,35 @@ class PreparedSave:
         finish: ``finish(results, context)``, called on every rank when all have written; on the main rank the results
             are those of every rank's ``work.write``, in rank order, elsewhere there are none. It writes what names
             the rest. None, on all ranks, where the work writes everything.
+        again: Prepares a save of shards that all ranks describe as they did here, with other values in their tensors
+            and objects; None where that is no easier than :meth:`AsyncSaveStrategy.prepare`.
     """
 
     work: BackgroundWork
     finish: Callable[[Sequence[Any], SaveContext], None] | None = None
+    again: PrepareAgain | None = None
+
+
+class PrepareAgain(Protocol):
+    """Prepares a save for which there is a plan; called on every rank."""
+
+    def __call__(
+        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> PreparedSave | None:
+        """As :meth:`AsyncSaveStrategy.prepare`; None, on all ranks, if what is in the objects needs another plan.
+
+        The work's tensors have the dtypes, the shapes and the order of those before. The shards are the caller's own:
+        they stay as they are.
+        """
 
 
 class AsyncSaveStrategy(SaveStrategy):
     """A save strategy whose writing needs no other rank, so that it can go on behind the training."""
+
+    @property
+    def plans_like(self) -> Hashable:
+        """What strategies that plan alike have in common: one serves for another's ``again``. By default, itself."""
+        return self
 
     @abstractmethod
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
@@ -239,6 +260,7 @@ __all__ = [
     "Migration",
     "OwnsFiles",
     "PlanContext",
+    "PrepareAgain",
     "PreparedSave",
     "Recognises",
     "Removal",

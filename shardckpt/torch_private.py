@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +58,42 @@ def empty_sharded_tensor_like(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
+@functools.cache
+def can_copy(dtype: torch.dtype) -> bool:
+    """Whether torch copies tensors of this dtype as they are.
+
+    It does not know how to for its integers of less than a byte; quantized ones have scales beside their memory.
+    """
+    import torch
+
+    source, target = torch.zeros(2, 16, dtype=torch.uint8)
+    try:
+        target.view(dtype).copy_(source.view(dtype))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return not str(dtype).startswith(("torch.qint", "torch.quint"))
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors, each into one of the same shape, by one call: a call for each costs more than to copy a few KiB."""
+    import torch
+
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources)
+
+
 def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
     if is_sharded_tensor(tensor):
         return empty_sharded_tensor_like(tensor, dtype)
     return tensor.detach().new_empty(tensor.shape, dtype=dtype)
 
 
-__all__ = ["empty_sharded_tensor_like", "group_timeout", "is_sharded_tensor", "sharded_along", "split_factor"]
+__all__ = [
+    "can_copy",
+    "copy_each",
+    "empty_sharded_tensor_like",
+    "group_timeout",
+    "is_sharded_tensor",
+    "sharded_along",
+    "split_factor",
+]

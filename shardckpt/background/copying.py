@@ -1,28 +1,42 @@
-"""Copying tensors into a run of memory at its speed: large ones by several threads, small ones without ceremony."""
+"""Copying tensors into a run of memory at its speed: large ones in pieces, small ones many at a time, by threads."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage.memory import LARGE, PAGE, is_ordinary, is_plain, page_place, plain_cpu, synchronize_devices
+from shardckpt.storage.memory import (
+    LARGE,
+    PAGE,
+    has_values_here,
+    is_ordinary,
+    is_plain,
+    page_place,
+    plain_cpu,
+    synchronize_devices,
+)
 from shardckpt.storage.workers import Workers
+from shardckpt.torch_private import can_copy, copy_each
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterator, Sequence
 
 #: Where a tensor begins, in bytes: torch's own allocator aligns to it, and so do the largest elements.
 _ALIGNED = 64
-#: Smaller tensors are copied by the calling thread: handing them over costs more than copying them.
+#: From this size on, in bytes, tensors have the place in their page that the caller's have.
 _LARGE = LARGE
-#: Bytes that a thread takes at a time.
-_PIECE = 32 << 20
-
+#: Bytes of other tensors that a thread takes at a time.
+_PIECE = 8 << 20
+#: Elements that torch copies in the thread that calls it: it would start threads of its own for more.
+_FEW = 32768
+#: Small tensors that a thread takes at a time.
+_BATCH = 256
 
 _Move = tuple[int, int, int]  # to an address, from another, so many bytes
 
@@ -42,7 +56,7 @@ class Layout:
     offsets: list[int]
     sizes: list[int]
     dtypes: list[torch.dtype]
-    shapes: list[torch.Size]
+    shapes: list[tuple[int, ...]]
     nbytes: int
 
     @classmethod
@@ -59,17 +73,21 @@ class Layout:
                 end += (page_place(tensor) - end) % PAGE
             offsets.append(end)
             end += -(-nbytes // _ALIGNED) * _ALIGNED
-        return cls(offsets, sizes, [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors], end)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        return cls(offsets, sizes, [tensor.dtype for tensor in tensors], shapes, end)
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors there."""
-        return [self.view(number, memory) for number in range(len(self.sizes))]
+        """The tensors there.
 
-    def view(self, number: int, memory: torch.Tensor) -> torch.Tensor:
-        """One of the tensors."""
-        start = self.offsets[number]
-        found = memory[start : start + self.sizes[number]].view(self.dtypes[number])
-        return found.view(self.shapes[number])
+        Args:
+            memory: Whole bytes of the largest element.
+        """
+        typed = {dtype: memory.view(dtype) for dtype in set(self.dtypes)}
+        strides = {shape: torch.empty(shape, device="meta").stride() for shape in set(self.shapes)}
+        columns = zip(self.offsets, self.dtypes, self.shapes, strict=True)
+        return [
+            typed[dtype].as_strided(shape, strides[shape], offset // dtype.itemsize) for offset, dtype, shape in columns
+        ]
 
 
 class Copies:
@@ -78,62 +96,77 @@ class Copies:
     Args:
         keys: Whose they are, for errors.
         tensors: On any device, of any strides, quantized ones too.
+        layout: Of an earlier copy of tensors with the same dtypes and shapes, to use it again.
     """
 
-    def __init__(self, keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        self.layout = Layout.of(tensors)
-        self._addresses = [_address(tensor) for tensor in tensors]
-        self._others = [(n, keys[n], tensors[n]) for n, address in enumerate(self._addresses) if not address]
+    def __init__(self, keys: Sequence[str], tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> None:
+        self.layout = Layout.of(tensors) if layout is None else layout
+        self._keys = keys
+        self._tensors = tensors
+        self._small: list[int] = []
+        self._rows: list[int] = []
+        self._others: list[int] = []
+        copied = {dtype for dtype in set(self.layout.dtypes) if can_copy(dtype)}
+        for number, (tensor, dtype) in enumerate(zip(tensors, self.layout.dtypes, strict=True)):
+            if tensor.numel() <= _FEW and dtype in copied and has_values_here(tensor):
+                self._small.append(number)
+            else:
+                (self._rows if is_ordinary(tensor) else self._others).append(number)
 
     @property
     def uses_cuda(self) -> bool:
         """Whether any tensor is on a CUDA device."""
-        return any(tensor.device.type == "cuda" for _, _, tensor in self._others)
+        return any(self._tensors[n].device.type == "cuda" for n in self._others)
 
-    def run(self, memory: torch.Tensor) -> None:
+    def run(self, views: Sequence[torch.Tensor]) -> None:
         """Copy the tensors.
 
         Args:
-            memory: Bytes that they fit into; pinned, if any tensor is on a CUDA device.
+            views: Where they go: :meth:`Layout.views` of memory, pinned if any tensor is on a CUDA device.
 
         Raises:
             ShardingError: a tensor has no memory of its own that holds its values.
         """
         try:
-            for number, key, tensor in self._others:
-                _copy(key, tensor, self.layout.view(number, memory))
-            self._move_all(memory.data_ptr())
+            for number in self._others:
+                _copy(self._keys[number], self._tensors[number], views[number])
+            jobs = [*self._moves(views), *self._batches(views)]
+            if self.layout.nbytes < LARGE:
+                for job in jobs:
+                    job()
+            else:
+                Workers(settings.io_threads(), "shardckpt-stage").each(lambda job: job(), enumerate(jobs))
         finally:  # after an error too: a copy still under way would land in what the next save has staged
-            synchronize_devices(tensor for _, _, tensor in self._others)
+            synchronize_devices(self._tensors[n] for n in self._others)
 
-    def _move_all(self, base: int) -> None:
-        sizes = self.layout.sizes
-        columns = zip(self.layout.offsets, self._addresses, sizes, strict=True)
-        small = ((base + to, source, size) for to, source, size in columns if source and size < _LARGE)
-        large = [n for n, size in enumerate(sizes) if size >= _LARGE and self._addresses[n]]
-        if not large:
-            _move(small)
-            return
-        moves = ((base + self.layout.offsets[n], self._addresses[n], sizes[n]) for n in large)
-        workers = Workers(settings.io_threads(), "shardckpt-stage")
-        workers.each(_move, enumerate(_pieces(moves)), [(-1, small)])
+    def _moves(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+        """What copies the tensors whose values lie in a row."""
+        moves: list[_Move] = []
+        ahead = 0
+        for number in self._rows:
+            target, source, nbytes = (
+                views[number].data_ptr(),
+                self._tensors[number].data_ptr(),
+                self.layout.sizes[number],
+            )
+            for start in range(0, nbytes, _PIECE):
+                moves.append((target + start, source + start, min(_PIECE, nbytes - start)))
+                ahead += moves[-1][2]
+                if ahead >= _PIECE:
+                    yield partial(_move, moves)
+                    moves, ahead = [], 0
+        yield partial(_move, moves)
+
+    def _batches(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+        """What copies the small ones."""
+        for start in range(0, len(self._small), _BATCH):
+            batch = self._small[start : start + _BATCH]
+            yield partial(copy_each, [views[n] for n in batch], [self._tensors[n] for n in batch])
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor's values lie in a row, as they are; 0 if they do not, or that is not known at a glance."""
-    return tensor.data_ptr() if is_ordinary(tensor) else 0
-
-
-def _move(moves: Iterable[_Move]) -> None:
-    move = ctypes.memmove
+def _move(moves: Sequence[_Move]) -> None:
     for target, source, nbytes in moves:
-        move(target, source, nbytes)
-
-
-def _pieces(moves: Iterable[_Move]) -> Iterator[list[_Move]]:
-    for target, source, nbytes in moves:
-        for start in range(0, nbytes, _PIECE):
-            yield [(target + start, source + start, min(_PIECE, nbytes - start))]
+        ctypes.memmove(target, source, nbytes)
 
 
 def _copy(key: str, tensor: torch.Tensor, into: torch.Tensor) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt import plugins
+from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
 from shardckpt.errors import CheckpointingException
 from shardckpt.locations import open_folder
 from shardckpt.operation import Operation
+from shardckpt.recall import Recall
 from shardckpt.saving import check_state
+from shardckpt.state_dict import checked_copy
 from shardckpt.storage.upload import upload_files
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
@@ -24,8 +28,14 @@ if TYPE_CHECKING:
     from shardckpt.comm import Comm
     from shardckpt.mapping import ShardedStateDict
     from shardckpt.plugins import PluginHost
-    from shardckpt.saving import SaveOptions
+    from shardckpt.recall import Remembered
+    from shardckpt.saving import CheckedState, SaveOptions
     from shardckpt.strategy import PreparedSave
+
+
+#: The last saves of this process.
+recall = Recall()
+os.register_at_fork(after_in_child=recall.forget)
 
 
 class _Job(NamedTuple):
@@ -55,6 +65,7 @@ class _BackgroundSave:
     prepared: PreparedSave
     context: PlanContext
     content: Any
+    remembered: Remembered | None
     staged: StagedWork | None = None
     result: _Result | None = None
     committed: bool = False
@@ -84,7 +95,10 @@ class _BackgroundSave:
         """Copy what is to be written."""
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
-        self.staged = stage(self.prepared.work)
+        known = self.remembered
+        self.staged = stage(self.prepared.work, None if known is None else known.layout)
+        if known is not None:
+            known.layout = self.staged.layout
         return self.staged
 
     def written(self, future: Future[_Result]) -> None:
@@ -136,19 +150,43 @@ def request_save(
     """Plan a save together; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
     operation = Operation("save", target, comm, host)
     with operation.begun():
-        state = check_state(sharded_state_dict, strategy, operation, options, background=True)
+        state = check_state(sharded_state_dict, strategy, operation, options, recall)
         with operation.step("looking for background saves"):
             saver = _in_background(state.saver)
         transaction = Transaction(operation, target, state.identity, overwrite=options.overwrite, sha256=options.sha256)
         try:
             context = PlanContext(comm=comm, save_id=transaction.save_id, allow_globals=options.allow_globals)
             with operation.step("planning"):
-                prepared = saver.prepare(state.shards, state.common, context)
+                prepared, remembered = _prepared(state, saver, context, validated=options.validate)
             comm.settle()
         except BaseException:
             transaction.abort()
             raise
-    return _BackgroundSave(transaction, prepared, context, as_json(options.content_metadata)).request()
+    return _BackgroundSave(transaction, prepared, context, as_json(options.content_metadata), remembered).request()
+
+
+def _prepared(
+    state: CheckedState, saver: AsyncSaveStrategy, context: PlanContext, *, validated: bool
+) -> tuple[PreparedSave, Remembered | None]:
+    """A save that is planned, by the plan of an earlier one if there is one; and what is remembered of it."""
+    sighting = state.sighting
+    if sighting is not None and sighting.known is not None:
+        prepared = sighting.known.again(state.shards, state.common, context)
+        if prepared is not None:
+            return prepared, sighting.known
+    shards = state.shards
+    if sighting is not None and sighting.known is not None:
+        shards = [checked_copy(shard) for shard in shards]  # the strategy's to keep
+    prepared = saver.prepare(shards, state.common, context)
+    if sighting is None:
+        return prepared, None
+    return prepared, recall.keep(sighting, context.save_id, validated=validated, again=prepared.again)
+
+
+def release_memory() -> None:
+    """Give staging memory that no save uses back to the system, and forget the last plans; the next save is a first."""
+    staging.release_memory()
+    recall.forget()
 
 
 def _in_background(saver: Any) -> AsyncSaveStrategy:
@@ -174,4 +212,4 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
         return _Result(job.save_id, Written(writer.files, writer.sha256), result)
 
 
-__all__ = ["request_save"]
+__all__ = ["release_memory", "request_save"]

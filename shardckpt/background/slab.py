@@ -18,6 +18,8 @@ from shardckpt.storage.filesystem import naming
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardckpt.background.copying import Layout
+
 logger = logging.getLogger(__name__)
 
 _ROUND = 2 << 20
@@ -43,11 +45,18 @@ class Slab:
             raise
         self.memory = _mapped(self._fd, nbytes)
         self._pinned = False
+        self._viewed: tuple[Layout, list[torch.Tensor]] | None = None
 
     @property
     def nbytes(self) -> int:
         """Its size."""
         return self.memory.numel()
+
+    def views(self, layout: Layout) -> list[torch.Tensor]:
+        """The tensors that stand in it; the last ones are kept, for the next save has the same."""
+        if self._viewed is None or self._viewed[0] is not layout:
+            self._viewed = (layout, layout.views(self.memory))
+        return self._viewed[1]
 
     def pin(self) -> None:
         """Let CUDA devices copy into it behind the host's back; without effect where there is none."""
@@ -68,6 +77,7 @@ class Slab:
 
     def forget(self) -> None:
         """Let go of it in a fork of the process that it belongs to."""
+        self._viewed = None
         os.close(self._fd)
 
 

@@ -38,8 +38,10 @@ class StagedWork:
     @contextmanager
     def opened(self) -> Iterator[BackgroundWork]:
         """The work, with its tensors."""
-        memory = attach(self.path, self.nbytes) if self.slab is None else self.slab.memory
-        self.work.tensors = self.layout.views(memory)
+        if self.slab is None:
+            self.work.tensors = self.layout.views(attach(self.path, self.nbytes))
+        else:
+            self.work.tensors = self.slab.views(self.layout)
         try:
             yield self.work
         finally:
@@ -55,18 +57,22 @@ class StagedWork:
         return {name: value for name, value in vars(self).items() if name != "_release"} | {"slab": None}
 
 
-def stage(work: BackgroundWork) -> StagedWork:
+def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
     """Copy the work's tensors; when this returns, their owner may change them.
 
     At most ``SHARDCKPT_STAGED_SAVES`` saves are staged at a time: for the next one this waits until one is written.
+
+    Args:
+        work: What is to be written.
+        layout: Of an earlier save of tensors with the same dtypes and shapes.
     """
     tensors, work.tensors = work.tensors, []
-    copies = Copies(work.keys, tensors)
+    copies = Copies(work.keys, tensors, layout)
     slab = _pool.take(copies.layout.nbytes)
     try:
         if copies.uses_cuda:
             slab.pin()
-        copies.run(slab.memory)
+        copies.run(slab.views(copies.layout))
     except BaseException:
         _pool.give_back(slab)
         raise
@@ -74,7 +80,7 @@ def stage(work: BackgroundWork) -> StagedWork:
 
 
 def release_memory() -> None:
-    """Give staging memory that no save uses back to the system; the next save takes it anew."""
+    """Give staging memory that no save uses back to the system."""
     _pool.clear()
 
 

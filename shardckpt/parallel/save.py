@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.comm import Comm
@@ -11,15 +13,16 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
+from shardckpt.state_dict import build_copy
 from shardckpt.strategy import AsyncSaveStrategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.strategy import PlanContext, PreparedSave, SaveContext, SaveStrategy
+    from shardckpt.mapping import CommonStateDict, ReplicaId, ShardedBase
+    from shardckpt.strategy import PlanContext, PrepareAgain, PreparedSave, SaveContext, SaveStrategy
 
 
 class _Copy(NamedTuple):
@@ -28,6 +31,21 @@ class _Copy(NamedTuple):
     shard: tuple[Any, ...]
     nbytes: int
     main: bool
+
+
+class _DealtAgain(NamedTuple):
+    """Prepares a save of the same shards, which are dealt out as they were."""
+
+    again: PrepareAgain
+    replica_ids: list[ReplicaId]
+
+    def __call__(
+        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> PreparedSave | None:
+        dealt = list(map(build_copy, shards))
+        for shard, replica_id in zip(dealt, self.replica_ids, strict=True):
+            shard.replica_id = replica_id
+        return self.again(dealt, common, context)
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
@@ -83,7 +101,18 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             raise CheckpointingException(
                 f"async_sharded_save=True: {type(self._strategy).__qualname__} saves in the foreground only; pass False"
             )
-        return self._strategy.prepare(self._dealt(shards, context), common, context)
+        dealt = self._dealt(shards, context)
+        prepared = self._strategy.prepare(dealt, common, context)
+        if prepared.again is None:
+            return prepared
+        return replace(prepared, again=_DealtAgain(prepared.again, [shard.replica_id for shard in dealt]))
+
+    @property
+    def plans_like(self) -> Hashable:
+        """Whose shares are dealt, and how they are planned."""
+        inner = self._strategy.plans_like if isinstance(self._strategy, AsyncSaveStrategy) else self._strategy
+        group = self._group and weakref.ref(self._group)  # who remembers a plan must not keep a group from its end
+        return type(self), group, inner
 
     def _dealt(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
         """Copies of the shards with new replica ids, which say what this rank is to write."""

@@ -19,7 +19,10 @@ PAGE = 4096
 LARGE = 1 << 20
 _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+#: Classes of tensors that are what they seem to be.
+ORDINARY = (torch.Tensor, torch.nn.Parameter)
+#: Lower addresses may be offsets from null, of memory that was freed.
+_LOW = 1 << 40
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
@@ -78,12 +81,22 @@ def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether it is plainly a contiguous tensor on the CPU, whose memory's bytes are its values; quickly answered."""
     return (
-        type(tensor) in _ORDINARY
+        type(tensor) in ORDINARY
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
         and _has_memory(tensor)
+    )
+
+
+def has_values_here(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a plain dtype has its values in memory of this host, in any order; quickly answered."""
+    return (
+        type(tensor) in ORDINARY
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and (tensor.data_ptr() > _LOW or _has_memory(tensor))
     )
 
 
@@ -149,7 +162,9 @@ def _refusal(tensor: torch.Tensor) -> str:
 
 __all__ = [
     "LARGE",
+    "ORDINARY",
     "PAGE",
+    "has_values_here",
     "is_ordinary",
     "is_plain",
     "page_place",

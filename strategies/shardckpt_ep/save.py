@@ -10,10 +10,9 @@ from shardckpt_ep.names import SECTIONS
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-    from shardckpt.mapping import CommonStateDict, ShardedBase
-    from shardckpt.strategy import PlanContext, PreparedSave
+    from shardckpt.mapping import ShardedBase
     from shardckpt_ep.layout import ExpertLayout
 
 
@@ -47,15 +46,20 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
         super().__init__(
             self.backend, self.version, keep_only_main_replica, thread_count, cached_metadata, separation_hint
         )
-        self._experts = Experts(layouts or {}, sections)
+        self._sections = tuple(sections)
+        self._experts = Experts(layouts or {}, self._sections)
+        self._has_layouts = bool(layouts)
 
-    def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Check the experts, then plan as (torch_dist, 1) does."""
-        with context.comm.phase("comparing experts with their layouts"):
-            for shard in shards:
-                if isinstance(shard, ShardedTensor):
-                    self._experts.check_described(shard)
-        return super().prepare(shards, common, context)
+    @property
+    def plans_like(self) -> Hashable:
+        """What (torch_dist, 1) plans by, and whose layouts the experts were compared with."""
+        return super().plans_like, self if self._has_layouts else self._sections
+
+    def check(self, shards: Sequence[ShardedBase]) -> None:
+        """Compare experts with their layouts."""
+        for shard in shards:
+            if isinstance(shard, ShardedTensor):
+                self._experts.check_described(shard)
 
 
 __all__ = ["EPSaveStrategy"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -13,12 +13,15 @@ from shardckpt_torch_dist.pickled import archived, check_loadable
 from shardckpt_torch_dist.stored import COMMON_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
     from shardckpt.mapping import ShardedBase
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning.boxes import FlatPart, Ints
+
+
+Source: TypeAlias = "tuple[int, FlatPart | None]"
 
 
 @dataclass
@@ -31,8 +34,8 @@ class LocalItems:
         shapes: Their global shapes.
         boxes: The parts that it stores.
         tensors: What is in every box.
-        values: Objects by unique key.
-        objects: Archives of them, once :meth:`pickle_objects` was called.
+        sources: The shard that each is of, by its number among the rank's, and which part of it; None for its data.
+        objects: The shards that are objects, by unique key.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -40,21 +43,36 @@ class LocalItems:
     shapes: list[Ints] = field(default_factory=list)
     boxes: Boxes = field(default_factory=Boxes)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
+    sources: list[Source] = field(default_factory=list)
+    objects: dict[str, int] = field(default_factory=dict)
 
-    def pickle_objects(self, allow_globals: Iterable[Any]) -> None:
-        """Make the archives of the objects.
 
-        Raises:
-            ShardingError: an object cannot be pickled.
-            UnsafePickleError: a load would refuse it.
-        """
-        for key, value in self.values.items():
-            what = f"object {key!r}"
-            archive = archived([value], what)  # Megatron stores a list of the objects that share the key
-            check_loadable(archive, what, allow_globals)
-            self.objects[key] = archive.getvalue()
+def archives_of(
+    objects: Mapping[str, int], shards: Sequence[ShardedBase], allow_globals: Iterable[Any]
+) -> dict[str, bytes]:
+    """Archives of objects, by unique key.
+
+    Args:
+        objects: The numbers of their shards.
+        shards: The rank's.
+        allow_globals: What the objects may name besides the plain classes and functions.
+
+    Raises:
+        ShardingError: an object cannot be pickled.
+        UnsafePickleError: a load would refuse it.
+    """
+    found = {}
+    for key, number in objects.items():
+        what = f"object {key!r}"
+        archive = archived([shards[number].data], what)  # Megatron stores a list of the objects that share the key
+        check_loadable(archive, what, allow_globals)
+        found[key] = archive.getvalue()
+    return found
+
+
+def tensors_of(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
+    """What is in the boxes, of shards that are described as those whose items the sources are."""
+    return [shards[n].data if part is None else part_view(shards[n], part) for n, part in sources]
 
 
 def local_items(shards: Sequence[ShardedBase]) -> LocalItems:
@@ -65,21 +83,23 @@ def local_items(shards: Sequence[ShardedBase]) -> LocalItems:
     """
     items = LocalItems()
     numbers: dict[tuple[str, torch.dtype, Ints], int] = {}
-    for shard in shards:
+    for position, shard in enumerate(shards):
         if not is_main_replica(shard.replica_id):
             continue
         if isinstance(shard, ShardedTensor):
-            _add_tensor(shard, items, numbers)
+            _add_tensor(position, shard, items, numbers)
         elif isinstance(shard, ShardedObject):
             if shard.unique_key == COMMON_KEY:
                 raise ShardingError(f"object {shard.key!r}: the common state has that name; give another key")
-            items.values[shard.unique_key] = shard.data
+            items.objects[shard.unique_key] = position
         else:
             raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
     return items
 
 
-def _add_tensor(shard: ShardedTensor, items: LocalItems, numbers: dict[tuple[str, torch.dtype, Ints], int]) -> None:
+def _add_tensor(
+    position: int, shard: ShardedTensor, items: LocalItems, numbers: dict[tuple[str, torch.dtype, Ints], int]
+) -> None:
     if shard.data is None:
         raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
     shape = tuple(shard.global_shape)
@@ -92,6 +112,7 @@ def _add_tensor(shard: ShardedTensor, items: LocalItems, numbers: dict[tuple[str
         if 0 not in part.box.shape or 0 in shape:
             items.boxes.add(number, *part.box)
             items.tensors.append(part_view(shard, part))
+            items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
 
 
-__all__ = ["LocalItems", "local_items"]
+__all__ = ["LocalItems", "archives_of", "local_items", "tensors_of"]

@@ -13,7 +13,7 @@ from shardckpt_torch_dist.stored import Item
 from shardckpt_torch_dist.work import PlannedFile, SaveWork
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -36,28 +36,27 @@ class Placed(NamedTuple):
     objects: dict[str, Item]
 
 
-def place(items: LocalItems, rank: int, count: int, hint: str | None) -> Placed:
+def place(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: int, hint: str | None) -> Placed:
     """Deal the items out to ``count`` files; those whose keys begin with the hint to as many files of their own.
 
-    Objects come first in a file, as Megatron has it.
+    Objects, of which there are archives by unique key, come first in a file, as Megatron has it.
     """
     keys = [items.keys[number] for number in items.boxes.whole]
-    names = [*keys, *items.objects]
-    sizes = [*map(_nbytes, items.tensors), *(0 for _ in items.objects)]
+    names = [*keys, *archives]
+    sizes = [*map(_nbytes, items.tensors), *(0 for _ in archives)]
     chosen = [""] * len(names)
     for prefix, numbers in _groups(names, hint):
         files = [f"{prefix}__{rank}_{n}.distcp" for n in range(count)]
         bins = deal([tuple(range(count))] * len(numbers), [sizes[n] for n in numbers]) if count > 1 else None
         for number, bucket in zip(numbers, bins or itertools.repeat(0), strict=False):
             chosen[number] = files[bucket]
-    work = SaveWork([], items.tensors, keys, [])
+    work = SaveWork([], items.tensors, keys, [], archives)
     placed = Placed(work, list(dict.fromkeys(chosen)), [], {})
     by_name = {name: PlannedFile(name) for name in placed.files}
     work.files.extend(by_name.values())
     ends = dict.fromkeys(by_name, 0)
-    for key, file in zip(items.objects, chosen[len(keys) :], strict=True):
-        archive = items.objects[key]
-        by_name[file].objects.append((key, archive))
+    for (key, archive), file in zip(archives.items(), chosen[len(keys) :], strict=True):
+        by_name[file].objects.append(key)
         placed.objects[key] = Item(file, ends[file], len(archive))
         ends[file] += padded(len(archive))
     numbered = {name: number for number, name in enumerate(placed.files)}

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import PlanCache, share_out
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.global_plan import LocalPlan, local_plan, merged
-from shardckpt_torch_dist.items import local_items
+from shardckpt_torch_dist.items import archives_of, local_items, tensors_of
 from shardckpt_torch_dist.pickled import pickled
 from shardckpt_torch_dist.placing import place
 from shardckpt_torch_dist.work import Names
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from shardckpt.comm import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext
+    from shardckpt_torch_dist.items import Source
     from shardckpt_torch_dist.stored import StoredIndex
+    from shardckpt_torch_dist.work import SaveWork
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
@@ -33,7 +36,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             over all ranks.
         thread_count: Files a rank, filled evenly.
         cached_metadata: Use the global plan of the last save with this instance again, as long as no rank's items
-            change: for jobs that keep the strategy from save to save.
+            change: for jobs that keep the strategy from save to save. (Background saves do so in any case.)
         separation_hint: Tensors and objects whose keys begin with it go to files of their own,
             ``<hint>__<rank>_<n>.distcp``, which can be removed as a whole.
     """
@@ -65,25 +68,80 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         #: The global plans: on the main rank what all store, elsewhere nothing.
         self.plans: PlanCache[StoredIndex | None] = PlanCache(enabled=cached_metadata)
 
+    @property
+    def plans_like(self) -> Hashable:
+        """All that the plan depends on besides the shards."""
+        return type(self), self._main_only, self._files, self._hint
+
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Plan together; objects and the common state are pickled here."""
         comm = context.comm
         if not self._main_only:
             shards = share_out(shards, comm)
-        with comm.task("pickling the common state"):
-            stored_common = pickled(common, "the common state", context.allow_globals) if comm.is_main else b""
+        stored_common = _common(common, context)
         with comm.task("planning"):
+            self.check(shards)
             items = local_items(shards)
         with comm.task("pickling objects"):
-            items.pickle_objects(context.allow_globals)
+            archives = archives_of(items.objects, shards, context.allow_globals)
         with comm.task("placing items in files"):
-            placed = place(items, comm.rank, self._files, self._hint)
+            placed = place(items, archives, comm.rank, self._files, self._hint)
             local = local_plan(items, placed)
         plan = self.plans.get(local, comm, lambda: _global_plan(local, comm))
 
+        lengths = {key: len(archive) for key, archive in archives.items()}
+        made = Made(items.sources, items.objects, lengths, replace(placed.work, tensors=[], archives={}), plan)
         if plan is not None:
             placed.work.names = Names(plan, context.save_id, stored_common)
-        return PreparedSave(placed.work)
+        is_ours = type(self).prepare is TorchDistSaveShardedStrategy.prepare
+        return PreparedSave(placed.work, again=made.again if is_ours else None)
+
+    def check(self, shards: Sequence[ShardedBase]) -> None:
+        """For subclasses: refuse shards by what they say of themselves; there is nothing to refuse here.
+
+        (A background save of shards that say the same as the last ones is neither checked nor prepared again. One by
+        a subclass that has a :meth:`prepare` of its own always is.)
+        """
+
+
+class Made(NamedTuple):
+    """A rank's part of a plan, for saves of shards with the same descriptions.
+
+    Attributes:
+        sources: Where its tensors come from.
+        objects: The shards that are objects, by unique key.
+        lengths: Of their archives, in bytes.
+        work: What to write, without values.
+        plan: On the main rank what all store.
+    """
+
+    sources: list[Source]
+    objects: dict[str, int]
+    lengths: dict[str, int]
+    work: SaveWork
+    plan: StoredIndex | None
+
+    def again(
+        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> PreparedSave | None:
+        """A save by this plan; None if an object of some rank is longer or shorter now."""
+        comm = context.comm
+        stored_common = _common(common, context)
+        with comm.task("pickling objects"):
+            archives = archives_of(self.objects, shards, context.allow_globals)
+            same = {key: len(archive) for key, archive in archives.items()} == self.lengths
+        if not comm.all_true(same):
+            return None
+        work = replace(self.work, tensors=tensors_of(self.sources, shards), archives=archives)
+        if self.plan is not None:
+            work.names = Names(self.plan, context.save_id, stored_common)
+        return PreparedSave(work)
+
+
+def _common(common: CommonStateDict, context: PlanContext) -> bytes:
+    """The common state's file, on the main rank."""
+    with context.comm.task("pickling the common state"):
+        return pickled(common, "the common state", context.allow_globals) if context.comm.is_main else b""
 
 
 def _global_plan(local: LocalPlan, comm: Comm) -> StoredIndex | None:

@@ -17,6 +17,8 @@ from shardckpt_torch_dist.metadata_pickle import encode
 from shardckpt_torch_dist.stored import COMMON_FILE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from shardckpt.storage.writer import CheckpointWriter, FileWriter
@@ -34,13 +36,13 @@ class PlannedFile:
 
     Attributes:
         name: Its name.
-        objects: Keys and archives of objects, which come first as Megatron has it.
+        objects: Unique keys of objects, which come first as Megatron has it.
         tensors: Numbers of tensors among the work's.
         nbytes: Its size.
     """
 
     name: str
-    objects: list[tuple[str, bytes]] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
     nbytes: int = 0
 
@@ -69,6 +71,8 @@ class SaveWork:
     keys: list[str]
     #: Bytes of every tensor's archive.
     lengths: list[int]
+    #: Of the objects, by unique key.
+    archives: Mapping[str, bytes]
     names: Names | None = None
 
     def write(self, writer: CheckpointWriter) -> None:
@@ -76,7 +80,8 @@ class SaveWork:
         synchronize_devices(self.tensors)
         open_files = [(file, writer.create(file.name, file.nbytes)) for file in self.files]
         for file, into in open_files:
-            for name, data in file.objects:
+            for name in file.objects:
+                data = self.archives[name]
                 into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
             for number in file.tensors:
                 append_tensor(into, self.tensors[number], self.keys[number], self.lengths[number])

@@ -14,8 +14,9 @@ from shardckpt.errors import ShardingError
 def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     copies = Copies([f"key{n}" for n in range(len(tensors))], tensors)
     memory = torch.full((copies.layout.nbytes,), 255, dtype=torch.uint8)
-    copies.run(memory)
-    return copies.layout.views(memory)
+    views = copies.layout.views(memory)
+    copies.run(views)
+    return views
 
 
 @pytest.mark.parametrize("threads", ["1", "2", "4"])

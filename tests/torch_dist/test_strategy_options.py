@@ -147,7 +147,7 @@ def test_whatever_changes_is_seen(tmp_path: Path, change: str) -> None:
     assert all(torch.equal(cached[key], plain[key]) and cached[key].dtype == plain[key].dtype for key in plain)
 
 
-def _cached_in_the_background(folder: str) -> tuple[int, int]:
+def _cached_in_the_background(folder: str) -> int:
     from shardckpt.async_save import AsyncCallsQueue
 
     strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
@@ -157,12 +157,12 @@ def _cached_in_the_background(folder: str) -> tuple[int, int]:
             queue.schedule_async_request(request)  # type: ignore[arg-type]
     for step in range(4):
         _check(f"{folder}/{step}", _state(first=10.0 * step))
-    return strategy.plans.made, strategy.plans.reused
+    return strategy.plans.made
 
 
 def test_a_cached_plan_serves_background_saves(ranks: RankPool, tmp_path: Path) -> None:
     """Background saves in flight share one plan, and each has its own content."""
-    assert ranks.run(2, _cached_in_the_background, str(tmp_path)) == [(1, 3)] * 2
+    assert ranks.run(2, _cached_in_the_background, str(tmp_path)) == [1] * 2
 
 
 def _cached_in_groups(folder: str) -> None:

@@ -1,0 +1,150 @@
+"""What was saved before, by its description: the same shards are neither checked nor planned a second time.
+
+A training saves the same shards again and again, with other values. What is checked across ranks, and planned with
+them, depends on the descriptions alone; to compare those with the last ones is much cheaper than either.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.storage.memory import ORDINARY
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from shardckpt.comm import Comm
+    from shardckpt.mapping import ShardedBase
+    from shardckpt.strategy import AsyncSaveStrategy, PrepareAgain
+
+#: Saves that are remembered: a job may save two states in turn.
+_KEPT = 2
+_object_fields = attrgetter("key", "global_shape", "global_offset", "replica_id", "replicated")
+_tensor_fields = attrgetter(
+    "key",
+    "global_shape",
+    "global_offset",
+    "replica_id",
+    "replicated",
+    "dtype",
+    "local_shape",
+    "axis_fragmentations",
+    "prepend_axis_num",
+    "allow_shape_mismatch",
+)
+
+
+class Description(NamedTuple):
+    """All that a rank's shards say, and the form of their tensors; not what is in them."""
+
+    kinds: list[type[Any]]
+    objects: list[tuple[Any, ...]]
+    tensors: list[tuple[Any, ...]]
+    flattened_ranges: list[slice | None]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[Any]
+
+
+@dataclass
+class Remembered:
+    """A save that was checked and planned by all ranks.
+
+    Attributes:
+        who: Strategy and ranks.
+        description: Of this rank's shards.
+        save_id: The save's name, the same on all ranks.
+        validated: Whether the shards of all ranks were found to fit together.
+        again: Prepares another one.
+        layout: Where its tensors stand in staging memory.
+    """
+
+    who: Hashable
+    description: Description
+    save_id: str
+    validated: bool
+    again: PrepareAgain
+    layout: Any = None
+
+
+class Sighting(NamedTuple):
+    """Shards that are to be saved.
+
+    Attributes:
+        who: Strategy and ranks.
+        description: Of the shards; None where they cannot be compared with others by it.
+        known: When they were saved before, if all ranks know them from the same save.
+    """
+
+    who: Hashable
+    description: Description | None
+    known: Remembered | None
+
+
+class Recall:
+    """The last saves of this process, one rank's part of them."""
+
+    def __init__(self) -> None:
+        self._kept: list[Remembered] = []
+
+    def see(self, shards: Sequence[ShardedBase], saver: AsyncSaveStrategy, comm: Comm, *, validate: bool) -> Sighting:
+        """Look whether all ranks have saved these shards before, together; all call it.
+
+        Args:
+            shards: This rank's, before anything is checked.
+            saver: Who saves them.
+            comm: The ranks that save.
+            validate: Whether only a save will do whose shards were found to fit together.
+        """
+        with comm.task("comparing shards with the last save's"):
+            who = (saver.plans_like, tuple(comm.members), comm.rank)
+            description = _describe(shards)
+            fitting = (r for r in self._kept if r.who == who and (r.validated or not validate))
+            known = next((r for r in fitting if r.description == description), None)
+        same = comm.all_alike(os.urandom(16) if known is None else known.save_id.encode())
+        return Sighting(who, description, known if same else None)
+
+    def keep(
+        self, sighting: Sighting, save_id: str, *, validated: bool, again: PrepareAgain | None
+    ) -> Remembered | None:
+        """Remember a save, if it can be prepared again and nothing in its description can change."""
+        if again is None or sighting.description is None or not _is_lasting(sighting.description):
+            return None
+        found = Remembered(sighting.who, sighting.description, save_id, validated, again)
+        self._kept = [found, *self._kept][:_KEPT]
+        return found
+
+    def forget(self) -> None:
+        """Remember nothing."""
+        self._kept = []
+
+
+def _describe(shards: Sequence[ShardedBase]) -> Description | None:
+    tensors = [shard for shard in shards if type(shard) is ShardedTensor]
+    objects = [shard for shard in shards if type(shard) is ShardedObject]
+    data: list[Any] = [shard.data for shard in tensors]
+    if len(tensors) + len(objects) < len(shards) or not set(map(type, data)) <= set(ORDINARY):
+        return None
+    return Description(
+        list(map(type, shards)),
+        list(map(_object_fields, objects)),
+        list(map(_tensor_fields, tensors)),
+        [shard.flattened_range for shard in tensors],
+        [tensor.shape for tensor in data],
+        [tensor.dtype for tensor in data],
+    )
+
+
+def _is_lasting(description: Description) -> bool:
+    """Whether the caller cannot change what it holds: no list, and nothing like it, stands in a field."""
+    try:
+        hash((*description.objects, *description.tensors))
+    except TypeError:
+        return False
+    return True
+
+
+__all__ = ["Description", "Recall", "Remembered", "Sighting"]
