@@ -15,7 +15,9 @@ from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.memory import ORDINARY
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+    import torch
 
     from shardckpt.comm import Comm
     from shardckpt.mapping import ShardedBase
@@ -23,13 +25,9 @@ if TYPE_CHECKING:
 
 #: Saves that are remembered: a job may save two states in turn.
 _KEPT = 2
-_object_fields = attrgetter("key", "global_shape", "global_offset", "replica_id", "replicated")
-_tensor_fields = attrgetter(
-    "key",
-    "global_shape",
-    "global_offset",
-    "replica_id",
-    "replicated",
+_OF_OBJECTS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
+_OF_TENSORS = (
+    *_OF_OBJECTS,
     "dtype",
     "local_shape",
     "axis_fragmentations",
@@ -39,14 +37,19 @@ _tensor_fields = attrgetter(
 
 
 class Description(NamedTuple):
-    """All that a rank's shards say, and the form of their tensors; not what is in them."""
+    """All that a rank's shards say, and the form of their tensors; not what is in them.
+
+    Attributes:
+        kinds: Of all shards.
+        fields: A column for each field of the objects, then of the tensors.
+        slices: The flattened ranges of the tensors.
+        forms: The shapes and the dtypes of what the tensors hold.
+    """
 
     kinds: list[type[Any]]
-    objects: list[tuple[Any, ...]]
-    tensors: list[tuple[Any, ...]]
-    flattened_ranges: list[slice | None]
-    shapes: list[tuple[int, ...]]
-    dtypes: list[Any]
+    fields: list[list[Any]]
+    slices: list[slice | None]
+    forms: tuple[list[tuple[int, ...]], list[torch.dtype]]
 
 
 @dataclass
@@ -130,18 +133,20 @@ def _describe(shards: Sequence[ShardedBase]) -> Description | None:
         return None
     return Description(
         list(map(type, shards)),
-        list(map(_object_fields, objects)),
-        list(map(_tensor_fields, tensors)),
+        [*_columns(_OF_OBJECTS, objects), *_columns(_OF_TENSORS, tensors)],
         [shard.flattened_range for shard in tensors],
-        [tensor.shape for tensor in data],
-        [tensor.dtype for tensor in data],
+        ([tensor.shape for tensor in data], [tensor.dtype for tensor in data]),
     )
+
+
+def _columns(names: Iterable[str], shards: Sequence[ShardedBase]) -> Iterator[list[Any]]:
+    return (list(map(attrgetter(name), shards)) for name in names)
 
 
 def _is_lasting(description: Description) -> bool:
     """Whether the caller cannot change what it holds: no list, and nothing like it, stands in a field."""
     try:
-        hash((*description.objects, *description.tensors))
+        hash(tuple(map(tuple, description.fields)))
     except TypeError:
         return False
     return True
