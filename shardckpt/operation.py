@@ -6,6 +6,7 @@ import logging
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.collector import held_back
@@ -14,6 +15,8 @@ from shardckpt.hookspecs import Event
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pluggy import HookCaller
 
     from shardckpt.comm import Comm
     from shardckpt.plugins import PluginHost
@@ -77,26 +80,25 @@ class Operation:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """A step of this rank; an error in it is raised on all ranks, as :meth:`Comm.task` says."""
-        with self._reported(name), held_back(), self.comm.task(name):
-            yield
-
-    @contextmanager
-    def _reported(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        self._emit(phase=phase, state="start", nbytes=0)
+        self._emit(phase=name, state="start", nbytes=0)
         try:
-            yield
+            with held_back(), self.comm.task(name):
+                yield
         except Exception as exc:
-            self._emit(phase=phase, state="failure", seconds=time.perf_counter() - start, error=str(exc))
+            self._emit(phase=name, state="failure", seconds=time.perf_counter() - start, error=str(exc))
             raise
-        self._emit(phase=phase, state="end", seconds=time.perf_counter() - start)
+        self._emit(phase=name, state="end", seconds=time.perf_counter() - start)
+
+    @cached_property
+    def _hook(self) -> HookCaller:
+        """Calls those who watch, whoever they are by then."""
+        return self.host.hook.shardckpt_event  # type: ignore[no-any-return]
 
     def _emit(self, **changes: Any) -> None:
         try:
-            hook = self.host.hook.shardckpt_event
-            if not hook.get_hookimpls():
-                return
-            hook(event=replace(self._base, **changes))
+            if self._hook.get_hookimpls():
+                self._hook(event=replace(self._base, **changes))
         except Exception:  # who watches a save must not be able to end it on one rank
             logger.warning("a plugin's shardckpt_event failed", exc_info=True)
 

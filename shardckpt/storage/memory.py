@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,8 @@ LARGE = 1 << 20
 _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+#: All that follows an address; of which as many bytes are taken as are there, for an array type a length is dear.
+_From: Any = ctypes.c_char * sys.maxsize
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
@@ -53,9 +56,7 @@ def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
     data: bytes = _new_bytes(None, nbytes)
     if not nbytes:
         return data, memoryview(bytearray())
-    array = (ctypes.c_char * nbytes).from_address(_start_of_bytes(data))
-    array.owner = data  # type: ignore[attr-defined]
-    return data, memoryview(array).cast("B")
+    return data, _memory(_start_of_bytes(data), nbytes, data)
 
 
 def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,11 +119,14 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
 def _view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     nbytes = tensor.nbytes
-    if not nbytes:
-        return memoryview(bytearray())
-    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+    return _memory(tensor.data_ptr(), nbytes, tensor) if nbytes else memoryview(bytearray())
+
+
+def _memory(address: int, nbytes: int, owner: Any) -> memoryview:
+    """Bytes at an address, which keep their owner alive."""
+    array = _From.from_address(address)
+    array.owner = owner
+    return memoryview(array).cast("B")[:nbytes]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
