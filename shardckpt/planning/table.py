@@ -110,10 +110,17 @@ def distinct(column: torch.Tensor) -> torch.Tensor:
 
 
 def spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Every value as often as its count says; ``repeat_interleave`` wakes torch's threads for a handful already."""
-    ends = counts.cumsum(0)
+    """Every value as often as its count says."""
+    return values[numbered(counts.cumsum(0))]
+
+
+def numbered(ends: torch.Tensor) -> torch.Tensor:
+    """For every row, the number of the run that it is in, by the rows at which the runs end.
+
+    (``repeat_interleave`` wakes torch's threads for a handful already.)
+    """
     total = int(ends[-1]) if len(ends) else 0
-    return values[torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)]
+    return torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)
 
 
 def matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
@@ -235,6 +242,7 @@ __all__ = [
     "joined",
     "matrix",
     "misfits",
+    "numbered",
     "same",
     "spread",
     "weigh",

@@ -21,12 +21,12 @@ LARGE = 1 << 20
 _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
-#: All that follows an address; of which as many bytes are taken as are there, for an array type a length is dear.
-_From: Any = ctypes.c_char * sys.maxsize
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 _start_of_bytes = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
+#: All that follows an address, to take as much of it as is there: ctypes makes a class for every length of an array.
+_Following: Any = ctypes.c_char * sys.maxsize
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -124,7 +124,7 @@ def _view(tensor: torch.Tensor) -> memoryview:
 
 def _memory(address: int, nbytes: int, owner: Any) -> memoryview:
     """Bytes at an address, which keep their owner alive."""
-    array = _From.from_address(address)
+    array = _Following.from_address(address)
     array.owner = owner
     return memoryview(array).cast("B")[:nbytes]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning.table import Table, integers, matrix, spread
+from shardckpt.planning.table import Table, integers, matrix, numbered
 from shardckpt.storage.columns import Columns, pack
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt_torch_dist.stored import Chunks, Item, StoredIndex, object_key
@@ -80,7 +80,7 @@ def _parsed(columns: Columns) -> StoredIndex:
     keys = [*wholes.keys, *columns.texts("objects")]
     if len(set(keys)) < len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys, of which {len(set(keys))} differ")
-    chunks = _chunks(columns, wholes, bounds.diff(), len(files))
+    chunks = _chunks(columns, wholes, bounds, len(files))
     axes = wholes.axes.tolist()
     shapes = [tuple(sizes[:count]) for sizes, count in zip(wholes.shapes.tolist(), axes, strict=True)]
     return StoredIndex(wholes.keys, wholes.dtypes, shapes, bounds, chunks, files, objects)
@@ -131,7 +131,7 @@ def _dtypes(names: list[str]) -> list[torch.dtype]:
 
 def _bounds(columns: Columns, count: int) -> torch.Tensor:
     bounds = _integers(columns, "bounds", (count + 1,))
-    if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
+    if int(bounds[0]) != 0 or bool((bounds[:-1] > bounds[1:]).any()):
         raise CorruptCheckpointError("its column 'bounds' does not ascend from 0")
     return bounds
 
@@ -149,12 +149,11 @@ def _objects(columns: Columns, files: list[str]) -> dict[str, Item]:
     return {key: Item(files[row[0]], *row[1:]) for key, row in zip(keys, places.tolist(), strict=True)}
 
 
-def _chunks(columns: Columns, wholes: _Wholes, counts: torch.Tensor, files: int) -> Chunks:
-    count = int(counts.sum())
+def _chunks(columns: Columns, wholes: _Wholes, bounds: torch.Tensor, files: int) -> Chunks:
+    count = int(bounds[-1])
     file, start, length = (_integers(columns, name, (count,)) for name in ("file", "start", "length"))
     offset, extent = (_integers(columns, name, (count, wholes.shapes.shape[1])) for name in ("offset", "extent"))
-    numbers = torch.arange(len(wholes.keys), device="cpu")
-    table = Table(spread(numbers, counts), offset, extent)
+    table = Table(numbered(bounds[1:]), offset, extent)
     first = torch.zeros(1, dtype=torch.int64, device="cpu").expand(count)
     chunks = Chunks(table, file, start, length, first, table.volume())
     for row in range(0, count, _BLOCK):

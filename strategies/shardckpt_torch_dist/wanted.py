@@ -141,8 +141,8 @@ def _covered(wanted: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor
     volume = torch.zeros_like(wanted.whole).index_add_(0, found.wanted, found.extent.prod(1))
     sound = volume == wanted.volume()
     apart = (found.extent != wanted.widened(found.extent.shape[1]).extent[found.wanted]).any(1)
-    wholes = distinct(wanted.whole[found.wanted[apart]])
-    if len(wholes):
+    if bool(apart.any()):
+        wholes = distinct(wanted.whole[found.wanted[apart]])
         stored = index.chunks.box.rows(rows_of(wholes, index.bounds))
         numbered = stored._replace(whole=torch.searchsorted(wholes, stored.whole))
         wrong = misfits(numbered, [index.shapes[number] for number in wholes.tolist()])
