@@ -75,7 +75,7 @@ class Columns:
     def texts(self, name: str) -> list[str]:
         """A column of text."""
         try:
-            found = json.loads(self._column(name)["data"])
+            found = json.loads(self._column(name)["data"].decode())
         except (ValueError, RecursionError) as exc:
             raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not JSON: {exc}") from exc
         if not isinstance(found, list) or not set(map(type, found)) <= {str}:

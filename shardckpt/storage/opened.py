@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
@@ -12,7 +11,7 @@ from shardckpt.storage.digest import Segments
 from shardckpt.storage.filesystem import close_file, open_existing, same_file, status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
@@ -58,10 +57,8 @@ class OpenFile:
                 raise CorruptCheckpointError(f"{self.path}: {exc}") from exc
         return self._segments
 
-    def open(self) -> None:
-        """Open it again."""
-        if self.is_open:
-            return
+    def open_again(self) -> None:
+        """Open it, if it is still the same."""
         fd, size = open_existing(self.path)
         if not same_file(self._status, status(fd)):
             close_file(fd)
@@ -106,25 +103,26 @@ class OpenFiles:
                 self._used(file)
             return file
 
-    @contextmanager
-    def lent(self, name: str) -> Iterator[OpenFile]:
-        """The file, which stays open as long as it is read."""
+    def take(self, name: str) -> OpenFile:
+        """The file, which stays open until it is given back."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
                 file = self._files[name] = self._open_one(name)
-            file.open()
+            if not file.is_open:
+                file.open_again()
             file.users += 1
             self._used(file)
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.users -= 1
-                if not file.users and self._files.get(file.name) is not file:  # close() came before
-                    if self._open.get(file.name) is file:
-                        del self._open[file.name]
-                    file.close()
+            return file
+
+    def give_back(self, file: OpenFile) -> None:
+        """What :meth:`take` has given is not read any more."""
+        with self._lock:
+            file.users -= 1
+            if not file.users and self._files.get(file.name) is not file:  # close() came before
+                if self._open.get(file.name) is file:
+                    del self._open[file.name]
+                file.close()
 
     def close(self) -> None:
         """Close all files; one that is being read, as soon as it is not."""

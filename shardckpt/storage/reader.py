@@ -82,12 +82,13 @@ class CheckpointReader:
 
     def has(self, name: str) -> bool:
         """Whether the file belongs to the checkpoint."""
+        if self._records is not None and name in self._records:
+            return True
         path = self.directory / check_file_name(name)
-        if self._records is None:
-            return is_there(path)
-        if name not in self._records and is_there(path):
+        found = is_there(path)
+        if found and self._records is not None:
             raise CorruptCheckpointError(f"{path} is there and {RECORD_NAME} does not name it: one of them is damaged")
-        return name in self._records
+        return found
 
     def size(self, name: str) -> int:
         """Bytes of the file."""
@@ -99,17 +100,23 @@ class CheckpointReader:
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Bytes of a range; ``what`` (a key) is named in errors."""
-        with self._files.lent(name) as file:
+        file = self._files.take(name)
+        try:
             _check_range(file, offset, nbytes, what)
             data, view = unfilled_bytes(nbytes)
             self._fill(file, offset, view, what)
+        finally:
+            self._files.give_back(file)
         return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
         """Fill writable memory from the range that begins at ``offset``; what is large is shared among threads."""
-        with self._files.lent(name) as file:
+        file = self._files.take(name)
+        try:
             _check_range(file, offset, buffer.nbytes, what)
             self._fill(file, offset, buffer.cast("B"), what)
+        finally:
+            self._files.give_back(file)
 
     def read_pieces(
         self,
@@ -131,13 +138,16 @@ class CheckpointReader:
             what: A key, named in errors.
             pinned: Whether a CUDA device shall copy from the memory behind the host's back.
         """
-        with self._files.lent(name) as file:
+        file = self._files.take(name)
+        try:
             _check_range(file, elements.start, elements.stop - elements.start, what)
 
             def pieces(batch: list[Span]) -> None:
                 self._deliver(file, batch, elements, take, what, pinned=pinned)
 
             self._share(pieces, cut(file.segments, ranges, self._piece_bytes, elements))
+        finally:
+            self._files.give_back(file)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
@@ -220,8 +230,10 @@ class CheckpointReader:
 
         def fill(some: Iterable[Span]) -> None:
             for span in some:
-                low, high = max(span.start, offset), min(span.stop, stop)
-                self._read_part(file, span, low, buffer[low - offset : high - offset], what)
+                if offset <= span.start and span.stop <= stop:
+                    self._read(file, span, buffer[span.start - offset : span.stop - offset], what)
+                else:
+                    self._read_part(file, span, offset, buffer, what)
 
         spans = cut(file.segments, ((offset, stop),), self._request_bytes, Elements(offset, stop))
         if buffer.nbytes <= _BATCH_BYTES:
@@ -229,16 +241,12 @@ class CheckpointReader:
         else:
             self._share(fill, spans)
 
-    def _read_part(self, file: OpenFile, span: Span, low: int, target: memoryview, what: str) -> None:
-        """Read a span of which the bytes from ``low`` on are wanted."""
-        nbytes = span.stop - span.start
-        if target.nbytes == nbytes:
-            self._read(file, span, target, what)
-            return
-        with self._buffers.lent(nbytes) as buffer:
-            self._read(file, span, buffer[:nbytes], what)
-            first = low - span.start
-            target[:] = buffer[first : first + target.nbytes]
+    def _read_part(self, file: OpenFile, span: Span, offset: int, target: memoryview, what: str) -> None:
+        """Read a span of which not all bytes are for memory that is filled from ``offset`` on."""
+        low, high = max(span.start, offset), min(span.stop, offset + target.nbytes)
+        with self._buffers.lent(span.stop - span.start) as buffer:
+            self._read(file, span, buffer[: span.stop - span.start], what)
+            target[low - offset : high - offset] = buffer[low - span.start : high - span.start]
 
     def _deliver(
         self, file: OpenFile, batch: list[Span], elements: Elements, take: Take, what: str, *, pinned: bool
