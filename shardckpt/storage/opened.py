@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import Segments
-from shardckpt.storage.filesystem import close_file, open_existing, same_file, status
+from shardckpt.storage.filesystem import check_file_name, close_file, open_existing, same_file, status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
@@ -84,22 +83,34 @@ class OpenFiles:
     """Files by name, those not used for longest closed where too many are open; for several threads.
 
     Args:
-        open_one: Opens a file by its name.
+        directory: Where they are.
+        records: What was written, by name; None if that is not known.
+        algorithm: Of their digests, if they are to be checked.
     """
 
-    def __init__(self, open_one: Callable[[str], OpenFile]) -> None:
-        self._open_one = open_one
+    def __init__(self, directory: Path, records: dict[str, FileRecord] | None, algorithm: str | None) -> None:
+        self._directory = directory
+        self._records = records
+        self._algorithm = algorithm
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
         #: Those that are open, the last used one last.
         self._open: dict[str, OpenFile] = {}
+
+    def opened(self, name: str) -> OpenFile:
+        """The file, opened for the caller alone, who closes it."""
+        path = self._directory / check_file_name(name)
+        record = None if self._records is None else self._records.get(name)
+        if self._records is not None and record is None:
+            raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
+        return OpenFile(path, record, self._algorithm)
 
     def get(self, name: str) -> OpenFile:
         """The file, opened when it is first asked for."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                file = self._files[name] = self._open_one(name)
+                file = self._files[name] = self.opened(name)
                 self._used(file)
             return file
 
@@ -108,7 +119,7 @@ class OpenFiles:
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                file = self._files[name] = self._open_one(name)
+                file = self._files[name] = self.opened(name)
             if not file.is_open:
                 file.open_again()
             file.users += 1

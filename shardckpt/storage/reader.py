@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,19 +62,17 @@ class CheckpointReader:
     def __init__(self, directory: Path, manifest: Manifest, *, verify: bool | None = None) -> None:
         self.directory = directory
         self.manifest = manifest
-        self._verify = settings.verify_reads() if verify is None else verify
         record = manifest.record
         self._records = None if record is None else {file.name: file for file in record.files}
-        self._algorithm = record.digest_algorithm if record is not None and self._verify else None
-        if self._algorithm is not None:
+        verify = settings.verify_reads() if verify is None else verify
+        algorithm = record.digest_algorithm if record is not None and verify else None
+        if algorithm is not None:
             try:
-                self._digest: Digest = digest_function(self._algorithm)
+                self._digest: Digest = digest_function(algorithm)
             except CheckpointingException as exc:
                 raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
-        self._files = OpenFiles(self._opened)
+        self._files = OpenFiles(directory, self._records, algorithm)
         self._is_remote = isinstance(directory, RemotePath)
-        self._threads = settings.remote_threads() if self._is_remote else settings.io_threads()
-        self._workers = Workers(self._threads, "shardckpt-read")
         self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
         self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
         self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
@@ -154,7 +153,7 @@ class CheckpointReader:
 
         The file is open only meanwhile, so that there may be more files than descriptors.
         """
-        file = self._opened(name)
+        file = self._files.opened(name)
         try:
             buffer = memoryview(bytearray(min(file.size, self._block_bytes)))
             for span in cut(file.segments, [(0, file.size)], self._block_bytes, Elements(0, file.size)):
@@ -186,7 +185,7 @@ class CheckpointReader:
         sizes = [size(item) for item in items]
         least, enough = (0, 0) if self._is_remote else (_WORTH_A_THREAD, _WORTH_THREADS)
         large = [n for n, nbytes in enumerate(sizes) if nbytes >= least]
-        if self._threads == 1 or not large or sum(sizes[n] for n in large) < enough:
+        if not large or sum(sizes[n] for n in large) < enough:
             return [function(item) for item in items]
         small = ((n, items[n]) for n, nbytes in enumerate(sizes) if nbytes < least)
         results = self._workers.each(function, ((n, items[n]) for n in large), small)
@@ -204,12 +203,10 @@ class CheckpointReader:
     ) -> None:
         self.close()
 
-    def _opened(self, name: str) -> OpenFile:
-        path = self.directory / check_file_name(name)
-        record = None if self._records is None else self._records.get(name)
-        if self._records is not None and record is None:
-            raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
-        return OpenFile(path, record, self._algorithm)
+    @cached_property
+    def _workers(self) -> Workers:
+        threads = settings.remote_threads() if self._is_remote else settings.io_threads()
+        return Workers(threads, "shardckpt-read")
 
     def _share(self, function: Callable[[list[Span]], None], spans: Iterator[Span]) -> None:
         """``function`` of all spans in batches, by all threads if there are several batches."""
@@ -219,9 +216,6 @@ class CheckpointReader:
             return
         if second is None:
             function(first)
-        elif self._threads == 1:
-            for batch in chain((first, second), found):
-                function(batch)
         else:
             self._workers.each(function, enumerate(chain((first, second), found)))
 
