@@ -72,13 +72,17 @@ class Table(NamedTuple):
         """Elements of every box."""
         return self.extent.prod(1)
 
-    def rows(self, which: torch.Tensor) -> Table:
+    def rows(self, which: torch.Tensor | slice) -> Table:
         """Some of the rows."""
         return Table(self.whole[which], self.offset[which], self.extent[which])
 
     def widened(self, axes: int) -> Table:
         """The same boxes with at least so many axes."""
         return Table(self.whole, _widened(self.offset, axes, 0), _widened(self.extent, axes, 1))
+
+    def narrowed(self, axes: int) -> Table:
+        """The same boxes with their first axes alone."""
+        return Table(self.whole, self.offset[:, :axes], self.extent[:, :axes])
 
     def hashes(self) -> torch.Tensor:
         """A number a row, equal where rows are: for sorting and matching, not for trust."""

@@ -95,7 +95,7 @@ class _Wholes(NamedTuple):
         itemsizes: int64 of shape (n,).
         axes: int64 of shape (n,): how many.
         shapes: int64 of shape (n, most axes); 1 along axes that a tensor lacks.
-        least: int64 of the same shape: 1 along those axes, 0 along others.
+        lacked: bool of the same shape: which axes those are.
     """
 
     keys: list[str]
@@ -103,7 +103,7 @@ class _Wholes(NamedTuple):
     itemsizes: torch.Tensor
     axes: torch.Tensor
     shapes: torch.Tensor
-    least: torch.Tensor
+    lacked: torch.Tensor
 
 
 def _wholes(columns: Columns) -> _Wholes:
@@ -116,7 +116,7 @@ def _wholes(columns: Columns) -> _Wholes:
     shapes = _integers(columns, "shapes", (len(keys), width))
     lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
     _all_fine((shapes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
-    return _Wholes(keys, dtypes, integers([dtype.itemsize for dtype in dtypes]), axes, shapes, lacked.to(torch.int64))
+    return _Wholes(keys, dtypes, integers([dtype.itemsize for dtype in dtypes]), axes, shapes, lacked)
 
 
 def _dtypes(names: list[str]) -> list[torch.dtype]:
@@ -165,7 +165,7 @@ def _check(chunks: Chunks, rows: slice, wholes: _Wholes, files: int) -> None:
     """Whether the boxes are inside their tensors, and their archives, large enough for them, inside files."""
     whole, extent, length = chunks.box.whole[rows], chunks.box.extent[rows], chunks.length[rows]
     inside = chunks.box.offset[rows] <= wholes.shapes.index_select(0, whole) - extent
-    inside &= extent >= wholes.least.index_select(0, whole)
+    inside &= extent >= wholes.lacked.index_select(0, whole)
     counted = extent.double().prod(1) < _COUNTABLE
     in_file = (chunks.file[rows] < files) & (chunks.start[rows] <= _LARGEST - length)
     large_enough = chunks.volume[rows] * wholes.itemsizes.index_select(0, whole) <= length
@@ -178,12 +178,10 @@ def _check(chunks: Chunks, rows: slice, wholes: _Wholes, files: int) -> None:
 
 
 def _integers(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
-    """A column of integers that are not negative."""
+    """A column of integers, of the shape that it must have."""
     found = columns.integers(name)
     if found.shape != shape:
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected {shape}")
-    if found.numel() and int(found.min()) < 0:
-        raise CorruptCheckpointError(f"its column {name!r} has {int(found.min())}")
     return found
 
 

@@ -97,7 +97,7 @@ class WantedTensors:
         start = (found.offset - stored.offset).tolist()
         low = (found.offset - self._wanted.offset[found.wanted]).tolist()
         extent = found.extent.tolist()
-        chunks = self._index.chunks_of(found.stored, axes)
+        chunks = self._index.chunks_of(found.stored, stored)
         regions = []
         for place, (wanted, number, chunk) in enumerate(
             zip(found.wanted.tolist(), stored.whole.tolist(), chunks, strict=True)
