@@ -43,8 +43,9 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     wanted, stored = wanted.widened(axes), stored.widened(axes)
     first = bounds[wanted.whole]
     counts = bounds[wanted.whole + 1] - first
-    if int(counts.sum()) <= 2 * len(counts):  # hardly more chunks than wanted boxes: there is nothing to look up
-        left, parts = torch.arange(len(counts), device="cpu"), []
+    ends = counts.cumsum(0)
+    if not len(ends) or int(ends[-1]) <= 2 * len(ends):  # hardly more chunks than wanted boxes: there is nothing to look up
+        left, parts = torch.arange(len(ends), device="cpu"), []
     else:
         rows = rows_of(distinct(wanted.whole), bounds)
         match = _exact(wanted, stored.rows(rows))
@@ -95,7 +96,9 @@ def _joined(
     shift = first - ends + counts
     start = before = 0
     while start < len(rows):
-        stop = max(start + 1, int(torch.searchsorted(ends, before + _PAIRS, right=True)))
+        stop = len(rows)
+        if int(ends[-1]) - before > _PAIRS:
+            stop = max(start + 1, int(torch.searchsorted(ends, before + _PAIRS, right=True)))
         number = numbered(ends[start:stop] - before)
         one = rows[start:stop][number]
         other = torch.arange(before, before + len(number), device="cpu") + shift[start:stop][number]

@@ -81,9 +81,7 @@ def _parsed(columns: Columns) -> StoredIndex:
     if len(set(keys)) < len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys, of which {len(set(keys))} differ")
     chunks = _chunks(columns, wholes, bounds, len(files))
-    axes = wholes.axes.tolist()
-    shapes = [tuple(sizes[:count]) for sizes, count in zip(wholes.shapes.tolist(), axes, strict=True)]
-    return StoredIndex(wholes.keys, wholes.dtypes, shapes, bounds, chunks, files, objects)
+    return StoredIndex(wholes.keys, wholes.dtypes, wholes.shapes, bounds, chunks, files, objects)
 
 
 class _Wholes(NamedTuple):
@@ -92,17 +90,17 @@ class _Wholes(NamedTuple):
     Attributes:
         keys: Of them.
         dtypes: Of every one.
+        shapes: Of every one.
         itemsizes: int64 of shape (n,).
-        axes: int64 of shape (n,): how many.
-        shapes: int64 of shape (n, most axes); 1 along axes that a tensor lacks.
+        sizes: int64 of shape (n, most axes): the shapes, and 1 along axes that a tensor lacks.
         lacked: bool of the same shape: which axes those are.
     """
 
     keys: list[str]
     dtypes: list[torch.dtype]
+    shapes: list[Ints]
     itemsizes: torch.Tensor
-    axes: torch.Tensor
-    shapes: torch.Tensor
+    sizes: torch.Tensor
     lacked: torch.Tensor
 
 
@@ -112,11 +110,16 @@ def _wholes(columns: Columns) -> _Wholes:
         raise CorruptCheckpointError(f"it has {len(keys)} keys and {len(names)} dtypes")
     dtypes = _dtypes(names)
     axes = _integers(columns, "axes", (len(keys),))
-    width = int(axes.max()) if keys else 0
-    shapes = _integers(columns, "shapes", (len(keys), width))
+    counts = axes.tolist()
+    width = max(counts, default=0)
+    sizes = _integers(columns, "shapes", (len(keys), width))
+    shapes = []
+    for key, count, row in zip(keys, counts, sizes.tolist(), strict=True):
+        if count < width and row[count:].count(1) < width - count:
+            raise CorruptCheckpointError(f"{key!r} has a size along an axis that it lacks")
+        shapes.append(tuple(row[:count]))
     lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
-    _all_fine((shapes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
-    return _Wholes(keys, dtypes, integers([dtype.itemsize for dtype in dtypes]), axes, shapes, lacked)
+    return _Wholes(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked)
 
 
 def _dtypes(names: list[str]) -> list[torch.dtype]:
@@ -131,7 +134,7 @@ def _dtypes(names: list[str]) -> list[torch.dtype]:
 
 def _bounds(columns: Columns, count: int) -> torch.Tensor:
     bounds = _integers(columns, "bounds", (count + 1,))
-    if int(bounds[0]) != 0 or bool((bounds[:-1] > bounds[1:]).any()):
+    if int(bounds[0]) != 0 or not bool((bounds[:-1] <= bounds[1:]).all()):
         raise CorruptCheckpointError("its column 'bounds' does not ascend from 0")
     return bounds
 
@@ -152,10 +155,9 @@ def _objects(columns: Columns, files: list[str]) -> dict[str, Item]:
 def _chunks(columns: Columns, wholes: _Wholes, bounds: torch.Tensor, files: int) -> Chunks:
     count = int(bounds[-1])
     file, start, length = (_integers(columns, name, (count,)) for name in ("file", "start", "length"))
-    offset, extent = (_integers(columns, name, (count, wholes.shapes.shape[1])) for name in ("offset", "extent"))
+    offset, extent = (_integers(columns, name, (count, wholes.sizes.shape[1])) for name in ("offset", "extent"))
     table = Table(numbered(bounds[1:]), offset, extent)
-    first = torch.zeros(1, dtype=torch.int64, device="cpu").expand(count)
-    chunks = Chunks(table, file, start, length, first, table.volume())
+    chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
     for row in range(0, count, _BLOCK):
         _check(chunks, slice(row, row + _BLOCK), wholes, files)
     return chunks
@@ -164,7 +166,7 @@ def _chunks(columns: Columns, wholes: _Wholes, bounds: torch.Tensor, files: int)
 def _check(chunks: Chunks, rows: slice, wholes: _Wholes, files: int) -> None:
     """Whether the boxes are inside their tensors, and their archives, large enough for them, inside files."""
     whole, extent, length = chunks.box.whole[rows], chunks.box.extent[rows], chunks.length[rows]
-    inside = chunks.box.offset[rows] <= wholes.shapes.index_select(0, whole) - extent
+    inside = chunks.box.offset[rows] <= wholes.sizes.index_select(0, whole) - extent
     inside &= extent >= wholes.lacked.index_select(0, whole)
     counted = extent.double().prod(1) < _COUNTABLE
     in_file = (chunks.file[rows] < files) & (chunks.start[rows] <= _LARGEST - length)
