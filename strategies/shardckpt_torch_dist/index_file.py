@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -94,6 +95,7 @@ class _Wholes(NamedTuple):
         itemsizes: int64 of shape (n,).
         sizes: int64 of shape (n, most axes): the shapes, and 1 along axes that a tensor lacks.
         lacked: bool of the same shape: which axes those are.
+        huge: Whether a box in one may have more elements than can be counted.
     """
 
     keys: list[str]
@@ -102,6 +104,7 @@ class _Wholes(NamedTuple):
     itemsizes: torch.Tensor
     sizes: torch.Tensor
     lacked: torch.Tensor
+    huge: bool
 
 
 def _wholes(columns: Columns) -> _Wholes:
@@ -113,13 +116,14 @@ def _wholes(columns: Columns) -> _Wholes:
     counts = axes.tolist()
     width = max(counts, default=0)
     sizes = _integers(columns, "shapes", (len(keys), width))
-    shapes = []
-    for key, count, row in zip(keys, counts, sizes.tolist(), strict=True):
+    shapes, rows = [], sizes.tolist()
+    for key, count, row in zip(keys, counts, rows, strict=True):
         if count < width and row[count:].count(1) < width - count:
             raise CorruptCheckpointError(f"{key!r} has a size along an axis that it lacks")
         shapes.append(tuple(row[:count]))
     lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
-    return _Wholes(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked)
+    huge = math.prod(map(max, zip(*rows, strict=True))) >= _COUNTABLE
+    return _Wholes(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
 
 
 def _dtypes(names: list[str]) -> list[torch.dtype]:
@@ -168,10 +172,11 @@ def _check(chunks: Chunks, rows: slice, wholes: _Wholes, files: int) -> None:
     whole, extent, length = chunks.box.whole[rows], chunks.box.extent[rows], chunks.length[rows]
     inside = chunks.box.offset[rows] <= wholes.sizes.index_select(0, whole) - extent
     inside &= extent >= wholes.lacked.index_select(0, whole)
-    counted = extent.double().prod(1) < _COUNTABLE
+    inside = inside.all(1)
+    counted = extent.double().prod(1) < _COUNTABLE if wholes.huge else inside
     in_file = (chunks.file[rows] < files) & (chunks.start[rows] <= _LARGEST - length)
     large_enough = chunks.volume[rows] * wholes.itemsizes.index_select(0, whole) <= length
-    if bool((inside.all(1) & counted & in_file & large_enough).all()):
+    if bool((inside & counted & in_file & large_enough).all()):
         return
     _all_fine(inside, wholes.keys, "has a chunk that is not inside its shape", whole)
     _all_fine(counted, wholes.keys, "has a chunk of more elements than can be", whole)
