@@ -44,7 +44,8 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     first = bounds[wanted.whole]
     counts = bounds[wanted.whole + 1] - first
     ends = counts.cumsum(0)
-    if not len(ends) or int(ends[-1]) <= 2 * len(ends):  # hardly more chunks than wanted boxes: there is nothing to look up
+    total = int(ends[-1]) if len(ends) else 0
+    if total <= 2 * len(ends):  # hardly more chunks than wanted boxes: there is nothing to look up
         left, parts = torch.arange(len(ends), device="cpu"), []
     else:
         rows = rows_of(distinct(wanted.whole), bounds)

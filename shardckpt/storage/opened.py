@@ -11,6 +11,7 @@ from shardckpt.storage.digest import Segments
 from shardckpt.storage.filesystem import check_file_name, close_file, open_existing, same_file, status
 
 if TYPE_CHECKING:
+    import os
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
@@ -33,8 +34,8 @@ class OpenFile:
         self.name = path.name
         self.fd, self.size = open_existing(path)
         self.is_open = True
-        self._status = status(self.fd)
         self.users = 0
+        self._status: os.stat_result | None = None
         self._record = record
         self._algorithm = algorithm
         self._segments: Segments | None = None
@@ -57,7 +58,7 @@ class OpenFile:
         return self._segments
 
     def open_again(self) -> None:
-        """Open it, if it is still the same."""
+        """Open it after :meth:`pause`, if it is still the same."""
         fd, size = open_existing(self.path)
         if not same_file(self._status, status(fd)):
             close_file(fd)
@@ -72,8 +73,13 @@ class OpenFile:
             )
         self.fd, self.is_open = fd, True
 
+    def pause(self) -> None:
+        """Close it for now."""
+        self._status = status(self.fd)
+        self.close()
+
     def close(self) -> None:
-        """Close it, for now or for good."""
+        """Close it."""
         if self.is_open:
             self.is_open = False
             close_file(self.fd)
@@ -150,7 +156,7 @@ class OpenFiles:
         if len(self._open) > OPEN_FILES:
             for name, idle in list(self._open.items())[:-OPEN_FILES]:
                 if not idle.users:
-                    idle.close()
+                    idle.pause()
                     del self._open[name]
 
 

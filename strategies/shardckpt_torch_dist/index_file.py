@@ -116,13 +116,11 @@ def _wholes(columns: Columns) -> _Wholes:
     counts = axes.tolist()
     width = max(counts, default=0)
     sizes = _integers(columns, "shapes", (len(keys), width))
-    shapes, rows = [], sizes.tolist()
-    for key, count, row in zip(keys, counts, rows, strict=True):
-        if count < width and row[count:].count(1) < width - count:
-            raise CorruptCheckpointError(f"{key!r} has a size along an axis that it lacks")
-        shapes.append(tuple(row[:count]))
     lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
-    huge = math.prod(map(max, zip(*rows, strict=True))) >= _COUNTABLE
+    if min(counts, default=0) < width:
+        _all_fine((sizes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
+    shapes = [tuple(row[:count]) for row, count in zip(sizes.tolist(), counts, strict=True)]
+    huge = bool(keys) and math.prod(sizes.amax(0).tolist()) >= _COUNTABLE
     return _Wholes(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
 
 
