@@ -54,10 +54,10 @@ def read_manifest(directory: Path, host: PluginHost) -> Manifest:
         raise IncompleteCheckpointError(
             f"{directory} is the staging directory of a save that was not committed, or of a checkpoint being removed"
         )
-    if not directory.is_dir():
-        raise _absent(directory)
     marker_file, record_file = directory / MARKER_NAME, directory / RECORD_NAME
     if not marker_file.exists():
+        if not directory.is_dir():
+            raise _absent(directory)
         return _recognised(directory, host)
     marker = parse_file(Marker.model_validate_json, marker_file, MARKER_LIMIT)
     record = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.collector import held_back
@@ -14,6 +14,8 @@ from shardckpt.hookspecs import Event
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pluggy import HookCaller
 
     from shardckpt.comm import Comm
     from shardckpt.plugins import PluginHost
@@ -36,18 +38,18 @@ class Operation:
         self.comm = comm
         self.directory = directory
         self.host = host
-        self._base = Event(kind, "", "start", str(directory), comm.rank)
+        self._known: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
         self._started = 0.0
 
     def dispatched(self, strategy: Any) -> None:
         """Note which strategy does the work."""
         kind = type(strategy)
         name = f"({strategy.backend!r}, {strategy.version}) {kind.__module__}.{kind.__qualname__}"
-        self._base = replace(self._base, strategy=name)
+        self._known["strategy"] = name
 
     def wrote(self, nbytes: int) -> None:
         """Note how many bytes this rank wrote."""
-        self._base = replace(self._base, nbytes=nbytes)
+        self._known["nbytes"] = nbytes
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -62,7 +64,7 @@ class Operation:
         """Report the start, and a failure; the end is reported by :meth:`ended`, when it comes."""
         self._started = time.perf_counter()
         try:
-            with held_back(), self.comm.task(self._base.operation):
+            with held_back(), self.comm.task(self._known["operation"]):
                 self._emit(phase="", state="start", nbytes=0)
                 yield
         except Exception as exc:
@@ -77,26 +79,25 @@ class Operation:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """A step of this rank; an error in it is raised on all ranks, as :meth:`Comm.task` says."""
-        with self._reported(name), held_back(), self.comm.task(name):
-            yield
-
-    @contextmanager
-    def _reported(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        self._emit(phase=phase, state="start", nbytes=0)
+        self._emit(phase=name, state="start", nbytes=0)
         try:
-            yield
+            with held_back(), self.comm.task(name):
+                yield
         except Exception as exc:
-            self._emit(phase=phase, state="failure", seconds=time.perf_counter() - start, error=str(exc))
+            self._emit(phase=name, state="failure", seconds=time.perf_counter() - start, error=str(exc))
             raise
-        self._emit(phase=phase, state="end", seconds=time.perf_counter() - start)
+        self._emit(phase=name, state="end", seconds=time.perf_counter() - start)
+
+    @cached_property
+    def _hook(self) -> HookCaller:
+        """Calls those who watch, whoever they are by then."""
+        return self.host.hook.shardckpt_event
 
     def _emit(self, **changes: Any) -> None:
         try:
-            hook = self.host.hook.shardckpt_event
-            if not hook.get_hookimpls():
-                return
-            hook(event=replace(self._base, **changes))
+            if self._hook.get_hookimpls():
+                self._hook(event=Event(**self._known | changes))
         except Exception:  # who watches a save must not be able to end it on one rank
             logger.warning("a plugin's shardckpt_event failed", exc_info=True)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.planning.table import Table, distinct, spread
+from shardckpt.planning.table import Table, distinct, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,16 +41,19 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     """
     axes = max(wanted.offset.shape[1], stored.offset.shape[1])
     wanted, stored = wanted.widened(axes), stored.widened(axes)
-    counts = bounds[wanted.whole + 1] - bounds[wanted.whole]
-    if int(counts.sum()) <= 2 * len(counts):  # hardly more chunks than wanted boxes: there is nothing to look up
-        left, parts = torch.arange(len(counts), device="cpu"), []
+    first = bounds[wanted.whole]
+    counts = bounds[wanted.whole + 1] - first
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    if total <= 2 * len(ends):  # hardly more chunks than wanted boxes: there is nothing to look up
+        left, parts = torch.arange(len(ends), device="cpu"), []
     else:
         rows = rows_of(distinct(wanted.whole), bounds)
         match = _exact(wanted, stored.rows(rows))
         found = match >= 0
         left, number = (~found).nonzero().view(-1), found.nonzero().view(-1)
         parts = [Overlaps(number, rows[match[number]], wanted.offset[number], wanted.extent[number])]
-    parts += _joined(wanted, left, stored, bounds)
+    parts += _joined(wanted, left, stored, first[left], counts[left])
     if not parts:
         return Overlaps(left, left, wanted.offset, wanted.extent)
     if len(parts) == 1:
@@ -60,8 +63,11 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
 
 def rows_of(wholes: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """The rows of some wholes, one after the other."""
-    first, counts = bounds[wholes], bounds[wholes + 1] - bounds[wholes]
-    return _ranges(first, counts)
+    first = bounds[wholes]
+    counts = bounds[wholes + 1] - first
+    ends = counts.cumsum(0)
+    number = numbered(ends)
+    return torch.arange(len(number), device="cpu") + (first - ends + counts)[number]
 
 
 def _exact(wanted: Table, stored: Table) -> torch.Tensor:
@@ -75,30 +81,34 @@ def _exact(wanted: Table, stored: Table) -> torch.Tensor:
     return torch.where(same & (stored.extent[row] == wanted.extent).all(1), row, -1)
 
 
-def _joined(wanted: Table, rows: torch.Tensor, stored: Table, bounds: torch.Tensor) -> Iterator[Overlaps]:
-    """The overlaps of some wanted boxes with all stored ones of their wholes."""
-    first = bounds[wanted.whole[rows]]
-    counts = bounds[wanted.whole[rows] + 1] - first
+def _joined(
+    wanted: Table, rows: torch.Tensor, stored: Table, first: torch.Tensor, counts: torch.Tensor
+) -> Iterator[Overlaps]:
+    """The overlaps of some wanted boxes with all stored ones of their wholes.
+
+    Args:
+        wanted: Boxes.
+        rows: Which of them.
+        stored: Boxes.
+        first: The first stored one of each row's whole.
+        counts: How many stored ones that has.
+    """
     ends = counts.cumsum(0)
-    start = 0
+    shift = first - ends + counts
+    start = before = 0
     while start < len(rows):
-        before = int(ends[start] - counts[start])
-        stop = max(start + 1, int(torch.searchsorted(ends, before + _PAIRS, right=True)))
-        some = slice(start, stop)
-        one = spread(rows[some], counts[some])
-        other = _ranges(first[some], counts[some])
-        low = torch.maximum(wanted.offset[one], stored.offset[other])
-        high = torch.minimum(wanted.offset[one] + wanted.extent[one], stored.offset[other] + stored.extent[other])
-        hit = (low < high).all(1)
-        yield Overlaps(one[hit], other[hit], low[hit], (high - low)[hit])
-        start = stop
-
-
-def _ranges(first: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """``first[i]``, ``first[i] + 1``, ... up to ``counts[i]`` values, for every ``i`` in turn."""
-    begins = counts.cumsum(0) - counts
-    total = int(counts.sum())
-    return torch.arange(total, device="cpu") + spread(first - begins, counts)
+        stop = len(rows)
+        if int(ends[-1]) - before > _PAIRS:
+            stop = max(start + 1, int(torch.searchsorted(ends, before + _PAIRS, right=True)))
+        number = numbered(ends[start:stop] - before)
+        one = rows[start:stop][number]
+        other = torch.arange(before, before + len(number), device="cpu") + shift[start:stop][number]
+        ours, theirs = wanted.offset[one], stored.offset[other]
+        low = torch.maximum(ours, theirs)
+        extent = torch.minimum(ours + wanted.extent[one], theirs + stored.extent[other]) - low
+        hit = (extent > 0).all(1).nonzero().view(-1)
+        yield Overlaps(one[hit], other[hit], low[hit], extent[hit])
+        start, before = stop, before + len(number)
 
 
 __all__ = ["Overlaps", "overlaps", "rows_of"]

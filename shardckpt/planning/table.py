@@ -72,13 +72,17 @@ class Table(NamedTuple):
         """Elements of every box."""
         return self.extent.prod(1)
 
-    def rows(self, which: torch.Tensor) -> Table:
+    def rows(self, which: torch.Tensor | slice) -> Table:
         """Some of the rows."""
         return Table(self.whole[which], self.offset[which], self.extent[which])
 
     def widened(self, axes: int) -> Table:
         """The same boxes with at least so many axes."""
         return Table(self.whole, _widened(self.offset, axes, 0), _widened(self.extent, axes, 1))
+
+    def narrowed(self, axes: int) -> Table:
+        """The same boxes with their first axes alone."""
+        return Table(self.whole, self.offset[:, :axes], self.extent[:, :axes])
 
     def hashes(self) -> torch.Tensor:
         """A number a row, equal where rows are: for sorting and matching, not for trust."""
@@ -110,10 +114,17 @@ def distinct(column: torch.Tensor) -> torch.Tensor:
 
 
 def spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Every value as often as its count says; ``repeat_interleave`` wakes torch's threads for a handful already."""
-    ends = counts.cumsum(0)
+    """Every value as often as its count says."""
+    return values[numbered(counts.cumsum(0))]
+
+
+def numbered(ends: torch.Tensor) -> torch.Tensor:
+    """For every row, the number of the run that it is in, by the rows at which the runs end.
+
+    (``repeat_interleave`` wakes torch's threads for a handful already.)
+    """
     total = int(ends[-1]) if len(ends) else 0
-    return values[torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)]
+    return torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)
 
 
 def matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
@@ -235,6 +246,7 @@ __all__ = [
     "joined",
     "matrix",
     "misfits",
+    "numbered",
     "same",
     "spread",
     "weigh",

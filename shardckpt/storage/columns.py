@@ -70,12 +70,14 @@ class Columns:
         if not column["data"]:  # of which torch makes no tensor
             return torch.empty(column["shape"], dtype=torch.int64, device="cpu")
         found = torch.frombuffer(column["data"], dtype=dtype).to(torch.int64)
+        if dtype is not torch.uint8 and int(found.min()) < 0:
+            raise CorruptCheckpointError(f"{self._source}: its column {name!r} has {int(found.min())}")
         return found if len(column["shape"]) == 1 else found.view(column["shape"])
 
     def texts(self, name: str) -> list[str]:
         """A column of text."""
         try:
-            found = json.loads(self._column(name)["data"])
+            found = json.loads(self._column(name)["data"].decode())
         except (ValueError, RecursionError) as exc:
             raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not JSON: {exc}") from exc
         if not isinstance(found, list) or not set(map(type, found)) <= {str}:

@@ -10,7 +10,7 @@ import stat
 import sys
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.storage.remote import RemotePath
@@ -113,16 +113,16 @@ def close_file(fd: int) -> None:
         os.close(fd)
 
 
-def patiently(call: Callable[[], _T]) -> _T:
+def patiently(call: Callable[..., _T], *args: Any) -> _T:
     """What the call returns; where it fails with one of ``TRANSIENT``, it is tried again a few times."""
     for pause in _PAUSES:
         try:
-            return call()
+            return call(*args)
         except OSError as exc:
             if exc.errno not in TRANSIENT:
                 raise
         time.sleep(pause)
-    return call()
+    return call(*args)
 
 
 def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int, what: str = "") -> None:
@@ -148,7 +148,7 @@ def write_some(
     """One write of at least one byte; how many were written. Error numbers that are ``expected`` stay OSErrors."""
     what = f"{what} " * bool(what)
     try:
-        done = patiently(lambda: os.pwritev(fd, buffers, offset))
+        done = patiently(os.pwritev, fd, buffers, offset)
     except OSError as exc:
         if exc.errno in expected:
             raise
@@ -211,7 +211,7 @@ def exchange(a: Path, b: Path) -> bool:
 def _read_some(fd: int, path: Path, buffer: memoryview, offset: int) -> int:
     """One read into the beginning of the buffer; how many bytes came, 0 at the file's end."""
     try:
-        return patiently(lambda: os.preadv(fd, [buffer], offset))
+        return patiently(os.preadv, fd, [buffer], offset)
     except OSError:
         with naming(f"read at offset {offset} of", path):
             raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +28,8 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 _start_of_bytes = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
+#: All that follows an address, to take as much of it as is there: ctypes makes a class for every length of an array.
+_Following: Any = ctypes.c_char * sys.maxsize
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -56,9 +59,7 @@ def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
     data: bytes = _new_bytes(None, nbytes)
     if not nbytes:
         return data, memoryview(bytearray())
-    array = (ctypes.c_char * nbytes).from_address(_start_of_bytes(data))
-    array.owner = data  # type: ignore[attr-defined]
-    return data, memoryview(array).cast("B")
+    return data, _memory(_start_of_bytes(data), nbytes, data)
 
 
 def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,11 +132,14 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
 def _view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     nbytes = tensor.nbytes
-    if not nbytes:
-        return memoryview(bytearray())
-    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+    return _memory(tensor.data_ptr(), nbytes, tensor) if nbytes else memoryview(bytearray())
+
+
+def _memory(address: int, nbytes: int, owner: Any) -> memoryview:
+    """Bytes at an address, which keep their owner alive."""
+    array = _Following.from_address(address)
+    array.owner = owner
+    return memoryview(array).cast("B")[:nbytes]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import Segments
-from shardckpt.storage.filesystem import close_file, open_existing, same_file, status
+from shardckpt.storage.filesystem import check_file_name, close_file, open_existing, same_file, status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import os
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
@@ -35,8 +34,8 @@ class OpenFile:
         self.name = path.name
         self.fd, self.size = open_existing(path)
         self.is_open = True
-        self._status = status(self.fd)
         self.users = 0
+        self._status: os.stat_result | None = None
         self._record = record
         self._algorithm = algorithm
         self._segments: Segments | None = None
@@ -58,10 +57,8 @@ class OpenFile:
                 raise CorruptCheckpointError(f"{self.path}: {exc}") from exc
         return self._segments
 
-    def open(self) -> None:
-        """Open it again."""
-        if self.is_open:
-            return
+    def open_again(self) -> None:
+        """Open it after :meth:`pause`, if it is still the same."""
         fd, size = open_existing(self.path)
         if not same_file(self._status, status(fd)):
             close_file(fd)
@@ -76,8 +73,13 @@ class OpenFile:
             )
         self.fd, self.is_open = fd, True
 
+    def pause(self) -> None:
+        """Close it for now."""
+        self._status = status(self.fd)
+        self.close()
+
     def close(self) -> None:
-        """Close it, for now or for good."""
+        """Close it."""
         if self.is_open:
             self.is_open = False
             close_file(self.fd)
@@ -87,44 +89,57 @@ class OpenFiles:
     """Files by name, those not used for longest closed where too many are open; for several threads.
 
     Args:
-        open_one: Opens a file by its name.
+        directory: Where they are.
+        records: What was written, by name; None if that is not known.
+        algorithm: Of their digests, if they are to be checked.
     """
 
-    def __init__(self, open_one: Callable[[str], OpenFile]) -> None:
-        self._open_one = open_one
+    def __init__(self, directory: Path, records: dict[str, FileRecord] | None, algorithm: str | None) -> None:
+        self._directory = directory
+        self._records = records
+        self._algorithm = algorithm
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
         #: Those that are open, the last used one last.
         self._open: dict[str, OpenFile] = {}
+
+    def opened(self, name: str) -> OpenFile:
+        """The file, opened for the caller alone, who closes it."""
+        path = self._directory / check_file_name(name)
+        record = None if self._records is None else self._records.get(name)
+        if self._records is not None and record is None:
+            raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
+        return OpenFile(path, record, self._algorithm)
 
     def get(self, name: str) -> OpenFile:
         """The file, opened when it is first asked for."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                file = self._files[name] = self._open_one(name)
+                file = self._files[name] = self.opened(name)
                 self._used(file)
             return file
 
-    @contextmanager
-    def lent(self, name: str) -> Iterator[OpenFile]:
-        """The file, which stays open as long as it is read."""
+    def take(self, name: str) -> OpenFile:
+        """The file, which stays open until it is given back."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                file = self._files[name] = self._open_one(name)
-            file.open()
+                file = self._files[name] = self.opened(name)
+            if not file.is_open:
+                file.open_again()
             file.users += 1
             self._used(file)
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.users -= 1
-                if not file.users and self._files.get(file.name) is not file:  # close() came before
-                    if self._open.get(file.name) is file:
-                        del self._open[file.name]
-                    file.close()
+            return file
+
+    def give_back(self, file: OpenFile) -> None:
+        """What :meth:`take` has given is not read any more."""
+        with self._lock:
+            file.users -= 1
+            if not file.users and self._files.get(file.name) is not file:  # close() came before
+                if self._open.get(file.name) is file:
+                    del self._open[file.name]
+                file.close()
 
     def close(self) -> None:
         """Close all files; one that is being read, as soon as it is not."""
@@ -141,7 +156,7 @@ class OpenFiles:
         if len(self._open) > OPEN_FILES:
             for name, idle in list(self._open.items())[:-OPEN_FILES]:
                 if not idle.users:
-                    idle.close()
+                    idle.pause()
                     del self._open[name]
 
 

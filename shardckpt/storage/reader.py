@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,19 +62,17 @@ class CheckpointReader:
     def __init__(self, directory: Path, manifest: Manifest, *, verify: bool | None = None) -> None:
         self.directory = directory
         self.manifest = manifest
-        self._verify = settings.verify_reads() if verify is None else verify
         record = manifest.record
         self._records = None if record is None else {file.name: file for file in record.files}
-        self._algorithm = record.digest_algorithm if record is not None and self._verify else None
-        if self._algorithm is not None:
+        verify = settings.verify_reads() if verify is None else verify
+        algorithm = record.digest_algorithm if record is not None and verify else None
+        if algorithm is not None:
             try:
-                self._digest: Digest = digest_function(self._algorithm)
+                self._digest: Digest = digest_function(algorithm)
             except CheckpointingException as exc:
                 raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
-        self._files = OpenFiles(self._opened)
+        self._files = OpenFiles(directory, self._records, algorithm)
         self._is_remote = isinstance(directory, RemotePath)
-        self._threads = settings.remote_threads() if self._is_remote else settings.io_threads()
-        self._workers = Workers(self._threads, "shardckpt-read")
         self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
         self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
         self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
@@ -82,12 +81,13 @@ class CheckpointReader:
 
     def has(self, name: str) -> bool:
         """Whether the file belongs to the checkpoint."""
+        if self._records is not None and name in self._records:
+            return True
         path = self.directory / check_file_name(name)
-        if self._records is None:
-            return is_there(path)
-        if name not in self._records and is_there(path):
+        found = is_there(path)
+        if found and self._records is not None:
             raise CorruptCheckpointError(f"{path} is there and {RECORD_NAME} does not name it: one of them is damaged")
-        return name in self._records
+        return found
 
     def size(self, name: str) -> int:
         """Bytes of the file."""
@@ -99,17 +99,23 @@ class CheckpointReader:
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Bytes of a range; ``what`` (a key) is named in errors."""
-        with self._files.lent(name) as file:
+        file = self._files.take(name)
+        try:
             _check_range(file, offset, nbytes, what)
             data, view = unfilled_bytes(nbytes)
             self._fill(file, offset, view, what)
+        finally:
+            self._files.give_back(file)
         return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
         """Fill writable memory from the range that begins at ``offset``; what is large is shared among threads."""
-        with self._files.lent(name) as file:
+        file = self._files.take(name)
+        try:
             _check_range(file, offset, buffer.nbytes, what)
             self._fill(file, offset, buffer.cast("B"), what)
+        finally:
+            self._files.give_back(file)
 
     def read_pieces(
         self,
@@ -131,20 +137,23 @@ class CheckpointReader:
             what: A key, named in errors.
             pinned: Whether a CUDA device shall copy from the memory behind the host's back.
         """
-        with self._files.lent(name) as file:
+        file = self._files.take(name)
+        try:
             _check_range(file, elements.start, elements.stop - elements.start, what)
 
             def pieces(batch: list[Span]) -> None:
                 self._deliver(file, batch, elements, take, what, pinned=pinned)
 
             self._share(pieces, cut(file.segments, ranges, self._piece_bytes, elements))
+        finally:
+            self._files.give_back(file)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
 
         The file is open only meanwhile, so that there may be more files than descriptors.
         """
-        file = self._opened(name)
+        file = self._files.opened(name)
         try:
             buffer = memoryview(bytearray(min(file.size, self._block_bytes)))
             for span in cut(file.segments, [(0, file.size)], self._block_bytes, Elements(0, file.size)):
@@ -176,7 +185,7 @@ class CheckpointReader:
         sizes = [size(item) for item in items]
         least, enough = (0, 0) if self._is_remote else (_WORTH_A_THREAD, _WORTH_THREADS)
         large = [n for n, nbytes in enumerate(sizes) if nbytes >= least]
-        if self._threads == 1 or not large or sum(sizes[n] for n in large) < enough:
+        if not large or sum(sizes[n] for n in large) < enough:
             return [function(item) for item in items]
         small = ((n, items[n]) for n, nbytes in enumerate(sizes) if nbytes < least)
         results = self._workers.each(function, ((n, items[n]) for n in large), small)
@@ -194,12 +203,10 @@ class CheckpointReader:
     ) -> None:
         self.close()
 
-    def _opened(self, name: str) -> OpenFile:
-        path = self.directory / check_file_name(name)
-        record = None if self._records is None else self._records.get(name)
-        if self._records is not None and record is None:
-            raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
-        return OpenFile(path, record, self._algorithm)
+    @cached_property
+    def _workers(self) -> Workers:
+        threads = settings.remote_threads() if self._is_remote else settings.io_threads()
+        return Workers(threads, "shardckpt-read")
 
     def _share(self, function: Callable[[list[Span]], None], spans: Iterator[Span]) -> None:
         """``function`` of all spans in batches, by all threads if there are several batches."""
@@ -209,9 +216,6 @@ class CheckpointReader:
             return
         if second is None:
             function(first)
-        elif self._threads == 1:
-            for batch in chain((first, second), found):
-                function(batch)
         else:
             self._workers.each(function, enumerate(chain((first, second), found)))
 
@@ -220,8 +224,10 @@ class CheckpointReader:
 
         def fill(some: Iterable[Span]) -> None:
             for span in some:
-                low, high = max(span.start, offset), min(span.stop, stop)
-                self._read_part(file, span, low, buffer[low - offset : high - offset], what)
+                if offset <= span.start and span.stop <= stop:
+                    self._read(file, span, buffer[span.start - offset : span.stop - offset], what)
+                else:
+                    self._read_part(file, span, offset, buffer, what)
 
         spans = cut(file.segments, ((offset, stop),), self._request_bytes, Elements(offset, stop))
         if buffer.nbytes <= _BATCH_BYTES:
@@ -229,16 +235,12 @@ class CheckpointReader:
         else:
             self._share(fill, spans)
 
-    def _read_part(self, file: OpenFile, span: Span, low: int, target: memoryview, what: str) -> None:
-        """Read a span of which the bytes from ``low`` on are wanted."""
-        nbytes = span.stop - span.start
-        if target.nbytes == nbytes:
-            self._read(file, span, target, what)
-            return
-        with self._buffers.lent(nbytes) as buffer:
-            self._read(file, span, buffer[:nbytes], what)
-            first = low - span.start
-            target[:] = buffer[first : first + target.nbytes]
+    def _read_part(self, file: OpenFile, span: Span, offset: int, target: memoryview, what: str) -> None:
+        """Read a span of which not all bytes are for memory that is filled from ``offset`` on."""
+        low, high = max(span.start, offset), min(span.stop, offset + target.nbytes)
+        with self._buffers.lent(span.stop - span.start) as buffer:
+            self._read(file, span, buffer[: span.stop - span.start], what)
+            target[low - offset : high - offset] = buffer[low - span.start : high - span.start]
 
     def _deliver(
         self, file: OpenFile, batch: list[Span], elements: Elements, take: Take, what: str, *, pinned: bool

@@ -73,11 +73,12 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
         what: A key, named in errors.
     """
     wanted = Box(start, tuple(target.shape))
-    if not wanted.volume:
+    volume = wanted.volume
+    if not volume:
         return
     ranges = _ranges(stored, wanted)
     first, itemsize = next(ranges), stored.dtype.itemsize
-    if first[1] - first[0] == wanted.volume * itemsize and _takes_bytes(target, stored.dtype):
+    if first[1] - first[0] == volume * itemsize and _takes_bytes(target, stored.dtype):
         source.read_into(stored.file, first[0], tensor_bytes(target), what)
         return
     elements = Elements(stored.offset, stored.offset + math.prod(stored.shape) * itemsize, itemsize)
@@ -138,17 +139,17 @@ def _waiter(device: torch.device) -> Callable[[], None] | None:
 def _ranges(stored: StoredArray, wanted: Box) -> Iterator[tuple[int, int]]:
     """(start, stop) in the file of what a box spans, without the gaps that are worth it, in file order."""
     step = span = stored.dtype.itemsize
-    steps, spans = list[int](), [span]  # of an index along each axis; of the box along its last axes, one more each
-    for size, length in zip(reversed(stored.shape), reversed(wanted.shape), strict=True):
-        steps.insert(0, step)
-        span += (length - 1) * step
-        spans.insert(0, span)
+    base, outer = stored.offset, list[range]()
+    for size, first, length in zip(*map(reversed, (stored.shape, *wanted)), strict=True):
+        if not outer and step - span < _GAP:
+            span += (length - 1) * step
+        else:
+            outer.append(range(0, length * step, step))
+        base += first * step
         step *= size
-    depth = next((axis for axis, step in enumerate(steps) if step - spans[axis + 1] < _GAP), len(steps))
-    base = stored.offset + sum(index * step for index, step in zip(wanted.offset, steps, strict=True))
-    for index in product(*map(range, wanted.shape[:depth])):
-        start = base + sum(place * step for place, step in zip(index, steps, strict=False))
-        yield start, start + spans[depth]
+    for steps in product(*reversed(outer)):
+        start = base + sum(steps)
+        yield start, start + span
 
 
 __all__ = ["Source", "StoredArray", "read_box"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning.table import Table, integers, matrix, spread
+from shardckpt.planning.table import Table, integers, matrix, numbered
 from shardckpt.storage.columns import Columns, pack
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt_torch_dist.stored import Chunks, Item, StoredIndex, object_key
@@ -80,10 +81,8 @@ def _parsed(columns: Columns) -> StoredIndex:
     keys = [*wholes.keys, *columns.texts("objects")]
     if len(set(keys)) < len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys, of which {len(set(keys))} differ")
-    chunks = _chunks(columns, wholes, bounds.diff(), len(files))
-    axes = wholes.axes.tolist()
-    shapes = [tuple(sizes[:count]) for sizes, count in zip(wholes.shapes.tolist(), axes, strict=True)]
-    return StoredIndex(wholes.keys, wholes.dtypes, shapes, bounds, chunks, files, objects)
+    chunks = _chunks(columns, wholes, bounds, len(files))
+    return StoredIndex(wholes.keys, wholes.dtypes, wholes.shapes, bounds, chunks, files, objects)
 
 
 class _Wholes(NamedTuple):
@@ -92,18 +91,20 @@ class _Wholes(NamedTuple):
     Attributes:
         keys: Of them.
         dtypes: Of every one.
+        shapes: Of every one.
         itemsizes: int64 of shape (n,).
-        axes: int64 of shape (n,): how many.
-        shapes: int64 of shape (n, most axes); 1 along axes that a tensor lacks.
-        least: int64 of the same shape: 1 along those axes, 0 along others.
+        sizes: int64 of shape (n, most axes): the shapes, and 1 along axes that a tensor lacks.
+        lacked: bool of the same shape: which axes those are.
+        huge: Whether a box in one may have more elements than can be counted.
     """
 
     keys: list[str]
     dtypes: list[torch.dtype]
+    shapes: list[Ints]
     itemsizes: torch.Tensor
-    axes: torch.Tensor
-    shapes: torch.Tensor
-    least: torch.Tensor
+    sizes: torch.Tensor
+    lacked: torch.Tensor
+    huge: bool
 
 
 def _wholes(columns: Columns) -> _Wholes:
@@ -112,11 +113,15 @@ def _wholes(columns: Columns) -> _Wholes:
         raise CorruptCheckpointError(f"it has {len(keys)} keys and {len(names)} dtypes")
     dtypes = _dtypes(names)
     axes = _integers(columns, "axes", (len(keys),))
-    width = int(axes.max()) if keys else 0
-    shapes = _integers(columns, "shapes", (len(keys), width))
+    counts = axes.tolist()
+    width = max(counts, default=0)
+    sizes = _integers(columns, "shapes", (len(keys), width))
     lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
-    _all_fine((shapes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
-    return _Wholes(keys, dtypes, integers([dtype.itemsize for dtype in dtypes]), axes, shapes, lacked.to(torch.int64))
+    if min(counts, default=0) < width:
+        _all_fine((sizes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
+    shapes = [tuple(row[:count]) for row, count in zip(sizes.tolist(), counts, strict=True)]
+    huge = bool(keys) and math.prod(sizes.amax(0).tolist()) >= _COUNTABLE
+    return _Wholes(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
 
 
 def _dtypes(names: list[str]) -> list[torch.dtype]:
@@ -131,7 +136,7 @@ def _dtypes(names: list[str]) -> list[torch.dtype]:
 
 def _bounds(columns: Columns, count: int) -> torch.Tensor:
     bounds = _integers(columns, "bounds", (count + 1,))
-    if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
+    if int(bounds[0]) != 0 or not bool((bounds[:-1] <= bounds[1:]).all()):
         raise CorruptCheckpointError("its column 'bounds' does not ascend from 0")
     return bounds
 
@@ -149,14 +154,12 @@ def _objects(columns: Columns, files: list[str]) -> dict[str, Item]:
     return {key: Item(files[row[0]], *row[1:]) for key, row in zip(keys, places.tolist(), strict=True)}
 
 
-def _chunks(columns: Columns, wholes: _Wholes, counts: torch.Tensor, files: int) -> Chunks:
-    count = int(counts.sum())
+def _chunks(columns: Columns, wholes: _Wholes, bounds: torch.Tensor, files: int) -> Chunks:
+    count = int(bounds[-1])
     file, start, length = (_integers(columns, name, (count,)) for name in ("file", "start", "length"))
-    offset, extent = (_integers(columns, name, (count, wholes.shapes.shape[1])) for name in ("offset", "extent"))
-    numbers = torch.arange(len(wholes.keys), device="cpu")
-    table = Table(spread(numbers, counts), offset, extent)
-    first = torch.zeros(1, dtype=torch.int64, device="cpu").expand(count)
-    chunks = Chunks(table, file, start, length, first, table.volume())
+    offset, extent = (_integers(columns, name, (count, wholes.sizes.shape[1])) for name in ("offset", "extent"))
+    table = Table(numbered(bounds[1:]), offset, extent)
+    chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
     for row in range(0, count, _BLOCK):
         _check(chunks, slice(row, row + _BLOCK), wholes, files)
     return chunks
@@ -165,12 +168,13 @@ def _chunks(columns: Columns, wholes: _Wholes, counts: torch.Tensor, files: int)
 def _check(chunks: Chunks, rows: slice, wholes: _Wholes, files: int) -> None:
     """Whether the boxes are inside their tensors, and their archives, large enough for them, inside files."""
     whole, extent, length = chunks.box.whole[rows], chunks.box.extent[rows], chunks.length[rows]
-    inside = chunks.box.offset[rows] <= wholes.shapes.index_select(0, whole) - extent
-    inside &= extent >= wholes.least.index_select(0, whole)
-    counted = extent.double().prod(1) < _COUNTABLE
+    inside = chunks.box.offset[rows] <= wholes.sizes.index_select(0, whole) - extent
+    inside &= extent >= wholes.lacked.index_select(0, whole)
+    inside = inside.all(1)
+    counted = extent.double().prod(1) < _COUNTABLE if wholes.huge else inside
     in_file = (chunks.file[rows] < files) & (chunks.start[rows] <= _LARGEST - length)
     large_enough = chunks.volume[rows] * wholes.itemsizes.index_select(0, whole) <= length
-    if bool((inside.all(1) & counted & in_file & large_enough).all()):
+    if bool((inside & counted & in_file & large_enough).all()):
         return
     _all_fine(inside, wholes.keys, "has a chunk that is not inside its shape", whole)
     _all_fine(counted, wholes.keys, "has a chunk of more elements than can be", whole)
@@ -179,12 +183,10 @@ def _check(chunks: Chunks, rows: slice, wholes: _Wholes, files: int) -> None:
 
 
 def _integers(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
-    """A column of integers that are not negative."""
+    """A column of integers, of the shape that it must have."""
     found = columns.integers(name)
     if found.shape != shape:
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected {shape}")
-    if found.numel() and int(found.min()) < 0:
-        raise CorruptCheckpointError(f"its column {name!r} has {int(found.min())}")
     return found
 
 

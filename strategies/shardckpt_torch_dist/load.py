@@ -56,7 +56,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
             found = load_bytes(read_object(reader, index.common, "common state"), "common state", context.allow_globals)
             return found[0]  # type: ignore[no-any-return]
         if reader.has(COMMON_FILE):
-            source = str(reader.directory / COMMON_FILE)
+            source = f"{reader.directory}/{COMMON_FILE}"
             return load_bytes(reader.read(COMMON_FILE), source, context.allow_globals)  # type: ignore[no-any-return]
         return _loose_state(index, context)
 

@@ -119,23 +119,23 @@ class StoredIndex:
     def _tensors(self) -> dict[int, StoredTensor]:
         return {}
 
-    def chunks_of(self, rows: torch.Tensor | slice, axes: int) -> Iterator[Chunk]:
-        """Some rows as objects, their boxes with so many axes."""
-        columns, box = self.chunks, self.chunks.box
+    def chunks_of(self, rows: torch.Tensor | slice, boxes: Table) -> Iterator[Chunk]:
+        """Some rows, of which the boxes are given, as objects."""
+        columns = self.chunks
         items = map(
             Item,
             map(self.files.__getitem__, columns.file[rows].tolist()),
             columns.start[rows].tolist(),
             columns.length[rows].tolist(),
         )
-        corners = (map(tuple, column[rows, :axes].tolist()) for column in (box.offset, box.extent))
+        corners = (map(tuple, column.tolist()) for column in (boxes.offset, boxes.extent))
         return map(Chunk, map(Box, *corners), items, columns.first[rows].tolist(), columns.volume[rows].tolist())
 
     def tensor(self, number: int) -> StoredTensor:
         """A tensor's chunks as objects, made once."""
         if number not in self._tensors:
             shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
-            chunks = self.chunks_of(rows, len(shape))
+            chunks = self.chunks_of(rows, self.chunks.box.rows(rows).narrowed(len(shape)))
             self._tensors[number] = StoredTensor(
                 self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
             )

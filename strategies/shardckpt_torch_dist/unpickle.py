@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _compat_pickle
+import functools
 import io
 import pickle
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -223,15 +224,14 @@ def load_object(
         allow_globals: Classes and functions that the caller allows, besides torch's registered safe globals; each
             by itself, or as (class or function, "module.name").
     """
-    registered = filter(_of_the_user, map(_named, torch.serialization.get_safe_globals()))
-    allowed = dict((*registered, *map(_named, allow_globals)))
+    allowed = functools.cache(lambda: _allowed(allow_globals))  # hardly any pickle needs it
 
     def extra(module: str, name: str) -> Any:
         ours = torch_global(module, name) or numpy_global(module, name)
         if ours is not None:  # whatever is allowed: numpy's own corrupt memory
             return ours
-        if (module, name) in allowed:
-            return allowed[module, name]
+        if (module, name) in allowed():
+            return allowed()[module, name]
         return stand_in(module, name) if module.partition(".")[0] in STAND_IN_PACKAGES else None
 
     return _load(_ObjectUnpickler(data, source, extra, storage), source)
@@ -242,6 +242,12 @@ def _python3(module: str, name: str) -> tuple[str, str]:
     if (module, name) in _compat_pickle.NAME_MAPPING:
         return _compat_pickle.NAME_MAPPING[module, name]
     return _compat_pickle.IMPORT_MAPPING.get(module, module), name
+
+
+def _allowed(allow_globals: Iterable[Any]) -> dict[tuple[str, str], Any]:
+    """What the user allows, by the (module, name) that pickles write."""
+    registered = filter(_of_the_user, map(_named, torch.serialization.get_safe_globals()))
+    return dict((*registered, *map(_named, allow_globals)))
 
 
 def _named(item: Any) -> tuple[tuple[str, str], Any]:

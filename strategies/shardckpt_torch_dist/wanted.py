@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedTensor
     from shardckpt.planning.table import Table
     from shardckpt.storage.reader import CheckpointReader
-    from shardckpt_torch_dist.stored import Chunk, StoredIndex
+    from shardckpt_torch_dist.stored import Chunk, Item, StoredIndex
 
 
 class Region(NamedTuple):
@@ -90,14 +90,14 @@ class WantedTensors:
         for shard in self.shards:
             shard.init_data("cpu")
         views = [_view(shard) for shard in self.shards]
-        found, axes = self._in_file_order(), self._wanted.offset.shape[1]
+        found, axes = self._found, self._wanted.offset.shape[1]
         stored = self._index.chunks.box.rows(found.stored).widened(axes)
         entire = (found.extent == stored.extent).all(1).tolist()
         filled = (found.extent == self._wanted.extent[found.wanted]).all(1).tolist()
         start = (found.offset - stored.offset).tolist()
         low = (found.offset - self._wanted.offset[found.wanted]).tolist()
         extent = found.extent.tolist()
-        chunks = self._index.chunks_of(found.stored, axes)
+        chunks = self._index.chunks_of(found.stored, stored)
         regions = []
         for place, (wanted, number, chunk) in enumerate(
             zip(found.wanted.tolist(), stored.whole.tolist(), chunks, strict=True)
@@ -109,13 +109,13 @@ class WantedTensors:
                     target = target.narrow(axis, low[place][axis], extent[place][axis])
             stored_chunk = chunk if dims == axes else _with_axes(chunk, dims)
             regions.append(Region(number, stored_chunk, tuple(start[place][:dims]), target, entire[place]))
+        regions.sort(key=_place)
         return regions
 
-    def _in_file_order(self) -> Overlaps:
-        chunks, stored = self._index.chunks, self._found.stored
-        order = chunks.start[stored].argsort(stable=True)
-        order = order[chunks.file[stored[order]].argsort(stable=True)]
-        return Overlaps(*(column[order] for column in self._found))
+
+def _place(region: Region) -> Item:
+    """Where it is read; places sort by file and offset."""
+    return region.chunk.item
 
 
 def _view(shard: ShardedTensor) -> torch.Tensor:
@@ -140,9 +140,9 @@ def _covered(wanted: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor
     """Whether every element of each wanted box is stored once: in a chunk of that box, or in chunks that tile all."""
     volume = torch.zeros_like(wanted.whole).index_add_(0, found.wanted, found.extent.prod(1))
     sound = volume == wanted.volume()
-    apart = (found.extent != wanted.widened(found.extent.shape[1]).extent[found.wanted]).any(1)
-    wholes = distinct(wanted.whole[found.wanted[apart]])
-    if len(wholes):
+    alone = (found.extent == wanted.widened(found.extent.shape[1]).extent[found.wanted]).all(1)
+    if not bool(alone.all()):
+        wholes = distinct(wanted.whole[found.wanted[~alone]])
         stored = index.chunks.box.rows(rows_of(wholes, index.bounds))
         numbered = stored._replace(whole=torch.searchsorted(wholes, stored.whole))
         wrong = misfits(numbered, [index.shapes[number] for number in wholes.tolist()])

@@ -39,10 +39,14 @@ def test_a_cut_table_is_refused(cut: int) -> None:
 
 
 def test_columns_of_another_kind_are_refused() -> None:
-    """A column that is missing, no integers, or no list of text is named."""
+    """A column that is missing, no integers, has negative ones, or is no list of text is named."""
     found = Columns(
         safetensors.torch.save(
-            {"f": torch.ones(2), "j": torch.tensor(list(json.dumps({}).encode()), dtype=torch.uint8)}
+            {
+                "f": torch.ones(2),
+                "n": torch.tensor([1, -2]),
+                "j": torch.tensor(list(json.dumps({}).encode()), dtype=torch.uint8),
+            }
         ),
         "here",
     )
@@ -50,5 +54,7 @@ def test_columns_of_another_kind_are_refused() -> None:
         found.integers("absent")
     with pytest.raises(CorruptCheckpointError, match="'f'"):
         found.integers("f")
+    with pytest.raises(CorruptCheckpointError, match="'n' has -2"):
+        found.integers("n")
     with pytest.raises(CorruptCheckpointError, match="'j'"):
         found.texts("j")
