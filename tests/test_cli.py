@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -98,3 +100,16 @@ def test_a_wrong_call_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main(["nonsense"])
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_who_reads_a_listing_may_stop(tmp_path: Path) -> None:
+    """``shardckpt inspect PATH | head -1`` ends without a word about the pipe."""
+    dc.save({f"o{n}": ShardedObject(f"object.{n}", n, (1,), (0,)) for n in range(3000)}, tmp_path / "c")
+    command = [sys.executable, "-m", "shardckpt", "inspect", str(tmp_path / "c")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert process.stderr is not None
+        assert process.stderr.read() == ""

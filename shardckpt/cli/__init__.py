@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+#: What shells say of a program that was ended by SIGPIPE.
+_NOBODY_READS = 128 + 13
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; 0 on success, 1 with the reason on standard error, 2 for a wrong call."""
+    """Run a verb; 0 on success, 1 with the reason on standard error, 2 for a wrong call, 141 where nobody reads on."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options) or 0)
+        code = int(options.run(options) or 0)
+        sys.stdout.flush()
+    except BrokenPipeError:  # ``shardckpt inspect PATH | head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return _NOBODY_READS
     except CheckpointingException as exc:
         print(f"shardckpt {options.verb}: {exc}", file=sys.stderr)
         return 1
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
