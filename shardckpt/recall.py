@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from numbers import Integral
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.memory import ORDINARY
+from shardckpt.strategy import AsyncSaveStrategy, is_recalled
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    import torch
-
     from shardckpt.comm import Comm
     from shardckpt.mapping import ShardedBase
-    from shardckpt.strategy import AsyncSaveStrategy, PrepareAgain
+    from shardckpt.strategy import PrepareAgain, SaveStrategy
 
+_LASTING = (Integral, str, type(None), torch.dtype)
 #: Saves that are remembered: a job may save two states in turn.
 _KEPT = 2
 _OF_OBJECTS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
@@ -93,7 +96,7 @@ class Recall:
     def __init__(self) -> None:
         self._kept: list[Remembered] = []
 
-    def see(self, shards: Sequence[ShardedBase], saver: AsyncSaveStrategy, comm: Comm, *, validate: bool) -> Sighting:
+    def see(self, shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm, *, validate: bool) -> Sighting:
         """Look whether all ranks have saved these shards before, together; all call it.
 
         Args:
@@ -103,10 +106,12 @@ class Recall:
             validate: Whether only a save will do whose shards were found to fit together.
         """
         with comm.task("comparing shards with the last save's"):
-            who = (saver.plans_like, tuple(comm.members), comm.rank)
-            description = _describe(shards)
-            fitting = (r for r in self._kept if r.who == who and (r.validated or not validate))
-            known = next((r for r in fitting if r.description == description), None)
+            description = who = known = None
+            if isinstance(saver, AsyncSaveStrategy) and is_recalled(saver):
+                who = (saver.plans_like, tuple(comm.members), comm.rank)
+                description = describe(shards)
+                fitting = (r for r in self._kept if r.who == who and (r.validated or not validate))
+                known = next((r for r in fitting if _same(r.description, description)), None)
         same = comm.all_alike(os.urandom(16) if known is None else known.save_id.encode())
         return Sighting(who, description, known if same else None)
 
@@ -125,7 +130,8 @@ class Recall:
         self._kept = []
 
 
-def _describe(shards: Sequence[ShardedBase]) -> Description | None:
+def describe(shards: Sequence[ShardedBase]) -> Description | None:
+    """What shards say of themselves; None if they, or their tensors, are of classes that may have more to say."""
     tensors = [shard for shard in shards if type(shard) is ShardedTensor]
     objects = [shard for shard in shards if type(shard) is ShardedObject]
     data: list[Any] = [shard.data for shard in tensors]
@@ -143,13 +149,19 @@ def _columns(names: Iterable[str], shards: Sequence[ShardedBase]) -> Iterator[li
     return (list(map(attrgetter(name), shards)) for name in names)
 
 
-def _is_lasting(description: Description) -> bool:
-    """Whether the caller cannot change what it holds: no list, and nothing like it, stands in a field."""
+def _same(one: Description, other: Description | None) -> bool:
     try:
-        hash(tuple(map(tuple, description.fields)))
-    except TypeError:
+        return one == other
+    except Exception:  # noqa: BLE001 - arrays do not say yes or no; they are not what is remembered
         return False
-    return True
 
 
-__all__ = ["Description", "Recall", "Remembered", "Sighting"]
+def _is_lasting(description: Description) -> bool:
+    """Whether the caller cannot change what it holds: all fields are numbers, texts, dtypes, and tuples of them."""
+    values = [value for column in description.fields for value in column]
+    kinds = {type(value) for value in values if not isinstance(value, tuple)}
+    kinds.update(type(part) for value in values if isinstance(value, tuple) for part in value)
+    return all(issubclass(kind, _LASTING) for kind in kinds)
+
+
+__all__ = ["Description", "Recall", "Remembered", "Sighting", "describe"]

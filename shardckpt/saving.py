@@ -11,7 +11,7 @@ from shardckpt.operation import Operation
 from shardckpt.registry import parse_key
 from shardckpt.replicas import settle_replicas
 from shardckpt.state_dict import checked_copy, nested_values, take_apart
-from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
+from shardckpt.strategy import SaveContext, SaveStrategy
 from shardckpt.transaction import Identity, commit_files
 from shardckpt.validation import compare_common, validate_shards
 
@@ -121,11 +121,11 @@ def check_state(
             overwrite=options.overwrite,
             verify_integrity=options.sha256,
         )
-        if recall is not None and isinstance(saver, AsyncSaveStrategy):
+        if recall is not None:
             sighting = recall.see(shards, saver, comm, validate=options.validate)
         is_known = sighting is not None and sighting.known is not None
-        if not is_known:
-            shards = _checked(shards, comm)
+        if not is_known:  # what is done to copies never reaches the caller's
+            shards = list(map(checked_copy, shards))
         shards = settle_replicas(shards, comm, compare=options.validate)
     if options.validate:
         with operation.step("validating"):
@@ -133,12 +133,6 @@ def check_state(
                 validate_shards(shards, comm)
             compare_common(common, options.preprocess_common, comm)
     return CheckedState(saver, shards, common, sighting)
-
-
-def _checked(shards: list[ShardedBase], comm: Comm) -> list[ShardedBase]:
-    """Copies, none of which contradicts itself: what is done to them never reaches the caller's."""
-    with comm.task("checking shards"):
-        return list(map(checked_copy, shards))
 
 
 def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:

@@ -111,7 +111,7 @@ class PreparedSave:
             are those of every rank's ``work.write``, in rank order, elsewhere there are none. It writes what names
             the rest. None, on all ranks, where the work writes everything.
         again: Prepares a save of shards that all ranks describe as they did here, with other values in their tensors
-            and objects; None where that is no easier than :meth:`AsyncSaveStrategy.prepare`.
+            and objects; asked for where the strategy's class is ``recalled``.
     """
 
     work: BackgroundWork
@@ -127,17 +127,25 @@ class PrepareAgain(Protocol):
     ) -> PreparedSave | None:
         """As :meth:`AsyncSaveStrategy.prepare`; None, on all ranks, if what is in the objects needs another plan.
 
-        The work's tensors have the dtypes, the shapes and the order of those before. The shards are the caller's own:
-        they stay as they are.
+        The work's tensors have the dtypes, the shapes and the order of those before, and are detached from the shards,
+        which are the caller's own and stay as they are.
         """
 
 
 class AsyncSaveStrategy(SaveStrategy):
-    """A save strategy whose writing needs no other rank, so that it can go on behind the training."""
+    """A save strategy whose writing needs no other rank, so that it can go on behind the training.
+
+    Attributes:
+        recalled: Whether a background save of shards that say of themselves what those of an earlier one said is left
+            to that one's :attr:`PreparedSave.again`, without a call of :meth:`prepare`. It is no subclass's, unless
+            that says so, too: a ``prepare`` of its own would not be called.
+    """
+
+    recalled: ClassVar[bool] = False
 
     @property
     def plans_like(self) -> Hashable:
-        """What strategies that plan alike have in common: one serves for another's ``again``. By default, itself."""
+        """What strategies that prepare alike have in common: one's ``again`` serves for all. By default, itself."""
         return self
 
     @abstractmethod
@@ -152,6 +160,11 @@ class AsyncSaveStrategy(SaveStrategy):
             result = prepared.work.write(context.writer)
         if prepared.finish is not None:
             prepared.finish(context.comm.gather(result), context)
+
+
+def is_recalled(strategy: SaveStrategy) -> bool:
+    """Whether the strategy's own class, and nobody who changed it, says that it is ``recalled``."""
+    return bool(vars(type(strategy)).get("recalled")) and "prepare" not in vars(strategy)
 
 
 class LoadStrategy(ABC):
@@ -267,4 +280,5 @@ __all__ = [
     "RemovesKeys",
     "SaveContext",
     "SaveStrategy",
+    "is_recalled",
 ]

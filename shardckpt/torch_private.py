@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,27 +57,11 @@ def empty_sharded_tensor_like(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-@functools.cache
-def can_copy(dtype: torch.dtype) -> bool:
-    """Whether torch copies tensors of this dtype as they are.
-
-    It does not know how to for its integers of less than a byte; quantized ones have scales beside their memory.
-    """
-    import torch
-
-    source, target = torch.zeros(2, 16, dtype=torch.uint8)
-    try:
-        target.view(dtype).copy_(source.view(dtype))
-    except (NotImplementedError, RuntimeError):
-        return False
-    return not str(dtype).startswith(("torch.qint", "torch.quint"))
-
-
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors, each into one of the same shape, by one call: a call for each costs more than to copy a few KiB."""
     import torch
 
-    with torch.no_grad():
+    with torch.inference_mode():  # neither gradients nor tangents
         torch._foreach_copy_(targets, sources)
 
 
@@ -89,7 +72,6 @@ def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
 
 
 __all__ = [
-    "can_copy",
     "copy_each",
     "empty_sharded_tensor_like",
     "group_timeout",

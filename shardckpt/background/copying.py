@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from shardckpt.storage.memory import (
     synchronize_devices,
 )
 from shardckpt.storage.workers import Workers
-from shardckpt.torch_private import can_copy, copy_each
+from shardckpt.torch_private import copy_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,9 @@ _FEW = 32768
 #: Small tensors that a thread takes at a time.
 _BATCH = 256
 
+#: Dtypes whose tensors are copied as bytes: torch has no copy of integers of less than a byte, makes bools what they
+#: mean, and has the scales of quantized ones elsewhere.
+_BY_BYTES = re.compile(r"torch\.(bool|bit|u?int[1-7]|qu?int.*)")
 _Move = tuple[int, int, int]  # to an address, from another, so many bytes
 
 
@@ -97,6 +101,9 @@ class Copies:
         keys: Whose they are, for errors.
         tensors: On any device, of any strides, quantized ones too.
         layout: Of an earlier copy of tensors with the same dtypes and shapes, to use it again.
+
+    Raises:
+        ShardingError: the tensors are not those that the layout is for.
     """
 
     def __init__(self, keys: Sequence[str], tensors: Sequence[torch.Tensor], layout: Layout | None = None) -> None:
@@ -106,9 +113,15 @@ class Copies:
         self._small: list[int] = []
         self._rows: list[int] = []
         self._others: list[int] = []
-        copied = {dtype for dtype in set(self.layout.dtypes) if can_copy(dtype)}
-        for number, (tensor, dtype) in enumerate(zip(tensors, self.layout.dtypes, strict=True)):
-            if tensor.numel() <= _FEW and dtype in copied and has_values_here(tensor):
+        copied = {dtype for dtype in set(self.layout.dtypes) if not _BY_BYTES.fullmatch(str(dtype))}
+        columns = zip(tensors, self.layout.dtypes, self.layout.sizes, strict=True)
+        for number, (tensor, dtype, nbytes) in enumerate(columns):
+            count = tensor.numel()
+            if count * dtype.itemsize != nbytes or tensor.dtype != dtype:
+                raise ShardingError(
+                    f"tensor {keys[number]!r}: {count} of {tensor.dtype}, not {nbytes} bytes of {dtype}"
+                )
+            if count <= _FEW and dtype in copied and has_values_here(tensor):
                 self._small.append(number)
             else:
                 (self._rows if is_ordinary(tensor) else self._others).append(number)
@@ -144,14 +157,11 @@ class Copies:
         moves: list[_Move] = []
         ahead = 0
         for number in self._rows:
-            target, source, nbytes = (
-                views[number].data_ptr(),
-                self._tensors[number].data_ptr(),
-                self.layout.sizes[number],
-            )
-            for start in range(0, nbytes, _PIECE):
-                moves.append((target + start, source + start, min(_PIECE, nbytes - start)))
-                ahead += moves[-1][2]
+            target, source = views[number].data_ptr(), self._tensors[number].data_ptr()
+            for start in range(0, self.layout.sizes[number], _PIECE):
+                nbytes = min(_PIECE, self.layout.sizes[number] - start)
+                moves.append((target + start, source + start, nbytes))
+                ahead += nbytes
                 if ahead >= _PIECE:
                     yield partial(_move, moves)
                     moves, ahead = [], 0
@@ -161,7 +171,15 @@ class Copies:
         """What copies the small ones."""
         for start in range(0, len(self._small), _BATCH):
             batch = self._small[start : start + _BATCH]
-            yield partial(copy_each, [views[n] for n in batch], [self._tensors[n] for n in batch])
+            yield partial(self._copy_batch, batch, views)
+
+    def _copy_batch(self, batch: Sequence[int], views: Sequence[torch.Tensor]) -> None:
+        try:
+            copy_each([views[n] for n in batch], [self._tensors[n] for n in batch])
+        except RuntimeError:
+            for number in batch:  # one of them by one, to say which
+                _copy(self._keys[number], self._tensors[number], views[number])
+            raise
 
 
 def _move(moves: Sequence[_Move]) -> None:

@@ -55,8 +55,9 @@ class Slab:
     def views(self, layout: Layout) -> list[torch.Tensor]:
         """The tensors that stand in it; the last ones are kept, for the next save has the same."""
         if self._viewed is None or self._viewed[0] is not layout:
-            self._viewed = (layout, layout.views(self.memory))
-        return self._viewed[1]
+            with torch.inference_mode(False):  # the next save may be staged in another mode
+                self._viewed = (layout, layout.views(self.memory))
+        return list(self._viewed[1])
 
     def pin(self) -> None:
         """Let CUDA devices copy into it behind the host's back; without effect where there is none."""

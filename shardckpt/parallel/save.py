@@ -14,7 +14,7 @@ from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.state_dict import build_copy
-from shardckpt.strategy import AsyncSaveStrategy
+from shardckpt.strategy import AsyncSaveStrategy, is_recalled
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -66,6 +66,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         parallelization_group: The name of ``group`` in Megatron until 0.16.
     """
 
+    recalled = True
+
     def __init__(
         self,
         strategy: SaveStrategy,
@@ -103,15 +105,18 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             )
         dealt = self._dealt(shards, context)
         prepared = self._strategy.prepare(dealt, common, context)
-        if prepared.again is None:
-            return prepared
+        if prepared.again is None or not is_recalled(self._strategy):
+            return replace(prepared, again=None)
         return replace(prepared, again=_DealtAgain(prepared.again, [shard.replica_id for shard in dealt]))
 
     @property
     def plans_like(self) -> Hashable:
         """Whose shares are dealt, and how they are planned."""
         inner = self._strategy.plans_like if isinstance(self._strategy, AsyncSaveStrategy) else self._strategy
-        group = self._group and weakref.ref(self._group)  # who remembers a plan must not keep a group from its end
+        try:  # who remembers a plan must not keep a group from its end
+            group = self._group and weakref.ref(self._group)
+        except TypeError:  # it is what torch gives to those who are no members
+            return self
         return type(self), group, inner
 
     def _dealt(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:

@@ -93,12 +93,15 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 def has_values_here(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a plain dtype has its values in memory of this host, in any order; quickly answered."""
-    return (
-        type(tensor) in ORDINARY
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and (tensor.data_ptr() > _LOW or _has_memory(tensor))
-    )
+    try:
+        return (
+            type(tensor) in ORDINARY
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and (tensor.data_ptr() > _LOW or _has_memory(tensor))
+        )
+    except RuntimeError:  # functorch's have no address
+        return False
 
 
 def page_place(tensor: torch.Tensor) -> int:

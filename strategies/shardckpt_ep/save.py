@@ -12,7 +12,8 @@ from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-    from shardckpt.mapping import ShardedBase
+    from shardckpt.mapping import CommonStateDict, ShardedBase
+    from shardckpt.strategy import PlanContext, PreparedSave
     from shardckpt_ep.layout import ExpertLayout
 
 
@@ -32,6 +33,7 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
     backend = "ep"
     version = 1
     reader = "shardckpt 0.1, torch 2.6"
+    recalled = True
 
     def __init__(
         self,
@@ -55,11 +57,13 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
         """What (torch_dist, 1) plans by, and whose layouts the experts were compared with."""
         return super().plans_like, self if self._has_layouts else self._sections
 
-    def check(self, shards: Sequence[ShardedBase]) -> None:
-        """Compare experts with their layouts."""
-        for shard in shards:
-            if isinstance(shard, ShardedTensor):
-                self._experts.check_described(shard)
+    def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
+        """Check the experts, then plan as (torch_dist, 1) does."""
+        with context.comm.phase("comparing experts with their layouts"):
+            for shard in shards:
+                if isinstance(shard, ShardedTensor):
+                    self._experts.check_described(shard)
+        return super().prepare(shards, common, context)
 
 
 __all__ = ["EPSaveStrategy"]

@@ -72,7 +72,7 @@ def archives_of(
 
 def tensors_of(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
     """What is in the boxes, of shards that are described as those whose items the sources are."""
-    return [shards[n].data if part is None else part_view(shards[n], part) for n, part in sources]
+    return [shards[n].data.detach() if part is None else part_view(shards[n], part) for n, part in sources]
 
 
 def local_items(shards: Sequence[ShardedBase]) -> LocalItems:

@@ -44,6 +44,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     backend = "torch_dist"
     version = 1
     reader = "shardckpt 0.1, Megatron-Core 0.9, torch 2.6"
+    recalled = True
 
     def __init__(
         self,
@@ -80,7 +81,6 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             shards = share_out(shards, comm)
         stored_common = _common(common, context)
         with comm.task("planning"):
-            self.check(shards)
             items = local_items(shards)
         with comm.task("pickling objects"):
             archives = archives_of(items.objects, shards, context.allow_globals)
@@ -93,15 +93,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         made = Made(items.sources, items.objects, lengths, replace(placed.work, tensors=[], archives={}), plan)
         if plan is not None:
             placed.work.names = Names(plan, context.save_id, stored_common)
-        is_ours = type(self).prepare is TorchDistSaveShardedStrategy.prepare
-        return PreparedSave(placed.work, again=made.again if is_ours else None)
-
-    def check(self, shards: Sequence[ShardedBase]) -> None:
-        """For subclasses: refuse shards by what they say of themselves; there is nothing to refuse here.
-
-        (A background save of shards that say the same as the last ones is neither checked nor prepared again. One by
-        a subclass that has a :meth:`prepare` of its own always is.)
-        """
+        return PreparedSave(placed.work, again=made.again)
 
 
 class Made(NamedTuple):

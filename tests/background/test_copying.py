@@ -83,3 +83,39 @@ def test_wrappers_are_refused_with_their_key() -> None:
     """A tensor that wraps others has no memory of its own: it is not taken for its address."""
     with pytest.raises(ShardingError, match="'key0'"):
         _copied([TwoTensor(torch.ones(3), torch.ones(3))])
+
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+@pytest.mark.parametrize("count", [1, 40, 33_000])
+def test_every_dtype_is_copied_bit_for_bit(count: int) -> None:
+    """All dtypes that torch has names for, few elements or many, bools of odd bytes too: the same bytes."""
+    memory = torch.randint(256, (16 * count,), dtype=torch.uint8)
+    tensors = [memory[: dtype.itemsize * count].clone().view(dtype) for dtype in DTYPES if "torch.q" not in str(dtype)]
+    for tensor, copy in zip(tensors, _copied(tensors), strict=True):
+        assert copy.dtype == tensor.dtype
+        assert torch.equal(copy.view(torch.uint8), tensor.view(torch.uint8)), tensor.dtype
+
+
+@pytest.mark.parametrize("size", [5, 300_000])
+def test_a_layout_is_for_tensors_of_its_form(size: int) -> None:
+    """Tensors of another size or dtype than a layout was made for are refused by key, and not copied past their end."""
+    layout = Copies(["a", "b"], [torch.ones(3), torch.ones(size)]).layout
+    assert Copies(["a", "b"], [torch.zeros(3), torch.zeros(size)], layout).layout is layout
+    for other in (torch.ones(1), torch.ones(size, dtype=torch.int32), torch.ones(size, dtype=torch.bfloat16)):
+        with pytest.raises(ShardingError, match="'b'"):
+            Copies(["a", "b"], [torch.ones(3), other], layout)
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    """A tensor that torch refuses to copy among many small ones is an error with its key."""
+    torch.vmap(_refused)(torch.ones(2, 3))
+    with pytest.raises(ShardingError, match=r"'key0'.*no memory"):
+        _copied([torch.ones(3, device="meta"), torch.ones(2)])
+
+
+def _refused(row: torch.Tensor) -> torch.Tensor:
+    with pytest.raises(ShardingError, match="'key1'"):
+        _copied([torch.ones(2), row])
+    return row

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
+from contextlib import nullcontext
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +19,10 @@ from shardckpt.background.saving import recall
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
-from shardckpt_ep import EPSaveStrategy
+from shardckpt.planning.boxes import Box
+from shardckpt.recall import describe
+from shardckpt.strategy import AsyncSaveStrategy, PreparedSave, SaveStrategy
+from shardckpt_ep import EPSaveStrategy, ExpertLayout
 from shardckpt_torch_dist import save as torch_dist
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 
@@ -189,14 +196,14 @@ def test_objects_are_taken_anew(tmp_path: Path, values: tuple[Any, Any]) -> None
 
 
 def test_a_description_that_is_changed_in_place_is_seen(tmp_path: Path) -> None:
-    """Lists in a description are the caller's to change: such shards are planned every time."""
-    for kind in (list, tuple):
+    """Lists and tensors in a description are the caller's to change: such shards are planned every time."""
+    for kind in (list, tuple, torch.tensor):
         halves = [_tensor("w", torch.full((2, 4), float(n)), (0, n, 2)) for n in (0, 1)]
         for half in halves:
             half.global_offset = kind(half.global_offset)  # type: ignore[assignment]
         _save({"w": halves}, tmp_path / f"{kind.__name__}0")
         offsets = [half.global_offset for half in halves]
-        if kind is list:
+        if kind is not tuple:
             offsets[0][0], offsets[1][0] = 2, 0  # type: ignore[index]
         else:
             halves[0].global_offset, halves[1].global_offset = offsets[1], offsets[0]
@@ -338,14 +345,45 @@ class _Doubling(TorchDistSaveShardedStrategy):
     """A third party's: it changes the shards in a ``prepare`` of its own."""
 
     def prepare(self, shards: Any, common: Any, context: Any) -> Any:
-        for shard in shards:
-            shard.data = shard.data * 2
-        return super().prepare(shards, common, context)
+        return super().prepare(_doubled(shards), common, context)
 
 
-def test_a_prepare_that_was_overridden_is_called_every_time(tmp_path: Path) -> None:
-    """A subclass with a ``prepare`` of its own is asked for every save, and the caller's shards stay as they are."""
-    strategy = _Doubling()
+class _Delegating(AsyncSaveStrategy):
+    """A third party's: it hands changed shards to another strategy."""
+
+    backend = "torch_dist"
+    version = 1
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> Any:
+        return TorchDistSaveShardedStrategy().prepare(_doubled(shards), common, context)
+
+
+def _patched() -> TorchDistSaveShardedStrategy:
+    strategy = TorchDistSaveShardedStrategy()
+    prepare = strategy.prepare
+    strategy.prepare = lambda shards, *rest: prepare(_doubled(shards), *rest)  # type: ignore[method-assign]
+    return strategy
+
+
+def _doubled(shards: Any) -> Any:
+    for shard in shards:
+        shard.data = shard.data * 2
+    return shards
+
+
+DOUBLING: list[Callable[[], Any]] = [
+    _Doubling,
+    _Delegating,
+    _patched,
+    lambda: FullyParallelSaveStrategyWrapper(_Doubling()),
+    lambda: FullyParallelSaveStrategyWrapper(_Delegating()),
+]
+
+
+@pytest.mark.parametrize("make", DOUBLING)
+def test_a_prepare_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
+    """A strategy with a ``prepare`` of its own is asked for every save, and the caller's shards stay as they are."""
+    strategy = make()
     for step in range(3):
         shard = _tensor("w", torch.full((3,), float(step)))
         _save({"w": shard}, tmp_path / str(step), strategy)
@@ -353,10 +391,155 @@ def test_a_prepare_that_was_overridden_is_called_every_time(tmp_path: Path) -> N
         assert torch.equal(shard.data, torch.full((3,), float(step)))  # type: ignore[arg-type]
 
 
+class _Work:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.keys = ["w"] * len(tensors)
+
+    def write(self, writer: Any) -> list[float]:
+        found = [float(self.tensors.pop().sum()) for _ in range(len(self.tensors))]
+        writer.write("sums", json.dumps(found).encode(), keys=0)
+        return found
+
+
+class _Popping(AsyncSaveStrategy):
+    """A third party's that may be recalled, and uses up its list of tensors while it writes."""
+
+    backend = "torch_dist"
+    version = 1
+    recalled = True
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
+        work = _Work([shard.data.detach() for shard in shards])
+        return PreparedSave(work, again=self.prepare)
+
+
+def test_a_strategy_of_ones_own_may_be_recalled(tmp_path: Path) -> None:
+    """Another's ``again`` is asked, and what its work does to its list of tensors is not seen by the next save."""
+    strategy = _Popping()
+    for step in range(4):
+        shards = {f"w{n}": _tensor(f"w{n}", torch.full((3,), float(step + n))) for n in range(2)}
+        _save(shards, tmp_path / str(step), strategy)
+        assert json.loads((tmp_path / str(step) / "sums").read_text()) == [3.0 * step + 3, 3.0 * step]
+    assert recall._kept[0].layout is not None
+
+
+def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None:
+    """Parameters that get other memory between the request and its schedule are saved as the request has them."""
+    for size in (16, 400_000):
+        parameter = torch.nn.Parameter(torch.ones(size))
+        with AsyncCallsQueue() as queue:
+            for step in range(3):
+                path = tmp_path / f"{size}-{step}"
+                request = dc.save({"w": _tensor("w", parameter)}, path, async_sharded_save=True)
+                before, parameter.data = parameter.data, torch.zeros(1, dtype=torch.float64)
+                queue.schedule_async_request(request)  # type: ignore[arg-type]
+                parameter.data = before
+        for step in range(3):
+            _check(tmp_path / f"{size}-{step}", {"w": torch.ones(size)})
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+@pytest.mark.parametrize("size", [100, 400_000])
+def test_saves_in_any_mode(tmp_path: Path, mode: Callable[[], Any], size: int) -> None:
+    """A save in a mode of torch's leaves nothing that stops the next one, outside of it, or threads."""
+    values = [torch.full((size,), float(n)) for n in range(3)]
+    for step, inside in enumerate((True, False, True, False)):
+        state = {f"w{n}": _tensor(f"w{n}", value + step) for n, value in enumerate(values)}
+        with mode() if inside else nullcontext():
+            _save(state, tmp_path / str(step))
+        _check(tmp_path / str(step), {f"w{n}": value + step for n, value in enumerate(values)})
+
+
+SHARDS = {
+    ShardedTensor: ShardedTensor(
+        "w", torch.ones(4), torch.float32, (4,), (8,), (4,), (2,), flattened_range=slice(0, 4)
+    ),
+    ShardedObject: ShardedObject("w", None, (2,), (0,)),
+}
+OTHERS: dict[str, Any] = {
+    "key": "v",
+    "data": torch.ones(5),
+    "dtype": torch.int32,
+    "replica_id": 1,
+    "replicated": True,
+    "prepend_axis_num": 1,
+    "allow_shape_mismatch": True,
+    "flattened_range": slice(0, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(kind, field.name) for kind in SHARDS for field in fields(kind) if (kind, field.name) != (ShardedObject, "data")],
+)
+def test_every_field_is_in_the_description(kind: type[Any], field: str) -> None:
+    """Two shards that differ in any field are never taken for each other; new fields of the classes come here, too."""
+    shard = SHARDS[kind]
+    other = copy.copy(shard)
+    setattr(other, field, OTHERS.get(field, (7,)))
+    assert describe([shard]) == describe([copy.copy(shard)])
+    assert describe([shard]) != describe([other])
+
+
+def test_the_order_of_shards_and_their_kinds_are_in_the_description() -> None:
+    """Shards that change places, and an object that becomes a tensor, are other shards."""
+    tensor, shard = SHARDS.values()
+    assert describe([tensor, shard]) != describe([shard, tensor])
+    assert describe([tensor]) != describe([shard])
+    assert describe([tensor, tensor]) != describe([tensor])
+
+
+def test_strategies_that_write_other_files_share_no_plan(tmp_path: Path) -> None:
+    """The same shards saved by strategies with other options in turn have the files that each makes."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"thread_count": 2},
+        {"separation_hint": "w"},
+        {"keep_only_main_replica": False},
+    ]
+    made = []
+    for turn in range(2):
+        for number, option in enumerate(options):
+            path = tmp_path / f"{turn}-{number}"
+            _save({"w": _first(), "v": _tensor("v", torch.ones(2))}, path, TorchDistSaveShardedStrategy(**option))
+            made.append(sorted(file.name for file in path.glob("*.distcp")))
+    assert made[:4] == made[4:]
+    assert made[0] == made[3] == ["__0_0.distcp"]
+    assert made[1] == ["__0_0.distcp", "__0_1.distcp"]
+    assert made[2] == ["__0_0.distcp", "w__0_0.distcp"]
+    keys = {TorchDistSaveShardedStrategy(**option).plans_like for option in options}
+    assert len(keys) == 4
+
+
+class _ForegroundOnly(SaveStrategy):
+    backend = "torch_dist"
+    version = 1
+
+    def save(self, shards: Any, common: Any, context: Any) -> None:
+        raise AssertionError
+
+
+def _one_saves_in_the_foreground_only(folder: str) -> str:
+    rank = dist.get_rank()
+    with pytest.raises(CheckpointingException) as raised:
+        _save({"w": _tensor("w", torch.ones(2), replica_id=rank)}, folder, _ForegroundOnly() if rank else None)
+    return str(raised.value)
+
+
+def test_ranks_with_different_classes_keep_in_step(ranks: RankPool, tmp_path: Path) -> None:
+    """Where one rank's strategy cannot save in the background, all ranks hear that."""
+    first, second = ranks.run(2, _one_saves_in_the_foreground_only, str(tmp_path / "c"))
+    assert first == second
+    assert "saves in the foreground only" in first
+
+
 def test_experts_are_compared_with_the_layouts_of_their_strategy() -> None:
     """Strategies of (ep, 1) with layouts share no plans: another's have not been compared with these shards."""
     assert EPSaveStrategy().plans_like == EPSaveStrategy().plans_like
     assert EPSaveStrategy(sections=("x",)).plans_like != EPSaveStrategy().plans_like
+    layouts = {"experts.w1": ExpertLayout((4, 4), Box((2, 0), (2, 4)))}
+    assert EPSaveStrategy(layouts).plans_like != EPSaveStrategy(layouts).plans_like
     assert EPSaveStrategy().plans_like != TorchDistSaveShardedStrategy().plans_like
 
 
