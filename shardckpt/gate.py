@@ -23,7 +23,7 @@ from shardckpt.errors import (
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.registry import parse_key
 from shardckpt.storage.commit import is_staging, replaced_of, staging_of
-from shardckpt.storage.filesystem import read_file
+from shardckpt.storage.filesystem import naming, read_file
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.upload import is_under_way
 from shardckpt.strategy import LoadStrategy, Recognises
@@ -141,7 +141,8 @@ def _recognised(directory: Path, host: PluginHost) -> Manifest:
         version = strategy.recognises(directory) if isinstance(strategy, Recognises) else None
         if version is not None:
             return Manifest(backend=entry.backend, version=version, recognised_as=entry.backend)
-    names = sorted(path.name for path in directory.iterdir())
+    with naming("list", directory):
+        names = sorted(path.name for path in directory.iterdir())
     if not names:
         raise NotACheckpointError(f"{directory} is an empty directory, not a checkpoint")
     raise IncompleteCheckpointError(

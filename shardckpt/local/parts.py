@@ -97,7 +97,9 @@ class PartFolder:
                 continue
             part = PartId.parse(path.name)
             if part is not None:
-                listing.parts[part] = _fault(path)
+                fault = _fault(path)
+                if not fault or path.is_dir():  # else another rank of this node has just removed it
+                    listing.parts[part] = fault
             elif _is_leftover(path.name):
                 listing.leftovers.append(path)
         return listing

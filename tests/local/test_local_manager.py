@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, NotACheckpointError
-from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, pieces
+from shardckpt.gate import read_manifest
+from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, parts, pieces
 from shardckpt.local.carrier import Route, carry
 from shardckpt.local.parts import PartFolder, PartId
 from shardckpt.mapping import ShardedObject, ShardedTensor
@@ -453,8 +454,8 @@ def _two_ranks_a_node(base: str) -> list[tuple[int, int]]:
         shutil.rmtree(root)
     assert manager.find_latest() == 2
     _check(manager.load(), 2)
-    parts = [PartId.parse(path.name) for path in root.iterdir()]
-    return sorted((part.save.step, part.rank) for part in parts if part is not None)
+    found = [PartId.parse(path.name) for path in root.iterdir()]
+    return sorted((part.save.step, part.rank) for part in found if part is not None)
 
 
 def test_ranks_of_a_node_share_its_disk(ranks: RankPool, tmp_path: Path) -> None:
@@ -531,3 +532,25 @@ def test_what_is_no_part_is_named(tmp_path: Path) -> None:
     """What from_state_dict gives is a part and more: save says which of both it takes."""
     with pytest.raises(CheckpointingException, match="save takes the part"):
         LocalCheckpointManager(tmp_path).save(TensorAwareStateDict.from_state_dict({"step": 1}), 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["the part", "its marker"])
+def test_what_vanishes_while_it_is_listed_is_not_there(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A part that another rank of the node removes at that moment is left out; one that loses a file is damaged."""
+    ranks.run(1, _save, str(tmp_path), None, [1])
+    folder = PartFolder(tmp_path / "node0")
+    (part,) = folder.look().parts
+
+    def reading_late(path: Path, host: Any) -> Any:
+        if what == "the part":
+            shutil.rmtree(path)
+        else:
+            (path / "metadata.json").unlink()
+        return read_manifest(path, host)
+
+    monkeypatch.setattr(parts, "read_manifest", reading_late)
+    found = folder.look().parts
+    assert list(found) == ([] if what == "the part" else [part])
+    assert all(found.values())
