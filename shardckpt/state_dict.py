@@ -262,18 +262,14 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mappi
                     break
 
 
-def save_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[list[ShardedBase], CommonStateDict]:
-    """Factories built, local objects dropped, and the rest split into shards and common state; the argument stays.
+def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
+    """Factories built, local objects dropped, and the rest split into a nest of shards and common state.
+
+    The argument stays.
 
     Raises:
         ShardingError: a shard contradicts itself, or a leaf of the common state is one rank's part of something.
     """
-    sharded, common = split_for_save(sharded_state_dict)
-    return list(nested_values(sharded)), common
-
-
-def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
-    """As :func:`save_preprocess`, with the shards in a nest of the argument's form."""
     sharded, common = take_apart(sharded_state_dict)
     return dict_list_map_outplace(checked_copy, sharded), common
 
@@ -460,7 +456,6 @@ __all__ = [
     "nested_items",
     "nested_values",
     "replace_prefix_for_sharding",
-    "save_preprocess",
     "split_for_save",
     "take_apart",
 ]

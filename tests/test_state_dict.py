@@ -123,12 +123,13 @@ def test_prefixes() -> None:
     assert [leaf.key for leaf in sd.nested_values(nest)] == ["1.a", "2.b"]
 
 
-def test_save_preprocess_leaves_the_caller_alone() -> None:
+def test_split_for_save_leaves_the_caller_alone() -> None:
     """Factories are built, local objects dropped, and neither the nest nor the descriptions are the caller's."""
     tensor = _tensor("t")
     factory = ShardedTensorFactory("f", torch.zeros(1), lambda k, *_: [_tensor(k)], lambda x: x)
     nest = {"t": tensor, "f": factory, "n": LocalNonpersistentObject(3), "c": {"d": 1}}
-    shards, common = sd.save_preprocess(nest)
+    sharded, common = sd.split_for_save(nest)
+    shards = list(sd.nested_values(sharded))
     assert [shard.key for shard in shards] == ["t", "f"]
     assert common == {"c": {"d": 1}}
     assert nest["t"] is tensor
@@ -142,7 +143,7 @@ def test_save_preprocess_leaves_the_caller_alone() -> None:
 def test_shards_in_tuples_are_refused(wrap: Callable[[list[object]], object]) -> None:
     """Tuples are leaves: a shard in one would be pickled as common state of one rank, so it is an error at the save."""
     with pytest.raises(ShardingError, match=r"\['deep'\]\[0\] is a tuple with a ShardedTensor in it.*use a list"):
-        sd.save_preprocess({"deep": [wrap([_tensor("t")])]})
+        sd.split_for_save({"deep": [wrap([_tensor("t")])]})
 
 
 def test_a_shard_that_was_changed_after_it_was_described_is_refused() -> None:
@@ -150,4 +151,4 @@ def test_a_shard_that_was_changed_after_it_was_described_is_refused() -> None:
     shard = _tensor("t")
     shard.data = torch.zeros(2, dtype=torch.bfloat16)
     with pytest.raises(ShardingError, match=r"data has dtype torch\.bfloat16"):
-        sd.save_preprocess({"t": shard})
+        sd.split_for_save({"t": shard})

@@ -5,7 +5,7 @@ import torch
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.state_dict import save_preprocess
+from shardckpt.state_dict import split_for_save
 from shardckpt.template import MISSING, LoadTemplate
 
 
@@ -15,7 +15,7 @@ def _tensor(key: str) -> ShardedTensor:
 
 def _round_trip(nest: dict[str, object]) -> dict[str, object]:
     """What a load of the same form gives for what a save of it stored; a shard's value is its key."""
-    _, common = save_preprocess(nest)
+    _, common = split_for_save(nest)
     template = LoadTemplate(nest)
     return template.fill([shard.key for shard in template.shards], common)
 

@@ -169,17 +169,15 @@ def _prepared(
     state: CheckedState, saver: AsyncSaveStrategy, context: PlanContext, *, validated: bool
 ) -> tuple[PreparedSave, Remembered | None]:
     """A save that is planned, by the plan of an earlier one if there is one; and what is remembered of it."""
-    sighting = state.sighting
-    if sighting is not None and sighting.known is not None:
-        prepared = sighting.known.again(state.shards, state.common, context)
+    sighting, shards = state.sighting, state.shards
+    if sighting is None:
+        return saver.prepare(shards, state.common, context), None
+    if sighting.known is not None:
+        prepared = sighting.known.again(shards, state.common, context)
         if prepared is not None:
             return prepared, sighting.known
-    shards = state.shards
-    if sighting is not None and sighting.known is not None:
-        shards = [checked_copy(shard) for shard in shards]  # the strategy's to keep
+        shards = list(map(checked_copy, shards))  # the strategy's to keep
     prepared = saver.prepare(shards, state.common, context)
-    if sighting is None:
-        return prepared, None
     return prepared, recall.keep(sighting, context.save_id, validated=validated, again=prepared.again)
 
 

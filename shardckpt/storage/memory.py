@@ -82,12 +82,9 @@ def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether it is plainly a contiguous tensor on the CPU, whose memory's bytes are its values; quickly answered."""
     return (
-        type(tensor) in ORDINARY
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
+        has_values_here(tensor)
         and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-        and _has_memory(tensor)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )
 
 

@@ -18,6 +18,8 @@ from shardckpt_torch_dist.work import Names
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
+    import torch
+
     from shardckpt.comm import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext
@@ -89,11 +91,9 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             local = local_plan(items, placed)
         plan = self.plans.get(local, comm, lambda: _global_plan(local, comm))
 
-        lengths = {key: len(archive) for key, archive in archives.items()}
-        made = Made(items.sources, items.objects, lengths, replace(placed.work, tensors=[], archives={}), plan)
-        if plan is not None:
-            placed.work.names = Names(plan, context.save_id, stored_common)
-        return PreparedSave(placed.work, again=made.again)
+        work = replace(placed.work, tensors=[], archives={})
+        made = Made(items.sources, items.objects, _lengths(archives), work, plan)
+        return made.filled(items.tensors, archives, stored_common, context)
 
 
 class Made(NamedTuple):
@@ -121,13 +121,20 @@ class Made(NamedTuple):
         stored_common = _common(common, context)
         with comm.task("pickling objects"):
             archives = archives_of(self.objects, shards, context.allow_globals)
-            same = {key: len(archive) for key, archive in archives.items()} == self.lengths
-        if not comm.all_true(same):
+        if not comm.all_true(_lengths(archives) == self.lengths):
             return None
-        work = replace(self.work, tensors=tensors_of(self.sources, shards), archives=archives)
-        if self.plan is not None:
-            work.names = Names(self.plan, context.save_id, stored_common)
-        return PreparedSave(work)
+        return self.filled(tensors_of(self.sources, shards), archives, stored_common, context)
+
+    def filled(
+        self, tensors: list[torch.Tensor], archives: dict[str, bytes], stored_common: bytes, context: PlanContext
+    ) -> PreparedSave:
+        """A save by this plan of some values."""
+        names = None if self.plan is None else Names(self.plan, context.save_id, stored_common)
+        return PreparedSave(replace(self.work, tensors=tensors, archives=archives, names=names), again=self.again)
+
+
+def _lengths(archives: dict[str, bytes]) -> dict[str, int]:
+    return {key: len(archive) for key, archive in archives.items()}
 
 
 def _common(common: CommonStateDict, context: PlanContext) -> bytes:

@@ -16,7 +16,7 @@ from shardckpt.adapters import sharded_tensor_from_dtensor, to_sharded_state_dic
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.optimizer import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
-from shardckpt.state_dict import save_preprocess
+from shardckpt.state_dict import nested_values, split_for_save
 from tests.adapters.layouts import S0, S1, SHAPES, SS0, Layout, Meshes, R, layouts, named, spread_all, values, world
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 WORLDS = (1, 2, 3, 4)
+
+
+def _shards(state: Any) -> list[Any]:
+    return list(nested_values(split_for_save(state)[0]))
 
 
 def _save_all(directory: Path) -> None:
@@ -114,7 +118,7 @@ def test_fsdp2_over_tensor_parallelism_is_one_shard_a_rank(ranks: RankPool) -> N
 def _strided() -> Any:
     dtensor = distribute_tensor(values((8, 1)), init_device_mesh("cpu", (2,)), [SS0])
     described = to_sharded_state_dict({"weight": dtensor})["weight"]
-    shards, _ = save_preprocess({"weight": described})
+    shards = _shards({"weight": described})
     return [(s.key, s.global_offset, s.local_shape, s.data.flatten().tolist()) for s in shards]  # type: ignore[attr-defined]
 
 
@@ -129,7 +133,7 @@ def test_a_strided_tensor_is_several_shards_of_one_key(ranks: RankPool) -> None:
 def _aliases() -> tuple[bool, bool]:
     mesh = init_device_mesh("cpu", (2,))
     parameter = torch.nn.Parameter(distribute_tensor(values((4, 2)), mesh, [S0]))
-    (piece,), _ = save_preprocess(to_sharded_state_dict({"weight": parameter}))
+    (piece,) = _shards(to_sharded_state_dict({"weight": parameter}))
     assert type(piece.data) is torch.Tensor
     return piece.data.data_ptr() == parameter.to_local().data_ptr(), piece.data.requires_grad
 
@@ -148,7 +152,7 @@ def _optimizer_state() -> Any:
     state = {"state": {0: dict(moments)}, "param_groups": [{"params": [0]}]}
     optim_state_to_sharding_state(state, found)
     described = state["state"][0]  # type: ignore[index]
-    shards, _ = save_preprocess(described)
+    shards = _shards(described)
     offsets = {(shard.key, shard.global_offset) for shard in shards if isinstance(shard, ShardedTensor)}
     merged = [described[name].merge_fn([]) is moments[name] for name in ("spread", "local")]
     return sorted(offsets), merged
@@ -254,7 +258,7 @@ def test_a_rank_outside_the_mesh_has_no_shard(ranks: RankPool) -> None:
 def _layout_of(shape: tuple[int, ...], layout: Layout) -> Any:
     state = to_sharded_state_dict({"w": Meshes().spread(values(shape), layout)})
     dist.barrier()  # who leaves early takes the connections along that others still make
-    return [(s.global_offset, s.local_shape) for s in save_preprocess(state)[0] if is_main_replica(s.replica_id)]  # type: ignore[attr-defined]
+    return [(s.global_offset, s.local_shape) for s in _shards(state) if is_main_replica(s.replica_id)]  # type: ignore[attr-defined]
 
 
 def test_columns_and_rows_are_cut_left_to_right(ranks: RankPool) -> None:

@@ -25,7 +25,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.state_dict import nested_values, save_preprocess
+from shardckpt.state_dict import nested_values, split_for_save
 from tests.adapters.models import Layer, made_model, sharded, train, wholes
 
 if TYPE_CHECKING:
@@ -373,6 +373,7 @@ def test_replicas_of_a_tensor_parallel_model_are_written_once(ranks: RankPool, t
 def test_nothing_of_modules_is_common_state() -> None:
     """All that is described of a model and an optimizer is sharded or replicated: no rank's stands for the others'."""
     model = made_model(1)
-    shards, common = save_preprocess(to_sharded_state_dict(model, _adamw(model)))
+    sharded, common = split_for_save(to_sharded_state_dict(model, _adamw(model)))
+    shards = list(nested_values(sharded))
     assert not list(nested_values(common))
     assert len({shard.key for shard in shards}) == len(shards)

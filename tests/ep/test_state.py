@@ -19,7 +19,7 @@ from shardckpt.errors import KeyMismatchError, RefusedByPolicyError, ShardingErr
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
 from shardckpt.replicas import settle_replicas
-from shardckpt.state_dict import save_preprocess
+from shardckpt.state_dict import nested_values, split_for_save
 from shardckpt_ep import (
     EPLoadStrategy,
     EPSaveStrategy,
@@ -247,7 +247,8 @@ def _compared(different: bool) -> Any:
     mesh, held, given = _halves()
     if different:
         held[FQN] *= mesh.get_local_rank("replicate")
-    shards, _ = save_preprocess(expert_sharded_state_dict(held, given, check_replicas=True))
+    nest, _ = split_for_save(expert_sharded_state_dict(held, given, check_replicas=True))
+    shards = list(nested_values(nest))
     return [shard.replica_id for shard in settle_replicas(shards, Comm(), compare=True)]
 
 
