@@ -35,6 +35,10 @@ _Route: TypeAlias = "tuple[torch.Tensor, int]"
 _CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
 #: Bytes that the main rank takes from all ranks in one go, though some of them may be filling.
 _AT_ONCE = 16 << 20
+#: Bytes that go to the main rank and back to all; more go round a ring, as gloo sends even a few of them.
+_BY_MAIN = 1 << 20
+#: Numbers that travel with a settlement, at most.
+_BESIDE = 6
 #: Tells the Comms of a process apart.
 _numbers = itertools.count()
 #: gloo twins of groups whose backend cannot move CPU tensors, by group, as long as the group lives.
@@ -123,8 +127,8 @@ class Comm:
         """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
         self._meet(error=error)
 
-    def _meet(self, *values: int, error: BaseException | None = None) -> list[int]:
-        """Settle, and find the largest of all ranks' values, of which there are two at most, in the same message."""
+    def _meet(self, *values: int, error: BaseException | None = None, operation: Any = dist.ReduceOp.MAX) -> list[int]:
+        """Settle, and combine a few values of all ranks, place by place, in one message, always of one size."""
         if isinstance(error, CheckpointingException) and error.settled_by == self._number:
             raise error
         if isinstance(error, CommunicationError) and error.settled_by is not None:
@@ -140,9 +144,8 @@ class Comm:
             if error is not None:
                 raise self._local(error)
             return list(values)
-        found = torch.tensor([int(error is not None), *values, *[0] * (2 - len(values))], device="cpu")
-        self._call(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group))
-        failed, *largest = found.tolist()
+        padding = [0] * (_BESIDE - len(values))
+        failed, *combined = self._combined([int(error is not None), *values, *padding], operation)
         if failed:
             report = None if error is None else Report.of(error, self.rank, self._phase)
             reports = self._all_gather_bytes(bytearray(pickle.dumps(report)))
@@ -150,7 +153,7 @@ class Comm:
             shared.settled_by = self._number
             self._told = type(shared)(*shared.args)
             raise shared from error
-        return largest
+        return combined[: len(values)]
 
     def all_gather(self, value: _T) -> list[_T]:
         """Every rank's value, on every rank."""
@@ -241,8 +244,6 @@ class Comm:
 
     def largest(self, *values: int) -> list[int]:
         """The largest of all ranks' values, place by place."""
-        if len(values) <= 2:  # noqa: PLR2004 - they fit into the message of the settlement
-            return self._meet(*map(int, values))[: len(values)]
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def total(self, *values: int) -> list[int]:
@@ -251,15 +252,22 @@ class Comm:
 
     def all_alike(self, data: bytes) -> bool:
         """Whether every rank has the same bytes; no more than 8 of their digest's travel."""
-        mark = int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 2
-        largest, least = self._meet(mark, -mark)
-        return largest == -least
+        return self._alike(data)[0]
 
-    def agree(self, **values: Any) -> None:
-        """Raise on all ranks if they do not all have the same values (compared by their text)."""
+    def agree(self, also: bytes = b"", /, **values: Any) -> bool:
+        """Raise on all ranks if they do not all have the same values (compared by their text).
+
+        Args:
+            also: What is compared in the same message, and may differ.
+            values: What must not.
+
+        Returns:
+            Whether every rank has the same ``also``.
+        """
         mine = {name: repr(value) for name, value in values.items()}
-        if self.all_alike(repr(mine).encode()):
-            return
+        agreed, alike = self._alike(repr(mine).encode(), also)
+        if agreed:
+            return alike
         everyone = self.all_gather(mine)
         with self.phase("comparing the arguments of all ranks"):
             for rank, theirs in enumerate(everyone):
@@ -269,6 +277,13 @@ class Comm:
                             f"ranks disagree on {name}: {first} on rank 0, {value} on rank {rank}; pass the same on "
                             "every rank"
                         )
+        return alike
+
+    def _alike(self, *data: bytes) -> list[bool]:
+        """Of each, whether every rank has the same."""
+        marks = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little") >> 2 for one in data]
+        found = self._meet(*marks, *(-mark for mark in marks))
+        return [largest == -least for largest, least in zip(found, found[len(marks) :], strict=False)]
 
     def _transfers(self, sends: Sequence[_Route], receives: Sequence[_Route], group: Any) -> list[Any]:
         return [
@@ -306,27 +321,44 @@ class Comm:
             data, error = bytearray(pickle.dumps(value) if given else b""), None
         except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
             data, error = bytearray(), exc
-        longest, _ = self._meet(len(data), error=error)
+        longest, *_ = self._meet(len(data), error=error)
         return data, longest
 
     def _all_gather_bytes(self, data: bytearray, longest: int | None = None) -> list[Any]:
         """What all ranks have pickled; ``longest`` has the most bytes, if that is known."""
         if longest is None:
-            size = torch.tensor([len(data)], device="cpu")
-            self._call(lambda: dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._group))
-            longest = int(size)
+            (longest,) = self._combined([len(data)], dist.ReduceOp.MAX)
         data.extend(bytes(longest - len(data)))  # a pickle ends where it says: what follows is not read
-        parts = [bytearray(longest) for _ in range(self.world_size)]
-        mine, *into = (torch.frombuffer(part, dtype=torch.uint8) for part in (data, *parts))
-        self._call(lambda: dist.all_gather(into, mine, group=self._group))
-        return [unpickled(part) for part in parts]
+        memory = bytearray(longest * self.world_size)
+        mine, everyone = (torch.frombuffer(part, dtype=torch.uint8) for part in (data, memory))
+        parts = list(everyone.view(self.world_size, longest))
+        if len(memory) > _BY_MAIN:
+            self._call(lambda: dist.all_gather(parts, mine, group=self._group))
+        else:
+            self._call(lambda: dist.gather(mine, parts if self.is_main else None, dst=self._main(), group=self._group))
+            self._call(lambda: dist.broadcast(everyone, src=self._main(), group=self._group))
+        return [unpickled(memory[start : start + longest]) for start in range(0, len(memory), longest)]
 
     def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
+        """Settle, and combine the values of all ranks, place by place."""
+        numbers = list(map(int, values))
+        if len(numbers) <= _BESIDE:
+            return self._meet(*numbers, operation=operation)
         self.settle()
-        if self.world_size == 1:
-            return list(map(int, values))
-        found = torch.tensor(list(map(int, values)), dtype=torch.int64, device="cpu")
-        self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))
+        return self._combined(numbers, operation)
+
+    def _combined(self, values: list[int], operation: Any) -> list[int]:
+        """The values of all ranks combined, place by place: by the main rank, or on their way round a ring."""
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        if self.world_size * found.nbytes > _BY_MAIN:
+            self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))
+            return found.tolist()
+        everyone = found.new_empty(self.world_size, len(values))
+        rows = list(everyone) if self.is_main else None
+        self._call(lambda: dist.gather(found, rows, dst=self._main(), group=self._group))
+        if self.is_main:
+            found = everyone.amax(0) if operation == dist.ReduceOp.MAX else everyone.sum(0)
+        self._call(lambda: dist.broadcast(found, src=self._main(), group=self._group))
         return found.tolist()
 
     def _gathered(self, data: bytearray, longest: int) -> list[Any]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from shardckpt.comm import Comm
     from shardckpt.mapping import ShardedBase
+    from shardckpt.replicas import Replicas
     from shardckpt.strategy import PrepareAgain, SaveStrategy
 
 _LASTING = (Integral, str, type(None), torch.dtype)
@@ -65,6 +66,7 @@ class Remembered:
         save_id: The save's name, the same on all ranks.
         validated: Whether the shards of all ranks were found to fit together.
         again: Prepares another one.
+        replicas: Who has which of the replicated shards.
         layout: Where its tensors stand in staging memory.
     """
 
@@ -73,6 +75,7 @@ class Remembered:
     save_id: str
     validated: bool
     again: PrepareAgain
+    replicas: Replicas
     layout: Any = None
 
 
@@ -82,12 +85,16 @@ class Sighting(NamedTuple):
     Attributes:
         who: Strategy and ranks.
         description: Of the shards; None where they cannot be compared with others by it.
-        known: When they were saved before, if all ranks know them from the same save.
+        known: When they were saved before.
     """
 
-    who: Hashable
-    description: Description | None
-    known: Remembered | None
+    who: Hashable = None
+    description: Description | None = None
+    known: Remembered | None = None
+
+    def mark(self) -> bytes:
+        """The same on all ranks if all know the shards from the same save."""
+        return os.urandom(16) if self.known is None else self.known.save_id.encode()
 
 
 class Recall:
@@ -96,38 +103,45 @@ class Recall:
     def __init__(self) -> None:
         self._kept: list[Remembered] = []
 
-    def see(self, shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm, *, validate: bool) -> Sighting:
-        """Look whether all ranks have saved these shards before, together; all call it.
+    def look(
+        self, shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm, *, validate: bool, background: bool
+    ) -> Sighting:
+        """Look whether this rank has saved these shards before.
 
         Args:
-            shards: This rank's, before anything is checked.
+            shards: The rank's, before anything is checked.
             saver: Who saves them.
             comm: The ranks that save.
             validate: Whether only a save will do whose shards were found to fit together.
+            background: Whether they are to be saved in the background.
         """
-        with comm.task("comparing shards with the last save's"):
-            description = who = known = None
-            if isinstance(saver, AsyncSaveStrategy) and is_recalled(saver):
-                who = (saver.plans_like, tuple(comm.members), comm.rank)
-                description = describe(shards)
-                fitting = (r for r in self._kept if r.who == who and (r.validated or not validate))
-                known = next((r for r in fitting if _same(r.description, description)), None)
-        same = comm.all_alike(os.urandom(16) if known is None else known.save_id.encode())
-        return Sighting(who, description, known if same else None)
+        if not isinstance(saver, AsyncSaveStrategy) or not is_recalled(saver):
+            return Sighting()
+        if not background and not saver.saves_as_prepared:
+            return Sighting()
+        who = (saver.plans_like, tuple(comm.members), comm.rank)
+        description = describe(shards)
+        fitting = (r for r in self._kept if r.who == who and (r.validated or not validate))
+        return Sighting(who, description, next((r for r in fitting if _same(r.description, description)), None))
 
     def keep(
-        self, sighting: Sighting, save_id: str, *, validated: bool, again: PrepareAgain | None
+        self, sighting: Sighting, save_id: str, again: PrepareAgain | None, replicas: Replicas, *, validated: bool
     ) -> Remembered | None:
         """Remember a save, if it can be prepared again and nothing in its description can change."""
         if again is None or sighting.description is None or not _is_lasting(sighting.description):
             return None
-        found = Remembered(sighting.who, sighting.description, save_id, validated, again)
+        found = Remembered(sighting.who, sighting.description, save_id, validated, again, replicas)
         self._kept = [found, *self._kept][:_KEPT]
         return found
 
     def forget(self) -> None:
         """Remember nothing."""
         self._kept = []
+
+
+#: The last saves of this process.
+recall = Recall()
+os.register_at_fork(after_in_child=recall.forget)
 
 
 def describe(shards: Sequence[ShardedBase]) -> Description | None:
@@ -164,4 +178,4 @@ def _is_lasting(description: Description) -> bool:
     return all(issubclass(kind, _LASTING) for kind in kinds)
 
 
-__all__ = ["Description", "Recall", "Remembered", "Sighting", "describe"]
+__all__ = ["Description", "Recall", "Remembered", "Sighting", "describe", "recall"]

@@ -44,28 +44,56 @@ class _Holders(NamedTuple):
     shared: bool
 
 
-def settle_replicas(shards: Sequence[ShardedBase], comm: Comm, *, compare: bool) -> list[ShardedBase]:
+class Replicas(NamedTuple):
+    """Which of a rank's shards are replicated, and who has them: found by their descriptions alone.
+
+    Attributes:
+        marks: Of those shards, by their numbers.
+        holders: Who has them; None where no rank has any.
+    """
+
+    marks: dict[int, _Mark]
+    holders: dict[_Mark, _Holders] | None
+
+
+def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
+    """Who has which replicated shards.
+
+    Args:
+        shards: This rank's, factories built.
+        comm: The ranks that save or load together; all call it.
+    """
+    with comm.task("listing replicated shards"):
+        marks = {number: _mark(shard) for number, shard in enumerate(shards) if _replicated(shard)}
+        ordered = sorted(marks.values())
+    return Replicas(marks, _find_holders(ordered, comm))
+
+
+def settle_replicas(
+    shards: Sequence[ShardedBase], comm: Comm, *, compare: bool, replicas: Replicas | None = None
+) -> list[ShardedBase]:
     """The shards with the replica ids of replicated ones decided: 0 on the lowest rank that has it, elsewhere 1.
 
     Args:
         shards: This rank's, factories built; they stay as they are, replicated ones are copied.
         comm: The ranks that save or load together; all call it.
         compare: Whether copies must have the same values, unless they are ``"unchecked"``.
+        replicas: Which they are, where all ranks know that already.
 
     Raises:
         ShardingError: on every rank, naming shards whose copies differ and the ranks that have them.
     """
-    with comm.task("listing replicated shards"):
-        mine = [(shard, _mark(shard)) for shard in shards if _replicated(shard)]
-        marks = sorted(mark for _, mark in mine)
-    holders = _find_holders(marks, comm)
+    marks, holders = replicas or find_replicas(shards, comm)
     if holders is None:
         return list(shards)
     if compare:
-        shared = [(shard, mark) for shard, mark in mine if holders[mark].shared and _replicated(shard) is True]
+        mine = ((shards[number], mark) for number, mark in marks.items() if holders[mark].shared)
+        shared = [(shard, mark) for shard, mark in mine if _replicated(shard) is True]
         _compare(sorted(shared, key=lambda pair: pair[1]), comm)
-    settled = iter([_settled(shard, holders[mark].first == comm.rank) for shard, mark in mine])
-    return [next(settled) if _replicated(shard) else shard for shard in shards]
+    settled = list(shards)
+    for number, mark in marks.items():
+        settled[number] = _settled(shards[number], holders[mark].first == comm.rank)
+    return settled
 
 
 def _replicated(shard: ShardedBase) -> Replicated:
@@ -162,4 +190,4 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return torch.split(tensor.detach().reshape(-1), math.ceil(_CHUNK / tensor.element_size()))
 
 
-__all__ = ["settle_replicas"]
+__all__ = ["Replicas", "find_replicas", "settle_replicas"]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.entries import StrategyAction
 from shardckpt.errors import UnknownBackendError
 from shardckpt.operation import Operation
+from shardckpt.recall import recall
 from shardckpt.registry import parse_key
-from shardckpt.replicas import settle_replicas
+from shardckpt.replicas import find_replicas, settle_replicas
 from shardckpt.state_dict import checked_copy, nested_values, take_apart
-from shardckpt.strategy import SaveContext, SaveStrategy
+from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy, write_prepared
 from shardckpt.transaction import Identity, commit_files
 from shardckpt.validation import compare_common, validate_shards
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from shardckpt.comm import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedStateDict
     from shardckpt.plugins import PluginHost
-    from shardckpt.recall import Recall, Sighting
+    from shardckpt.recall import Remembered, Sighting
+    from shardckpt.replicas import Replicas
     from shardckpt.storage.writer import CheckpointWriter
+    from shardckpt.strategy import PlanContext, PreparedSave
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,15 @@ class CheckedState:
         saver: The strategy.
         shards: This rank's.
         common: The state that is not sharded.
-        sighting: Whether all ranks have saved these shards before; None where nobody remembers.
+        sighting: Whether all ranks have saved these shards before.
+        replicas: Who has which of the replicated shards.
     """
 
     saver: SaveStrategy
     shards: list[ShardedBase]
     common: CommonStateDict
-    sighting: Sighting | None = None
+    sighting: Sighting
+    replicas: Replicas
 
     @property
     def identity(self) -> Identity:
@@ -74,8 +79,18 @@ def save_checkpoint(
         state = check_state(sharded_state_dict, strategy, operation, options)
 
         def write(writer: CheckpointWriter, save_id: str) -> None:
-            context = SaveContext(writer=writer, comm=comm, save_id=save_id, allow_globals=options.allow_globals)
-            state.saver.save(state.shards, state.common, context)
+            context = SaveContext(
+                writer=writer,
+                comm=comm,
+                save_id=save_id,
+                allow_globals=options.allow_globals,
+                staging=writer.directory,
+            )
+            if isinstance(state.saver, AsyncSaveStrategy) and state.sighting.who is not None:
+                prepared, _ = prepare_save(state, state.saver, context, validated=options.validate)
+                write_prepared(prepared, context)
+            else:
+                state.saver.save(state.shards, state.common, context)
 
         commit_files(
             operation,
@@ -93,7 +108,8 @@ def check_state(
     strategy: Any,
     operation: Operation,
     options: SaveOptions,
-    recall: Recall | None = None,
+    *,
+    background: bool = False,
 ) -> CheckedState:
     """Take the state dict apart and check it, on all ranks together.
 
@@ -102,10 +118,9 @@ def check_state(
         strategy: Whatever names one.
         operation: The save.
         options: The caller's.
-        recall: Knows the last saves in the background, among which this one is; by all ranks, or none.
+        background: Whether it is to be saved in the background.
     """
     comm = operation.comm
-    sighting = None
     with operation.step("preparing the state dict"):
         saver = find_saver(strategy, operation.host)
         operation.dispatched(saver)
@@ -113,26 +128,49 @@ def check_state(
         shards = list(nested_values(nest))
         if options.content_metadata is not None:
             common["content_metadata"] = options.content_metadata
-        comm.agree(
+        sighting = recall.look(shards, saver, comm, validate=options.validate, background=background)
+        is_known = comm.agree(
+            sighting.mark(),
             strategy=(saver.backend, saver.version),
-            async_sharded_save=recall is not None,
+            async_sharded_save=background,
             checkpoint_dir=str(operation.directory),
             validate_access_integrity=options.validate,
             overwrite=options.overwrite,
             verify_integrity=options.sha256,
         )
-        if recall is not None:
-            sighting = recall.see(shards, saver, comm, validate=options.validate)
-        is_known = sighting is not None and sighting.known is not None
-        if not is_known:  # what is done to copies never reaches the caller's
+        known = sighting.known if is_known else None
+        if known is None:  # what is done to copies never reaches the caller's
             shards = list(map(checked_copy, shards))
-        shards = settle_replicas(shards, comm, compare=options.validate)
+        replicas = find_replicas(shards, comm) if known is None else known.replicas
+        shards = settle_replicas(shards, comm, compare=options.validate, replicas=replicas)
     if options.validate:
         with operation.step("validating"):
-            if not is_known:
+            if known is None:
                 validate_shards(shards, comm)
             compare_common(common, options.preprocess_common, comm)
-    return CheckedState(saver, shards, common, sighting)
+    return CheckedState(saver, shards, common, sighting._replace(known=known), replicas)
+
+
+def prepare_save(
+    state: CheckedState, saver: AsyncSaveStrategy, context: PlanContext, *, validated: bool
+) -> tuple[PreparedSave, Remembered | None]:
+    """A save that is planned, by the plan of an earlier one if there is one; and what is remembered of it.
+
+    Args:
+        state: What is to be saved.
+        saver: Its strategy.
+        context: With whom.
+        validated: Whether the shards of all ranks were found to fit together.
+    """
+    shards, known = state.shards, state.sighting.known
+    if known is not None:
+        prepared = known.again(shards, state.common, context)
+        if prepared is not None:
+            return prepared, known
+        shards = list(map(checked_copy, shards))  # the strategy's to keep
+    prepared = saver.prepare(shards, state.common, context)
+    kept = recall.keep(state.sighting, context.save_id, prepared.again, state.replicas, validated=validated)
+    return prepared, kept
 
 
 def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:
@@ -151,4 +189,4 @@ def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:
     raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {known}{host.faults_text()}")
 
 
-__all__ = ["CheckedState", "SaveOptions", "check_state", "find_saver", "save_checkpoint"]
+__all__ = ["CheckedState", "SaveOptions", "check_state", "find_saver", "prepare_save", "save_checkpoint"]

@@ -27,11 +27,13 @@ class PlanContext:
         comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)`` or ``with comm.task(...)``.
         save_id: A name that no other save has.
         allow_globals: Classes and functions that objects may name although a load refuses them without leave.
+        staging: The directory in which this rank's files will be made.
     """
 
     comm: Comm
     save_id: str
     allow_globals: tuple[Any, ...] = ()
+    staging: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +138,9 @@ class AsyncSaveStrategy(SaveStrategy):
     """A save strategy whose writing needs no other rank, so that it can go on behind the training.
 
     Attributes:
-        recalled: Whether a background save of shards that say of themselves what those of an earlier one said is left
-            to that one's :attr:`PreparedSave.again`, without a call of :meth:`prepare`. It is no subclass's, unless
-            that says so, too: a ``prepare`` of its own would not be called.
+        recalled: Whether a save of shards that say of themselves what those of an earlier one said is left to that
+            one's :attr:`PreparedSave.again`, without a call of :meth:`prepare`. It is no subclass's, unless that says
+            so, too: a ``prepare`` of its own would not be called.
     """
 
     recalled: ClassVar[bool] = False
@@ -148,18 +150,27 @@ class AsyncSaveStrategy(SaveStrategy):
         """What strategies that prepare alike have in common: one's ``again`` serves for all. By default, itself."""
         return self
 
+    @property
+    def saves_as_prepared(self) -> bool:
+        """Whether :meth:`save` does what it does here; a save in the foreground is recalled only then."""
+        return type(self).save is AsyncSaveStrategy.save and "save" not in vars(self)
+
     @abstractmethod
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Plan with all ranks; the arguments are those of :meth:`save`. Objects are pickled here, tensors not read."""
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Prepare, write and finish, here and now."""
-        prepared = self.prepare(shards, common, context)
-        context.comm.settle()  # before hours of writing
-        with context.comm.task("writing shards"):
-            result = prepared.work.write(context.writer)
-        if prepared.finish is not None:
-            prepared.finish(context.comm.gather(result), context)
+        write_prepared(self.prepare(shards, common, context), context)
+
+
+def write_prepared(prepared: PreparedSave, context: SaveContext) -> None:
+    """Write and finish a save that is planned, here and now."""
+    context.comm.settle()  # before hours of writing
+    with context.comm.task("writing shards"):
+        result = prepared.work.write(context.writer)
+    if prepared.finish is not None:
+        prepared.finish(context.comm.gather(result), context)
 
 
 def is_recalled(strategy: SaveStrategy) -> bool:
@@ -281,4 +292,5 @@ __all__ = [
     "SaveContext",
     "SaveStrategy",
     "is_recalled",
+    "write_prepared",
 ]

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: A save's name travels as numbers of so many bits, which have these places in it.
+_BITS = 43
+_PLACES = (0, _BITS, 2 * _BITS)
+
 
 class Identity(NamedTuple):
     """What a checkpoint says of itself: backend, version, and the oldest release that reads it."""
@@ -81,10 +85,11 @@ class Transaction:
                 if operation.comm.is_main:
                     self.save_id = commit.new_save_id()
                     self._take_target()
-            self.save_id, self.staging = operation.comm.broadcast((self.save_id, self.staging))
-            self.algorithm = CRC32 if operation.comm.largest(preferred() == CRC32)[0] else preferred()
+            self._tell()
             if self._upload is not None:
                 self.staging, self._upload.save_id = self._upload.spool, self.save_id
+            else:
+                self.staging = commit.staging_path(target, self.save_id)
         except BaseException:
             self.abort()
             raise
@@ -130,6 +135,14 @@ class Transaction:
             self._upload.abort(main=self.operation.comm.is_main)
         elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
             commit.discard(self.staging)
+
+    def _tell(self) -> None:
+        """Let all ranks know the save's name, and whether one of them lacks the preferred digest: in one message."""
+        number = int(self.save_id or "0", 16)
+        parts = (number >> place & (1 << _BITS) - 1 for place in _PLACES)
+        lacks, *found = self.operation.comm.largest(preferred() == CRC32, *parts)
+        self.save_id = f"{sum(part << place for part, place in zip(found, _PLACES, strict=True)):032x}"
+        self.algorithm = CRC32 if lacks else preferred()
 
     def _take_target(self) -> None:
         """On the main rank: see that the target may be saved to, and begin."""

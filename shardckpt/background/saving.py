@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +12,8 @@ from shardckpt.background.staging import StagedWork, stage
 from shardckpt.errors import CheckpointingException
 from shardckpt.locations import open_folder
 from shardckpt.operation import Operation
-from shardckpt.recall import Recall
-from shardckpt.saving import check_state
-from shardckpt.state_dict import checked_copy
+from shardckpt.recall import recall
+from shardckpt.saving import check_state, prepare_save
 from shardckpt.storage.upload import upload_files
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
@@ -29,13 +27,8 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedStateDict
     from shardckpt.plugins import PluginHost
     from shardckpt.recall import Remembered
-    from shardckpt.saving import CheckedState, SaveOptions
+    from shardckpt.saving import SaveOptions
     from shardckpt.strategy import PreparedSave
-
-
-#: The last saves of this process.
-recall = Recall()
-os.register_at_fork(after_in_child=recall.forget)
 
 
 class _Job(NamedTuple):
@@ -150,35 +143,24 @@ def request_save(
     """Plan a save together; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
     operation = Operation("save", target, comm, host)
     with operation.begun():
-        state = check_state(sharded_state_dict, strategy, operation, options, recall)
+        state = check_state(sharded_state_dict, strategy, operation, options, background=True)
         with operation.step("looking for background saves"):
             saver = _in_background(state.saver)
         transaction = Transaction(operation, target, state.identity, overwrite=options.overwrite, sha256=options.sha256)
         try:
-            context = PlanContext(comm=comm, save_id=transaction.save_id, allow_globals=options.allow_globals)
+            context = PlanContext(
+                comm=comm,
+                save_id=transaction.save_id,
+                allow_globals=options.allow_globals,
+                staging=transaction.staging,
+            )
             with operation.step("planning"):
-                prepared, remembered = _prepared(state, saver, context, validated=options.validate)
+                prepared, remembered = prepare_save(state, saver, context, validated=options.validate)
             comm.settle()
         except BaseException:
             transaction.abort()
             raise
     return _BackgroundSave(transaction, prepared, context, as_json(options.content_metadata), remembered).request()
-
-
-def _prepared(
-    state: CheckedState, saver: AsyncSaveStrategy, context: PlanContext, *, validated: bool
-) -> tuple[PreparedSave, Remembered | None]:
-    """A save that is planned, by the plan of an earlier one if there is one; and what is remembered of it."""
-    sighting, shards = state.sighting, state.shards
-    if sighting is None:
-        return saver.prepare(shards, state.common, context), None
-    if sighting.known is not None:
-        prepared = sighting.known.again(shards, state.common, context)
-        if prepared is not None:
-            return prepared, sighting.known
-        shards = list(map(checked_copy, shards))  # the strategy's to keep
-    prepared = saver.prepare(shards, state.common, context)
-    return prepared, recall.keep(sighting, context.save_id, validated=validated, again=prepared.again)
 
 
 def release_memory() -> None:

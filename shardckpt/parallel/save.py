@@ -110,6 +110,11 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         return replace(prepared, again=_DealtAgain(prepared.again, [shard.replica_id for shard in dealt]))
 
     @property
+    def saves_as_prepared(self) -> bool:
+        """Whether the strategy does."""
+        return isinstance(self._strategy, AsyncSaveStrategy) and self._strategy.saves_as_prepared
+
+    @property
     def plans_like(self) -> Hashable:
         """Whose shares are dealt, and how they are planned."""
         inner = self._strategy.plans_like if isinstance(self._strategy, AsyncSaveStrategy) else self._strategy

@@ -29,13 +29,18 @@ REMOVED = ".shardckpt-removed-"
 
 
 def new_save_id() -> str:
-    """A name that no other save has."""
+    """A name that no other save has: 128 bits in hex."""
     return uuid.uuid4().hex
 
 
+def staging_path(target: Path, save_id: str) -> Path:
+    """The staging directory of a save to ``target``: ``.<name>.shardckpt-staging-<id>`` beside it."""
+    return target.with_name(f".{target.name}{_STAGING}{save_id}")
+
+
 def create_staging(target: Path, save_id: str) -> Path:
-    """Make the staging directory of a save to ``target``: ``.<name>.shardckpt-staging-<id>`` beside it."""
-    staging = target.with_name(f".{target.name}{_STAGING}{save_id}")
+    """Make the staging directory of a save, where :func:`staging_path` says."""
+    staging = staging_path(target, save_id)
     with naming("create the staging directory", staging):
         _make_directory(target.parent)
         left = staging_of(target)
@@ -224,4 +229,5 @@ __all__ = [
     "replace",
     "replaced_of",
     "staging_of",
+    "staging_path",
 ]

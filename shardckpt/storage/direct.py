@@ -39,6 +39,20 @@ def open_direct(path: Path, fd: int) -> tuple[int, int]:
         return _CLOSED, 0
 
 
+def bypasses_cache(directory: Path) -> bool:
+    """Whether large writes to new files in a directory go past the page cache; False where it cannot be asked."""
+    if not hasattr(os, "O_TMPFILE") or not settings.direct_io():
+        return False
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        return _memory_alignment(fd) > 0
+    finally:
+        os.close(fd)
+
+
 def address(view: memoryview) -> int | None:
     """Where a view's bytes are; None if it is read-only, or empty."""
     if view.readonly or not view.nbytes:
@@ -83,4 +97,4 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-__all__ = ["address", "allocate", "open_direct"]
+__all__ = ["address", "allocate", "bypasses_cache", "open_direct"]

@@ -67,6 +67,11 @@ class NewFile:
             self._allocated = self._allocate(ahead, size) or self._allocate(size, size)
             self._allocates = self._allocated > 0
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether all goes through the page cache, as it does until :meth:`reserve` has found a way past it."""
+        return not self._alignment
+
     def copies(self, view: memoryview, offset: int) -> bool:
         """Whether pages of the view, which begins at ``offset`` of the file, are copied on their way to the disk.
 

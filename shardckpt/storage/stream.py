@@ -62,22 +62,42 @@ class Crew:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "shardckpt-write") if threads > 1 else None
+        #: Of one thread each, for the files that have one of their own.
+        self._own = [ThreadPoolExecutor(1, "shardckpt-write") for _ in range(threads)]
+        self._files = [0] * threads
         #: Large records whose bytes exist.
         self.records = threading.Semaphore(threads + 1)
         #: Blocks that wait to be written.
         self.blocks = threading.Semaphore(threads + 1)
 
-    def start(self, task: Callable[[], None]) -> Future[None] | None:
-        """Let a thread do the task, or do it now."""
-        if self._pool is not None:
-            return start(self._pool, task)
-        task()
-        return None
+    def join(self) -> int:
+        """A file begins to be written; the number of the thread that is its own, if it is to have one."""
+        number = self._files.index(min(self._files))
+        self._files[number] += 1
+        return number
+
+    def leave(self, number: int) -> None:
+        """A file with that number has ended."""
+        self._files[number] -= 1
+
+    def start(self, task: Callable[[], None], own: int | None = None) -> Future[None] | None:
+        """Let a thread do the task, or do it now.
+
+        Args:
+            task: What to do.
+            own: The number of a file into which the kernel lets one write at a time: where there are several files,
+                its tasks are all done by the same thread, so that the others write into other files.
+        """
+        if self._pool is None:
+            task()
+            return None
+        return start(self._pool if own is None or sum(self._files) == 1 else self._own[own], task)
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for pool in (self._pool, *self._own):
+            if pool is not None:
+                pool.shutdown()
 
 
 class _Piece(NamedTuple):
@@ -144,6 +164,7 @@ class FileStream:
         self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
+        self._number: int | None = crew.join()
         #: What writing has failed with first.
         self.error: BaseException | None = None
 
@@ -195,6 +216,9 @@ class FileStream:
         """Begin nothing more, and wait for what was begun."""
         self._stopped = True
         self._wait()
+        number, self._number = self._number, None
+        if number is not None:
+            self._crew.leave(number)
         block, self._block, self._filled, self._room = self._block, None, 0, 0
         if block is not None:  # this no longer has it: given back twice, it would be two files' at the same time
             give_back(block)
@@ -272,7 +296,7 @@ class FileStream:
         self._crew.blocks.release()
 
     def _hand_over(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
-        found = self._crew.start(partial(self._do, task, ended))
+        found = self._crew.start(partial(self._do, task, ended), self._number if self._file.is_cached else None)
         if found is not None:
             self._tasks.append(found)
 

@@ -193,7 +193,8 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: Path, rank: int, *, sha256: bool = False, algorithm: str | None = None) -> None:
-        self._directory = directory
+        #: Where they are made.
+        self.directory = directory
         self._rank = rank
         self._sha256 = sha256
         self._algorithm = algorithm or preferred()
@@ -212,7 +213,7 @@ class CheckpointWriter:
             name: Of letters, digits, ``.``, ``_`` and ``-``.
             nbytes: What it will have at least, if that is known: space for it is set aside in one go.
         """
-        path = self._directory / check_file_name(name)
+        path = self.directory / check_file_name(name)
         writer = FileWriter(path, self._crew, self._algorithm, nbytes, sha256=self._sha256)
         self._open[name] = writer
         return writer

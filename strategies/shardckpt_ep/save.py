@@ -26,7 +26,7 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
         sections: What may stand before a parameter's name in a key.
         keep_only_main_replica: As for (torch_dist, 1), like all that follow.
         thread_count: Files a rank.
-        cached_metadata: Keep the global plan from save to save.
+        cached_metadata: Without effect.
         separation_hint: Keys that begin with it go to files of their own.
     """
 
@@ -41,7 +41,7 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
         *,
         sections: Iterable[str] = SECTIONS,
         keep_only_main_replica: bool = True,
-        thread_count: int = 1,
+        thread_count: int | None = None,
         cached_metadata: bool = False,
         separation_hint: str | None = None,
     ) -> None:

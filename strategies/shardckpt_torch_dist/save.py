@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt import settings
 from shardckpt.errors import CheckpointingException
-from shardckpt.parallel import PlanCache, share_out
+from shardckpt.parallel import share_out
+from shardckpt.storage.direct import bypasses_cache
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.global_plan import LocalPlan, local_plan, merged
@@ -17,6 +19,7 @@ from shardckpt_torch_dist.work import Names
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
+    from pathlib import Path
 
     import torch
 
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.work import SaveWork
 
 
+#: Bytes from which on a file of its own is worth it where it is written faster.
+_WORTH_A_FILE = 32 << 20
+
+
 class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     """Writes the dialect that Megatron-Core 0.9 to 0.20 and torch.distributed.checkpoint read.
 
@@ -36,9 +43,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         version: Must be 1.
         keep_only_main_replica: Write the main replicas; False lets any holder of a copy write it, dealt out by bytes
             over all ranks.
-        thread_count: Files a rank, filled evenly.
-        cached_metadata: Use the global plan of the last save with this instance again, as long as no rank's items
-            change: for jobs that keep the strategy from save to save. (Background saves do so in any case.)
+        thread_count: Files a rank, filled evenly. By default one; where writes cannot go past the page cache, as many
+            as can be written at a time, of 32 MiB at least.
+        cached_metadata: Accepted for Megatron's callers, without effect: a save of the shards of one of the last two
+            uses its plan again in any case.
         separation_hint: Tensors and objects whose keys begin with it go to files of their own,
             ``<hint>__<rank>_<n>.distcp``, which can be removed as a whole.
     """
@@ -53,23 +61,21 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         backend: str = "torch_dist",
         version: int = 1,
         keep_only_main_replica: bool = True,
-        thread_count: int = 1,
-        cached_metadata: bool = False,
+        thread_count: int | None = None,
+        cached_metadata: bool = False,  # noqa: ARG002 - see the class
         separation_hint: str | None = None,
     ) -> None:
         if (backend, version) != (self.backend, self.version):
             raise CheckpointingException(
                 f"{type(self).__qualname__} writes ('torch_dist', 1), not {(backend, version)}"
             )
-        if thread_count < 1:
+        if thread_count is not None and thread_count < 1:
             raise CheckpointingException(f"thread_count={thread_count}: a rank writes at least one file")
         if separation_hint is not None:
             check_file_name(separation_hint)
         self._main_only = keep_only_main_replica
         self._files = thread_count
         self._hint = separation_hint
-        #: The global plans: on the main rank what all store, elsewhere nothing.
-        self.plans: PlanCache[StoredIndex | None] = PlanCache(enabled=cached_metadata)
 
     @property
     def plans_like(self) -> Hashable:
@@ -87,9 +93,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         with comm.task("pickling objects"):
             archives = archives_of(items.objects, shards, context.allow_globals)
         with comm.task("placing items in files"):
-            placed = place(items, archives, comm.rank, self._files, self._hint)
+            files = self._files or _file_count(items.tensors, context.staging)
+            placed = place(items, archives, comm.rank, files, self._hint)
             local = local_plan(items, placed)
-        plan = self.plans.get(local, comm, lambda: _global_plan(local, comm))
+        plan = _global_plan(local, comm)
 
         work = replace(placed.work, tensors=[], archives={})
         made = Made(items.sources, items.objects, _lengths(archives), work, plan)
@@ -131,6 +138,12 @@ class Made(NamedTuple):
         """A save by this plan of some values."""
         names = None if self.plan is None else Names(self.plan, context.save_id, stored_common)
         return PreparedSave(replace(self.work, tensors=tensors, archives=archives, names=names), again=self.again)
+
+
+def _file_count(tensors: list[torch.Tensor], directory: Path | None) -> int:
+    """Into how many files tensors are written fastest: through the page cache the kernel lets one write into each."""
+    count = min(settings.io_threads(), sum(tensor.nbytes for tensor in tensors) // _WORTH_A_FILE)
+    return 1 if count <= 1 or directory is None or bypasses_cache(directory) else count
 
 
 def _lengths(archives: dict[str, bytes]) -> dict[str, int]:

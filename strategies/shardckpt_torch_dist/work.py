@@ -83,8 +83,9 @@ class SaveWork:
             for name in file.objects:
                 data = self.archives[name]
                 into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
-            for number in file.tensors:
-                append_tensor(into, self.tensors[number], self.keys[number], self.lengths[number])
+        in_files = {number: into for file, into in open_files for number in file.tensors}
+        for number in sorted(in_files):  # now to one file, now to another: all have something to write
+            append_tensor(in_files[number], self.tensors[number], self.keys[number], self.lengths[number])
         if self.names is not None:
             self.names.write(writer)  # while the last of the tensors are being written
         for _, into in open_files:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardckpt.storage.direct import open_direct
+from shardckpt.storage.direct import bypasses_cache
 from tests.faults.programs import run_program
 from tests.names import DIGESTED, SHARED, data_file
 
@@ -32,16 +31,6 @@ def report_of(folder: Path, case: str, count: int, program: str = "killer") -> d
         pytest.skip(f"strace may not attach to a process here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
-
-
-def has_direct_writes(folder: Path) -> bool:
-    """Whether files there can be written past the page cache."""
-    path = folder / "probe"
-    with path.open("wb") as file:
-        fd, alignment = open_direct(path, file.fileno())
-        if alignment:
-            os.close(fd)
-    return bool(alignment)
 
 
 def bad(outcomes: list[dict[str, Any]], allowed: set[str]) -> list[dict[str, Any]]:
@@ -131,7 +120,7 @@ def test_files_are_written_before_their_fsync(trace: list[str]) -> None:
 
 def test_large_tensors_are_written_directly(trace: list[str], tmp_path: Path) -> None:
     """Among the calls that are killed are those that allocate a file ahead and write past the page cache."""
-    if not has_direct_writes(tmp_path):
+    if not bypasses_cache(tmp_path):
         pytest.skip("the file system of the tests has no direct writes")
     data = [line for line in trace if data_file(0) in line]
     (opened,) = (line for line in data if "O_DIRECT" in line)

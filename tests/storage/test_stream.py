@@ -17,7 +17,7 @@ import pytest
 from shardckpt.errors import StorageError
 from shardckpt.storage import buffers, filesystem, new_file, stream
 from shardckpt.storage.digest import SMALL_RECORD, Segments, digest_function, preferred
-from shardckpt.storage.direct import open_direct
+from shardckpt.storage.direct import bypasses_cache
 from shardckpt.storage.memory import PAGE
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
@@ -33,22 +33,10 @@ MIB = 1 << 20
 Records = list[list[memoryview]]
 
 
-def has_direct(directory: Path) -> bool:
-    """Whether the file system writes past its cache."""
-    path = directory / "has-direct"
-    fd = filesystem.open_new(path)
-    direct, alignment = open_direct(path, fd)
-    os.close(fd)
-    path.unlink()
-    if direct >= 0:
-        os.close(direct)
-    return alignment > 0
-
-
 @pytest.fixture
 def direct_directory(tmp_path: Path) -> Path:
     """A directory on a file system with direct writes."""
-    if not has_direct(tmp_path):
+    if not bypasses_cache(tmp_path):
         pytest.skip(f"the file system of {tmp_path} has no direct writes")
     return tmp_path
 
@@ -490,3 +478,29 @@ def test_small_records_are_named_in_errors(directory: Path, monkeypatch: pytest.
     text = r"cannot write 'key\d+' and what lies before it at offset \d+ of"
     with CheckpointWriter(directory, 0) as writer, pytest.raises(StorageError, match=text):
         fill(writer)
+
+
+def test_files_in_the_page_cache_have_a_thread_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str
+) -> None:
+    """Of several files that one write at a time may go to, each is written by one thread, so that none waits."""
+    monkeypatch.setenv("SHARDCKPT_DIRECT_IO", "0")
+    writers: dict[str, set[int]] = {}
+    write_pages = NewFile.write_pages
+
+    def watched(self: NewFile, *args: Any) -> None:
+        writers.setdefault(self.path.name, set()).add(threading.get_ident())
+        write_pages(self, *args)
+
+    monkeypatch.setattr(NewFile, "write_pages", watched)
+    data = memoryview(bytearray(os.urandom(9 * MIB)))
+    with CheckpointWriter(tmp_path, 0) as writer:
+        files = [writer.create(f"f{n}") for n in range(3)]
+        for _ in range(2):
+            for file in files:
+                file.append(data.nbytes, lambda: [data])
+        for file in files:
+            writer.finish(file)
+    assert all((tmp_path / f"f{n}").read_bytes() == bytes(data) * 2 for n in range(3))
+    assert [len(writers[f"f{n}"]) for n in range(3)] == [1, 1, 1]
+    assert len(set.union(*writers.values())) == (1 if threads == "1" else 3)

@@ -10,7 +10,10 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.recall import recall
+from shardckpt.storage.direct import bypasses_cache
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+from tests.recall.saves import Plans
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +53,21 @@ def test_thread_count_is_the_number_of_files_and_they_are_even(tmp_path: Path) -
     assert sorted(files) == [f"__0_{n}.distcp" for n in range(3)]
     assert max(files.values()) < 1.2 * min(files.values())
     _check(tmp_path / "c", _state())
+
+
+@pytest.mark.parametrize("direct", ["0", "1"])
+def test_by_default_a_rank_has_the_files_that_are_written_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    """One where writes go past the page cache; else one for each thread, if there are 32 MiB for it."""
+    monkeypatch.setenv("SHARDCKPT_DIRECT_IO", direct)
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
+    for number, (count, files) in enumerate(((3, 1), (8, 1 if bypasses_cache(tmp_path) else 2))):
+        recall.forget()
+        state = _state(count, (2 << 20,), number)
+        dc.save(state, tmp_path / str(number))
+        assert sorted(_files(tmp_path / str(number))) == [f"__0_{n}.distcp" for n in range(files)]
+        _check(tmp_path / str(number), state)
 
 
 def test_separation_hint_keeps_keys_in_files_of_their_own(tmp_path: Path) -> None:
@@ -96,16 +114,18 @@ def test_any_replica_may_be_written(ranks: RankPool, tmp_path: Path) -> None:
         assert len(_files(path)) == writers
 
 
-def _cached_saves(folder: str) -> list[tuple[int, int]]:
+def _cached_saves(folder: str) -> list[int]:
     """Saves with one strategy: the same structure twice, then one that differs on one rank, then that again."""
     strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
+    recall.forget()
     counts = []
     for step, grown in enumerate((False, False, True, True, False)):
         state = _state(first=10.0 * step)
         if grown and dist.get_rank() == 1:
             state["more"] = ShardedTensor.from_rank_offsets("more", torch.full((3,), float(step)))
-        dc.save(state, f"{folder}/{step}", strategy)
-        counts.append((strategy.plans.made, strategy.plans.reused))
+        with Plans() as plans:
+            dc.save(state, f"{folder}/{step}", strategy)
+        counts.append(plans.count)
         keys = set(dc.load_sharded_metadata(f"{folder}/{step}"))
         assert ("more" in keys) == grown
         _check(f"{folder}/{step}", state)
@@ -115,7 +135,7 @@ def _cached_saves(folder: str) -> list[tuple[int, int]]:
 def test_a_changed_structure_is_never_saved_with_an_old_plan(ranks: RankPool, tmp_path: Path) -> None:
     """A key added on one rank alone makes all ranks plan anew (Megatron #4378 loses it); unchanged ones do not."""
     counts = ranks.run(3, _cached_saves, str(tmp_path))
-    assert counts == [[(1, 0), (1, 1), (2, 1), (2, 2), (3, 2)]] * 3
+    assert counts == [[1, 0, 1, 0, 1]] * 3
 
 
 CHANGES = {
@@ -141,6 +161,7 @@ def test_whatever_changes_is_seen(tmp_path: Path, change: str) -> None:
     dc.save({"w": first}, tmp_path / "a", strategy)
     second = CHANGES[change](first)
     dc.save({"w": second}, tmp_path / "b", strategy)
+    recall.forget()
     dc.save({"w": second}, tmp_path / "c")
     cached, plain = dc.load_plain_tensors(tmp_path / "b"), dc.load_plain_tensors(tmp_path / "c")
     assert cached.keys() == plain.keys()
@@ -151,13 +172,14 @@ def _cached_in_the_background(folder: str) -> int:
     from shardckpt.async_save import AsyncCallsQueue
 
     strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    with AsyncCallsQueue() as queue:
+    recall.forget()
+    with Plans() as plans, AsyncCallsQueue() as queue:
         for step in range(4):
             request = dc.save(_state(first=10.0 * step), f"{folder}/{step}", strategy, async_sharded_save=True)
             queue.schedule_async_request(request)  # type: ignore[arg-type]
     for step in range(4):
         _check(f"{folder}/{step}", _state(first=10.0 * step))
-    return strategy.plans.made
+    return plans.count
 
 
 def test_a_cached_plan_serves_background_saves(ranks: RankPool, tmp_path: Path) -> None:
