@@ -349,6 +349,8 @@ class Comm:
 
     def _combined(self, values: list[int], operation: Any) -> list[int]:
         """The values of all ranks combined, place by place: by the main rank, or on their way round a ring."""
+        if self.world_size == 1:
+            return values
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self.world_size * found.nbytes > _BY_MAIN:
             self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))

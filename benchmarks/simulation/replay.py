@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+#: Bytes of a message in which a few numbers are combined, and failures told.
+_SETTLEMENT = 56
+
+
 class _WaitingError(Exception):
     """A rank needs what is not there yet."""
 
@@ -92,7 +96,7 @@ class Recorder:
 
     def _reduced(self, values: tuple[int, ...], reduce: Callable[..., int]) -> list[int]:
         """Of all ranks' values; done once for all."""
-        call = self._put(tuple(map(int, values)), 8 * len(values))
+        call = self._put(tuple(map(int, values)), _SETTLEMENT)
         if -1 not in call:
             call[-1] = [reduce(column) for column in zip(*self._all(call).values(), strict=True)]
         return list(call[-1])
@@ -103,18 +107,17 @@ class Recorder:
         return call
 
     def _put(self, data: Any, nbytes: int | None = None) -> dict[int, Any]:
-        """Send; a reduction receives no more than it sends, wherever."""
+        """Send to the main rank."""
         replay = self._replay
+        nbytes = len(data) if nbytes is None else nbytes
         self._number += 1
         if self._number == len(replay.calls):
             replay.calls.append({})
         call = replay.calls[self._number]
         if self.rank not in call:
             call[self.rank] = data
-            replay.sent[self.rank] += len(data) if nbytes is None else nbytes
-            if nbytes is None and not self.is_main:
-                replay.received += len(data)
-            elif nbytes is not None and self.is_main:
+            replay.sent[self.rank] += nbytes
+            if not self.is_main:
                 replay.received += nbytes
         return call
 

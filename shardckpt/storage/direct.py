@@ -53,6 +53,14 @@ def bypasses_cache(directory: Path) -> bool:
         os.close(fd)
 
 
+def side_by_side(directory: Path) -> int:
+    """How many new files in a directory are best written at the same time.
+
+    Past the page cache one is as good as several; through it the kernel lets one write at a time into a file.
+    """
+    return 1 if bypasses_cache(directory) else settings.io_threads()
+
+
 def address(view: memoryview) -> int | None:
     """Where a view's bytes are; None if it is read-only, or empty."""
     if view.readonly or not view.nbytes:
@@ -97,4 +105,4 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-__all__ = ["address", "allocate", "bypasses_cache", "open_direct"]
+__all__ = ["address", "allocate", "bypasses_cache", "open_direct", "side_by_side"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt import settings
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import share_out
-from shardckpt.storage.direct import bypasses_cache
+from shardckpt.storage.direct import side_by_side
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.global_plan import LocalPlan, local_plan, merged
@@ -141,9 +140,9 @@ class Made(NamedTuple):
 
 
 def _file_count(tensors: list[torch.Tensor], directory: Path | None) -> int:
-    """Into how many files tensors are written fastest: through the page cache the kernel lets one write into each."""
-    count = min(settings.io_threads(), sum(tensor.nbytes for tensor in tensors) // _WORTH_A_FILE)
-    return 1 if count <= 1 or directory is None or bypasses_cache(directory) else count
+    """Into how many files tensors are written fastest."""
+    most = sum(tensor.nbytes for tensor in tensors) // _WORTH_A_FILE
+    return 1 if most <= 1 or directory is None else min(most, side_by_side(directory))
 
 
 def _lengths(archives: dict[str, bytes]) -> dict[str, int]:
