@@ -13,14 +13,14 @@ import itertools
 import pickle
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # keeps the default group of the moment it is imported: best before there is one
 
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
-from shardckpt.torch_private import group_timeout
+from shardckpt.groups import alive, cpu_group, joined_group, moves
 from shardckpt.verdict import Report, verdict
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ _T = TypeVar("_T")
 #: A tensor, and the rank to which it goes or from which it comes.
 _Route: TypeAlias = "tuple[torch.Tensor, int]"
 
-#: Backends that take tensors through the memory of the CPU, and no backend.
-_CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
 #: Bytes that the main rank takes from all ranks in one go, though some of them may be filling.
 _AT_ONCE = 16 << 20
 #: Bytes that go to the main rank and back to all; more go round a ring, as gloo sends even a few of them.
@@ -41,8 +39,6 @@ _BY_MAIN = 1 << 20
 _BESIDE = 6
 #: Tells the Comms of a process apart.
 _numbers = itertools.count()
-#: gloo twins of groups whose backend cannot move CPU tensors, by group, as long as the group lives.
-_cpu_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class Comm:
@@ -55,8 +51,8 @@ class Comm:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         active = not alone and dist.is_available() and dist.is_initialized()
-        own = _joined_group(process_group) if active else None
-        group = _cpu_group(own) if active else None
+        own = joined_group(process_group) if active else None
+        group = cpu_group(own) if active else None
         # weak: an error's traceback may keep this alive, and a job must be able to end its groups all the same
         self._groups = (ref(own), ref(group)) if active else None
         self.rank: int = dist.get_rank(group) if active else 0
@@ -70,12 +66,12 @@ class Comm:
     @property
     def _own(self) -> Any:
         """The caller's group."""
-        return None if self._groups is None else _alive(self._groups[0])
+        return None if self._groups is None else alive(self._groups[0])
 
     @property
     def _group(self) -> Any:
         """The group that moves CPU tensors: the caller's, or its twin."""
-        return None if self._groups is None else _alive(self._groups[1])
+        return None if self._groups is None else alive(self._groups[1])
 
     @property
     def is_main(self) -> bool:
@@ -201,7 +197,7 @@ class Comm:
 
     def moves(self, device_type: str) -> bool:
         """Whether tensors on such accelerators go from device to device (the caller's group has NCCL or its like)."""
-        return _backend_of(self._own, device_type) not in _CPU_BACKENDS
+        return moves(self._own, device_type)
 
     def exchange(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str = "cpu") -> None:
         """Send tensors to single ranks and fill others from single ranks, all at the same time.
@@ -403,13 +399,6 @@ class Comm:
         return error
 
 
-def _alive(group: ref[Any]) -> Any:
-    found = group()
-    if found is None:
-        raise CommunicationError("the process group was destroyed: save, load and finalize before that")
-    return found
-
-
 def pickled(value: Any) -> bytes | None:
     """The value on its way to another rank, or None where pickle does not take it."""
     try:
@@ -426,36 +415,6 @@ def can_be_pickled(value: Any) -> bool:
 def unpickled(data: bytes | bytearray) -> Any:
     """What another process of this job has pickled: never anything that was stored."""
     return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
-
-
-def _joined_group(group: Any) -> Any:
-    """The group, by default all ranks; this rank must be one of its members."""
-    group = dist.group.WORLD if group is None else group
-    if dist.get_rank(group) < 0:
-        raise CheckpointingException(
-            f"rank {dist.get_rank()} is no member of the process group that it gave: give on every rank a group that "
-            "the rank belongs to"
-        )
-    return group
-
-
-def _cpu_group(group: Any) -> Any:
-    """The group itself if it moves CPU tensors, else its gloo twin, made once by all its ranks."""
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return group
-    if group not in _cpu_twins:
-        ranks = dist.get_process_group_ranks(group)
-        timeout = group_timeout(group)
-        _cpu_twins[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
-    return _cpu_twins[group]
-
-
-def _backend_of(group: Any, device_type: str) -> str | None:
-    """The backend that the group has for tensors on such devices, if it has one."""
-    if group is None:
-        return None
-    pairs = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
-    return {device: backend for device, _, backend in pairs}.get(device_type)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
