@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import TypeGuard
 
+#: dtypes of which torch has little more than the name, as far as this torch has them: packed and odd ones.
+_BARE = frozenset(
+    getattr(torch, name)
+    for name in (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+        *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+)
 #: Constructors from high precision that classes of torchao offer.
 _MAKERS = ("from_hp", "to_mx", "to_nvfp4")
 #: Inner tensors of torchao's that describe activations: they are no part of the tensor's own values.
@@ -56,9 +65,18 @@ def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
 
 def copy_values(destination: torch.Tensor, values: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy plain values, cast to the destination's dtype; torch loses signs where it casts into a negated view."""
-    if destination.is_neg() and values.dtype != destination.dtype:
+    if values.dtype == destination.dtype:
+        destination, values = movable(destination), movable(values)
+    elif destination.is_neg():
         values = values.to(destination.dtype)
     destination.copy_(values, non_blocking=non_blocking)
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, over integers of its elements' size if torch has nothing to fill or copy those with."""
+    if tensor.dtype not in _BARE:
+        return tensor
+    return tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
 
 
 def requantize(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
@@ -198,5 +216,6 @@ __all__ = [
     "inner_tensors",
     "is_quantized",
     "kind",
+    "movable",
     "requantize",
 ]

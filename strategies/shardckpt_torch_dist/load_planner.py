@@ -17,7 +17,7 @@ from shardckpt.planning.coverage import find_hole, find_overlap
 from shardckpt.planning.lookup import BoxFinder
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.state_dict import map_reduce
-from shardckpt.wrappers import is_quantized
+from shardckpt.wrappers import is_quantized, movable
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.split import put_rest, split_shards
 from shardckpt_torch_dist.staged import StagedDestination, StagedPart, check_apart
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from shardckpt.mapping import ShardedObject, ShardedTensor
-
-#: dtypes of two values a byte, as far as this torch has them.
-_PACKED = {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
 
 
 class ShardedLoadPlanner(DefaultLoadPlanner):
@@ -203,7 +200,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
 
 def _zero(target: torch.Tensor) -> None:
     """Fill with zeros; torch has no such kernel for packed dtypes, whose zeros are bytes of zeros."""
-    (target.view(torch.uint8) if target.dtype in _PACKED else target).zero_()
+    movable(target).zero_()
 
 
 class _Target(MetadataIndex):

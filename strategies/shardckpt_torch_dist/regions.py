@@ -125,7 +125,7 @@ def _tensor_in(reader: Source, item: Item, stored: StoredPayload, whole: bytes |
     else:
         payload = bytearray(stored.nbytes)
         reader.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
-    values = torch.frombuffer(payload, dtype=stored.dtype)
+    values = torch.frombuffer(payload, dtype=torch.uint8).view(stored.dtype)
     return resolved(values.as_strided(stored.shape, stored.stride, stored.first), stored.lazy)
 
 

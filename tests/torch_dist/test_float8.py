@@ -1,4 +1,4 @@
-"""Tensors of torch's own 8-bit (and packed 4-bit) dtypes: stored as they are, bit for bit."""
+"""Tensors of torch's own dtypes of 8 and fewer bits: stored as they are, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 _NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
-NAMES = [name for name in _NAMES if hasattr(torch, name)]
+#: Which torch itself can neither copy nor fill.
+_BARE = ("int4", "uint1", "uint4", "uint7", "bits8")
+NAMES = [name for name in (*_NAMES, *_BARE) if hasattr(torch, name)]
 FLOATS = [name for name in NAMES if name.startswith("float8")]
 #: Every byte, NaNs and infinities among them.
 BITS = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.view(torch.uint8).contiguous()
 
 
 def _all_dtypes(bits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -95,10 +97,10 @@ def test_casting_loads(tmp_path: Path, name: str, rows: int) -> None:
     assert torch.equal(_bits(wanted["high"]), _bits(high.to(dtype)))
 
 
-@pytest.mark.skipif(len(NAMES) == len(FLOATS), reason="this torch has no float4_e2m1fn_x2")
-def test_packed_dtypes_are_not_cast(tmp_path: Path) -> None:
-    """Two values a byte cannot be cast: the load says so before it fills anything."""
-    packed = BITS.view(torch.float4_e2m1fn_x2)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in FLOATS])
+def test_packed_dtypes_are_not_cast(tmp_path: Path, name: str) -> None:
+    """Two values a byte, or what torch knows nothing of, cannot be cast: the load says so before it fills anything."""
+    packed = BITS.view(getattr(torch, name))
     ones = {"w": ShardedTensor.from_rank_offsets("w", packed), "a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}
     dc.save(ones, tmp_path / "c")
     other = torch.zeros(3)
@@ -106,19 +108,19 @@ def test_packed_dtypes_are_not_cast(tmp_path: Path) -> None:
         "a": ShardedTensor.from_rank_offsets("a", other),
         "w": ShardedTensor.from_rank_offsets("w", torch.zeros(16, 16, dtype=torch.bfloat16)),
     }
-    with pytest.raises(ShardingError, match=r"'w' is stored as torch\.float4_e2m1fn_x2.*bfloat16: load it as that"):
+    with pytest.raises(ShardingError, match=rf"'w' is stored as torch\.{name}.*bfloat16: load it as that"):
         dc.load(wanted, tmp_path / "c")
     assert other.tolist() == [0, 0, 0]
 
 
 def test_exchanged_with_dcp(tmp_path: Path) -> None:
     """What plain DCP saves loads here, and what is saved here loads in plain DCP, with every bit."""
-    stored = _all_dtypes(BITS)
+    stored = {name: data for name, data in _all_dtypes(BITS).items() if name not in _BARE}
     dcp.save(dict(stored), checkpoint_id=tmp_path / "dcp")
     dc.save({key: ShardedTensor.from_rank_offsets(key, data) for key, data in stored.items()}, tmp_path / "ours")
     here = dc.load_plain_tensors(tmp_path / "dcp")
-    there = _all_dtypes(torch.zeros_like(BITS))
+    there = {name: data for name, data in _all_dtypes(torch.zeros_like(BITS)).items() if name not in _BARE}
     dcp.load(there, checkpoint_id=tmp_path / "ours")
-    for name in NAMES:
+    for name in stored:
         assert torch.equal(_bits(here[name]), BITS)
         assert torch.equal(_bits(there[name]), BITS)
