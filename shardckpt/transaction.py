@@ -172,9 +172,10 @@ class Transaction:
             files=tuple(sorted(files, key=lambda file: file.name)),
             content_metadata=as_json(content),
         )
-        writer.write(RECORD_NAME, record.dump(), keys=0)
         marker = Marker(sharded_backend=backend, sharded_backend_version=version)
-        writer.write(MARKER_NAME, marker.model_dump_json().encode(), keys=0)
+        contents = {RECORD_NAME: record.dump(), MARKER_NAME: marker.model_dump_json().encode()}
+        for file in [writer.begin(name, content, keys=0) for name, content in contents.items()]:
+            writer.finish(file)
         if self.sha256:
             hashes = {name: digest for part in everyone for name, digest in part.sha256.items()}
             writer.write(INTEGRITY_NAME, Integrity(files={**hashes, **writer.sha256}).dump(), keys=0)

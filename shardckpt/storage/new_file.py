@@ -49,7 +49,7 @@ class NewFile:
 
     def __init__(self, path: Path, nbytes: int = 0) -> None:
         self.path = path
-        self._expected = nbytes
+        self.expected = nbytes
         self._fd = open_new(path)
         self._direct = _CLOSED
         self._asked = False
@@ -63,7 +63,7 @@ class NewFile:
             self._asked = True
             self._direct, self._alignment = open_direct(self.path, self._fd)
         if self._alignment and self._allocates and size > self._allocated:
-            ahead = self._expected if size <= self._expected else size + min(size // 8, _AHEAD)
+            ahead = self.expected if size <= self.expected else size + min(size // 8, _AHEAD)
             self._allocated = self._allocate(ahead, size) or self._allocate(size, size)
             self._allocates = self._allocated > 0
 

@@ -71,7 +71,7 @@ class Crew:
         self.blocks = threading.Semaphore(threads + 1)
 
     def join(self) -> int:
-        """A file begins to be written; the number of the thread that is its own, if it is to have one."""
+        """A file begins to be written by threads; the number of the one that is its own, if it is to have one."""
         number = self._files.index(min(self._files))
         self._files[number] += 1
         return number
@@ -164,7 +164,8 @@ class FileStream:
         self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
-        self._number: int | None = crew.join()
+        #: A small file needs no thread.
+        self._number = crew.join() if file.expected >= LARGE_PART else None
         #: What writing has failed with first.
         self.error: BaseException | None = None
 
@@ -196,12 +197,16 @@ class FileStream:
         for piece in pieces:
             self._hand_over(partial(self._write_piece, [piece]), uses.end)
 
-    def finish(self) -> Segments:
-        """Wait until all is written and durable; the table of digests."""
+    def end(self) -> None:
+        """No more comes: write what is left, or begin to."""
         if self.error is None and self._start:
             self._flush()
         elif self.error is None:
             self._flush_small()  # all that the file has
+
+    def finish(self) -> Segments:
+        """Wait until all is written and durable; the table of digests."""
+        self.end()
         self._wait()
         if self.error is not None:
             raise self.error
@@ -283,7 +288,7 @@ class FileStream:
 
     def _flush_small(self) -> None:
         """Write what is in the block now."""
-        if self._block is not None:
+        if self._block is not None and self._filled:
             self._file.write(self._block.view[: self._filled], self._start, self._named())
             self._start, self._filled = self._start + self._filled, 0
 
@@ -296,6 +301,8 @@ class FileStream:
         self._crew.blocks.release()
 
     def _hand_over(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
+        if self._number is None:
+            self._number = self._crew.join()
         found = self._crew.start(partial(self._do, task, ended), self._number if self._file.is_cached else None)
         if found is not None:
             self._tasks.append(found)

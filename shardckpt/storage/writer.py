@@ -100,11 +100,16 @@ class FileWriter:
             raise
         return offset
 
+    def end(self) -> None:
+        """No more records come: what is left of them is written, or begins to be."""
+        for waiting in self._waiting:
+            waiting.result()
+        self._stream.end()
+
     def close(self) -> FileRecord:
         """Wait for all records, fsync, and return the file's record without its rank (0)."""
         try:
-            for waiting in self._waiting:
-                waiting.result()
+            self.end()
             table = self._stream.finish()
         finally:
             self._stop()
@@ -227,12 +232,20 @@ class CheckpointWriter:
             self.sha256[record.name] = writer.sha256.hexdigest()
         return record
 
-    def write(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileRecord:
-        """A whole small file at once."""
+    def begin(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileWriter:
+        """A whole file at once, to be finished: of several, all are better begun before the first is finished.
+
+        (What a file system does for the first then serves all.)
+        """
         writer = self.create(name)
         view = memoryview(data)
         writer.append(view.nbytes, lambda: [view], keys=keys)
-        return self.finish(writer)
+        writer.end()
+        return writer
+
+    def write(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileRecord:
+        """A whole small file at once."""
+        return self.finish(self.begin(name, data, keys))
 
     def close(self) -> None:
         """End the threads; files that were not finished stay incomplete."""

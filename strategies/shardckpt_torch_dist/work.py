@@ -55,11 +55,13 @@ class Names:
     save_id: str
     common: bytes
 
-    def write(self, writer: CheckpointWriter) -> None:
-        """Write the index, in torch's form and in ours, and the common state."""
-        writer.write(METADATA_FILE, encode(self.index, self.save_id), keys=0)
-        writer.write(INDEX_FILE, dump(self.index), keys=0)
-        writer.write(COMMON_FILE, self.common)
+    def begin(self, writer: CheckpointWriter) -> list[FileWriter]:
+        """Begin the files of the index, in torch's form and in ours, and of the common state."""
+        return [
+            writer.begin(METADATA_FILE, encode(self.index, self.save_id), keys=0),
+            writer.begin(INDEX_FILE, dump(self.index), keys=0),
+            writer.begin(COMMON_FILE, self.common),
+        ]
 
 
 @dataclass
@@ -86,9 +88,8 @@ class SaveWork:
         in_files = {number: into for file, into in open_files for number in file.tensors}
         for number in sorted(in_files):  # now to one file, now to another: all have something to write
             append_tensor(in_files[number], self.tensors[number], self.keys[number], self.lengths[number])
-        if self.names is not None:
-            self.names.write(writer)  # while the last of the tensors are being written
-        for _, into in open_files:
+        named = [] if self.names is None else self.names.begin(writer)
+        for into in (*named, *(into for _, into in open_files)):  # the first while the last tensors are being written
             writer.finish(into)
 
 

@@ -495,7 +495,7 @@ def test_files_in_the_page_cache_have_a_thread_each(
     monkeypatch.setattr(NewFile, "write_pages", watched)
     data = memoryview(bytearray(os.urandom(9 * MIB)))
     with CheckpointWriter(tmp_path, 0) as writer:
-        files = [writer.create(f"f{n}") for n in range(3)]
+        files = [writer.create(f"f{n}", data.nbytes) for n in range(3)]
         for _ in range(2):
             for file in files:
                 file.append(data.nbytes, lambda: [data])
