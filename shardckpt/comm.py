@@ -3,16 +3,20 @@
 The rule that makes it safe: each primitive begins by settling. A rank that fails anywhere goes to its next
 settlement, finds the others at theirs, and all raise; no rank is left in a collective that another never enters.
 So what a rank does alone need not be settled each time: a success is known to all with whatever they do together next.
+
+Small things go to the main rank, which tells all. Of a rank that dies it hears at once; the others, in general, when
+its own process ends after that, or by the group's timeout.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import pickle
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from weakref import ref
 
 import torch
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 #: A tensor, and the rank to which it goes or from which it comes.
 _Route: TypeAlias = "tuple[torch.Tensor, int]"
@@ -39,6 +44,23 @@ _BY_MAIN = 1 << 20
 _BESIDE = 6
 #: Tells the Comms of a process apart.
 _numbers = itertools.count()
+
+
+def _whole(primitive: Callable[Concatenate[Comm, _P], _T]) -> Callable[Concatenate[Comm, _P], _T]:
+    """A primitive in which Ctrl-C waits until its last message: the other ranks are on their way to that."""
+
+    @functools.wraps(primitive)
+    def whole(self: Comm, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        self._depth += 1
+        try:
+            return primitive(self, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            if not self._depth and self._interrupt is not None:
+                interrupt, self._interrupt = self._interrupt, None
+                raise interrupt
+
+    return whole
 
 
 class Comm:
@@ -62,6 +84,9 @@ class Comm:
         #: The verdict that this rank has heard and is raising: what fails on the way out is told to no one.
         self._told: CheckpointingException | None = None
         self._joined: set[str] = set()
+        #: Primitives that this rank is in, one in another.
+        self._depth = 0
+        self._interrupt: BaseException | None = None
 
     @property
     def _own(self) -> Any:
@@ -119,6 +144,7 @@ class Comm:
             self.settle(error)
         self._phase = before
 
+    @_whole
     def settle(self, error: BaseException | None = None) -> None:
         """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
         self._meet(error=error)
@@ -151,6 +177,7 @@ class Comm:
             raise shared from error
         return combined[: len(values)]
 
+    @_whole
     def all_gather(self, value: _T) -> list[_T]:
         """Every rank's value, on every rank."""
         data, longest = self._settled_pickle(value)
@@ -160,6 +187,7 @@ class Comm:
         """Every rank's value on the main rank, an empty list on the others."""
         return self.gather_some(value, given=True)
 
+    @_whole
     def gather_some(self, value: _T, *, given: bool) -> list[_T]:
         """The values of those ranks that give one, on the main rank in rank order; an empty list on the others."""
         data, longest = self._settled_pickle(value, given=given)
@@ -175,6 +203,7 @@ class Comm:
         self._transfer(transfers)
         return [unpickled(part) if rank else value for rank, part in parts.items()]
 
+    @_whole
     def broadcast(self, value: _T) -> _T:
         """The main rank's value, on every rank."""
         data, size = self._settled_pickle(value, given=self.is_main)
@@ -199,6 +228,7 @@ class Comm:
         """Whether tensors on such accelerators go from device to device (the caller's group has NCCL or its like)."""
         return moves(self._own, device_type)
 
+    @_whole
     def exchange(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str = "cpu") -> None:
         """Send tensors to single ranks and fill others from single ranks, all at the same time.
 
@@ -215,6 +245,7 @@ class Comm:
         self._join(device_type)
         self._transfer(transfers)
 
+    @_whole
     def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
         """Fill tensors on all ranks with those of single ranks, all at the same time.
 
@@ -238,18 +269,22 @@ class Comm:
                 result = function()
         return self.broadcast(result)  # type: ignore[no-any-return]
 
+    @_whole
     def largest(self, *values: int) -> list[int]:
         """The largest of all ranks' values, place by place."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
+    @_whole
     def total(self, *values: int) -> list[int]:
         """The sum of all ranks' values, place by place."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
+    @_whole
     def all_alike(self, data: bytes) -> bool:
         """Whether every rank has the same bytes; no more than 8 of their digest's travel."""
         return self._alike(data)[0]
 
+    @_whole
     def agree(self, also: bytes = b"", /, **values: Any) -> bool:
         """Raise on all ranks if they do not all have the same values (compared by their text).
 
@@ -351,7 +386,7 @@ class Comm:
         if self.world_size * found.nbytes > _BY_MAIN:
             self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))
             return found.tolist()
-        everyone = found.new_empty(self.world_size, len(values))
+        everyone = found.repeat(self.world_size, 1)
         rows = list(everyone) if self.is_main else None
         self._call(lambda: dist.gather(found, rows, dst=self._main(), group=self._group))
         if self.is_main:
@@ -387,6 +422,10 @@ class Comm:
             lost.settled_by = self._number
             self._told = CommunicationError(*lost.args)
             raise lost from exc
+        except BaseException as exc:
+            if isinstance(exc, Exception) or not self._depth:
+                raise
+            self._interrupt = exc  # it has waited for the message to be through
 
     def _local(self, error: BaseException) -> BaseException:
         """The error of a single process: one of the family as it is, any other wrapped with the phase."""

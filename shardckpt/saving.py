@@ -132,6 +132,7 @@ def check_state(
         is_known = comm.agree(
             sighting.mark(),
             strategy=(saver.backend, saver.version),
+            strategy_class=f"{type(saver).__module__}.{type(saver).__qualname__}",
             async_sharded_save=background,
             checkpoint_dir=str(operation.directory),
             validate_access_integrity=options.validate,

@@ -27,7 +27,7 @@ class PlanContext:
         comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)`` or ``with comm.task(...)``.
         save_id: A name that no other save has.
         allow_globals: Classes and functions that objects may name although a load refuses them without leave.
-        staging: The directory in which this rank's files will be made.
+        staging: The directory in which this rank's files are made; None where no files are.
     """
 
     comm: Comm

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
+import time
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -9,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardckpt import comm as comm_module
 from shardckpt import dist_checkpointing as dc
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError, ShardingError
@@ -399,3 +404,50 @@ def test_a_destroyed_group_is_said_to_be(ranks: RankPool, tmp_path: Path) -> Non
     """What comes after the group's end says that it was destroyed, not that a rank died."""
     said = "the process group was destroyed: save, load and finalize before that"
     assert ranks.run(2, _after_the_end, str(tmp_path)) == [said, said]
+
+
+def _waits_and_is_interrupted(who: int) -> list[Any]:
+    rank, slow = dist.get_rank(), dist.get_world_size() - 1
+    comm, before = Comm(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard: list[Any] = []
+    try:
+        with comm.task("waiting"):
+            if rank == who:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            if rank == slow:
+                time.sleep(1)
+            comm.settle()
+        comm.settle()
+    except (KeyboardInterrupt, RankFailedError) as exc:
+        heard.append(type(exc).__name__)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return heard + Comm().all_gather(rank)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_interrupt_waits_for_what_the_others_are_in(ranks: RankPool, who: int) -> None:
+    """Ctrl-C on a rank that waits for a slower one is an error on all ranks, which are in step after it."""
+    found = ranks.run(3, _waits_and_is_interrupted, who)
+    assert found == [["KeyboardInterrupt" if rank == who else "RankFailedError", 0, 1, 2] for rank in range(3)]
+
+
+def _combines(limit: int, count: int) -> list[Any]:
+    kept, comm_module._BY_MAIN = comm_module._BY_MAIN, limit
+    try:
+        comm = Comm()
+        values = [(comm.rank + 1) * (n - 3) << 40 for n in range(count)]
+        told = comm.all_gather(bytes([comm.rank]) * count * (comm.rank + 1))
+        return [comm.largest(*values), comm.total(*values), [len(part) for part in told]]
+    finally:
+        comm_module._BY_MAIN = kept
+
+
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 50])
+def test_numbers_are_combined_by_the_main_rank_or_round_a_ring(ranks: RankPool, count: int) -> None:
+    """Largest, sums and gathered values are the same whichever way they go."""
+    rows = [[(rank + 1) * (n - 3) << 40 for n in range(count)] for rank in range(3)]
+    columns = list(zip(*rows, strict=True))
+    expected = [list(map(max, columns)), list(map(sum, columns)), [count, 2 * count, 3 * count]]
+    for limit in (0, 400, 1 << 20):
+        assert ranks.run(3, _combines, limit, count) == [expected] * 3

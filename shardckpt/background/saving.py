@@ -115,9 +115,7 @@ class _BackgroundSave:
                 raise CheckpointingException(f"rank {comm.rank} has not written its part of {transaction.target}")
         with transaction.writer() as writer:
             if self.prepared.finish is not None:
-                context = SaveContext(
-                    writer=writer, comm=comm, save_id=transaction.save_id, allow_globals=self.context.allow_globals
-                )
+                context = SaveContext(**vars(self.context), writer=writer)
                 self.prepared.finish(comm.gather(self.result.result), context)
             transaction.commit(writer, self.result.written, self.content)
         comm.settle()

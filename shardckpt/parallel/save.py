@@ -117,12 +117,13 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
     @property
     def plans_like(self) -> Hashable:
         """Whose shares are dealt, and how they are planned."""
-        inner = self._strategy.plans_like if isinstance(self._strategy, AsyncSaveStrategy) else self._strategy
+        if not isinstance(self._strategy, AsyncSaveStrategy) or not is_recalled(self._strategy):
+            return self
         try:  # who remembers a plan must not keep a group from its end
             group = self._group and weakref.ref(self._group)
         except TypeError:  # it is what torch gives to those who are no members
             return self
-        return type(self), group, inner
+        return type(self), group, self._strategy.plans_like
 
     def _dealt(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
         """Copies of the shards with new replica ids, which say what this rank is to write."""

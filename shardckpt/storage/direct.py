@@ -39,14 +39,14 @@ def open_direct(path: Path, fd: int) -> tuple[int, int]:
         return _CLOSED, 0
 
 
-def bypasses_cache(directory: Path) -> bool:
-    """Whether large writes to new files in a directory go past the page cache; False where it cannot be asked."""
-    if not hasattr(os, "O_TMPFILE") or not settings.direct_io():
+def bypasses_cache(directory: Path) -> bool | None:
+    """Whether large writes to new files in a directory go past the page cache; None where that cannot be asked."""
+    if not settings.direct_io():
         return False
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return False
+    except (AttributeError, OSError):
+        return None
     try:
         return _memory_alignment(fd) > 0
     finally:
@@ -58,7 +58,7 @@ def side_by_side(directory: Path) -> int:
 
     Past the page cache one is as good as several; through it the kernel lets one write at a time into a file.
     """
-    return 1 if bypasses_cache(directory) else settings.io_threads()
+    return settings.io_threads() if bypasses_cache(directory) is False else 1
 
 
 def address(view: memoryview) -> int | None:

@@ -95,9 +95,11 @@ class Crew:
 
     def close(self) -> None:
         """End the threads."""
-        for pool in (self._pool, *self._own):
-            if pool is not None:
-                pool.shutdown()
+        pools = [pool for pool in (self._pool, *self._own) if pool is not None]
+        for pool in pools:  # all, before an interrupt may end the waiting
+            pool.shutdown(wait=False)
+        for pool in pools:
+            pool.shutdown()
 
 
 class _Piece(NamedTuple):

@@ -42,10 +42,10 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         version: Must be 1.
         keep_only_main_replica: Write the main replicas; False lets any holder of a copy write it, dealt out by bytes
             over all ranks.
-        thread_count: Files a rank, filled evenly. By default one; where writes cannot go past the page cache, as many
-            as can be written at a time, of 32 MiB at least.
-        cached_metadata: Accepted for Megatron's callers, without effect: a save of the shards of one of the last two
-            uses its plan again in any case.
+        thread_count: Files a rank, filled evenly. By default one; on a file system that is known to write through the
+            page cache alone, as many as can be written at a time, of 32 MiB at least.
+        cached_metadata: Accepted for Megatron's callers, without effect: saves of the same shards use their plan again
+            without being told (:mod:`shardckpt.recall`).
         separation_hint: Tensors and objects whose keys begin with it go to files of their own,
             ``<hint>__<rank>_<n>.distcp``, which can be removed as a whole.
     """
@@ -92,13 +92,14 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         with comm.task("pickling objects"):
             archives = archives_of(items.objects, shards, context.allow_globals)
         with comm.task("placing items in files"):
-            files = self._files or _file_count(items.tensors, context.staging)
+            nbytes = sum(tensor.nbytes for tensor in items.tensors)
+            files = _file_count(self._files, nbytes, context.staging)
             placed = place(items, archives, comm.rank, files, self._hint)
             local = local_plan(items, placed)
         plan = _global_plan(local, comm)
 
         work = replace(placed.work, tensors=[], archives={})
-        made = Made(items.sources, items.objects, _lengths(archives), work, plan)
+        made = Made(items.sources, items.objects, _lengths(archives), nbytes, files, self._files, work, plan)
         return made.filled(items.tensors, archives, stored_common, context)
 
 
@@ -109,6 +110,9 @@ class Made(NamedTuple):
         sources: Where its tensors come from.
         objects: The shards that are objects, by unique key.
         lengths: Of their archives, in bytes.
+        nbytes: Of the tensors.
+        files: How many they go to.
+        asked: The caller's number of them.
         work: What to write, without values.
         plan: On the main rank what all store.
     """
@@ -116,18 +120,22 @@ class Made(NamedTuple):
     sources: list[Source]
     objects: dict[str, int]
     lengths: dict[str, int]
+    nbytes: int
+    files: int
+    asked: int | None
     work: SaveWork
     plan: StoredIndex | None
 
     def again(
         self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
     ) -> PreparedSave | None:
-        """A save by this plan; None if an object of some rank is longer or shorter now."""
+        """A save by this plan; None if an object is longer or shorter now, or another number of files better."""
         comm = context.comm
         stored_common = _common(common, context)
         with comm.task("pickling objects"):
             archives = archives_of(self.objects, shards, context.allow_globals)
-        if not comm.all_true(_lengths(archives) == self.lengths):
+            files = _file_count(self.asked, self.nbytes, context.staging)
+        if not comm.all_true(_lengths(archives) == self.lengths and files == self.files):
             return None
         return self.filled(tensors_of(self.sources, shards), archives, stored_common, context)
 
@@ -139,10 +147,10 @@ class Made(NamedTuple):
         return PreparedSave(replace(self.work, tensors=tensors, archives=archives, names=names), again=self.again)
 
 
-def _file_count(tensors: list[torch.Tensor], directory: Path | None) -> int:
-    """Into how many files tensors are written fastest."""
-    most = sum(tensor.nbytes for tensor in tensors) // _WORTH_A_FILE
-    return 1 if most <= 1 or directory is None else min(most, side_by_side(directory))
+def _file_count(asked: int | None, nbytes: int, directory: Path | None) -> int:
+    """How many files a caller wants, or into how many so many bytes are written fastest."""
+    most = nbytes // _WORTH_A_FILE
+    return asked or (1 if most <= 1 or directory is None else min(most, side_by_side(directory)))
 
 
 def _lengths(archives: dict[str, bytes]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from shardckpt.recall import recall
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave, SaveStrategy
 from shardckpt_ep import EPSaveStrategy, ExpertLayout
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
-from tests.recall.saves import check, first, save, tensor
+from tests.recall.saves import MODES, check, first, in_mode, save, tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +78,13 @@ def test_a_prepare_that_was_overridden_is_called_every_time(tmp_path: Path, make
         assert torch.equal(shard.data, torch.full((3,), float(step)))  # type: ignore[arg-type]
 
 
+def test_a_wrapper_round_a_patched_strategy_shares_no_plan(tmp_path: Path) -> None:
+    """What another wrapper has saved by an ordinary strategy is not the plan of one whose ``prepare`` was replaced."""
+    for step, strategy in enumerate((TorchDistSaveShardedStrategy(), _patched(), _patched())):
+        save({"w": tensor("w", torch.ones(3))}, tmp_path / str(step), FullyParallelSaveStrategyWrapper(strategy))
+        check(tmp_path / str(step), {"w": torch.full((3,), 2.0 if step else 1.0)})
+
+
 class _Work:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -120,7 +127,15 @@ class _SavingItself(_Popping):
         context.writer.write("own", b"own", keys=0)
 
 
-@pytest.mark.parametrize("make", [_SavingItself, lambda: FullyParallelSaveStrategyWrapper(_SavingItself())])
+def _saving_itself() -> TorchDistSaveShardedStrategy:
+    strategy = TorchDistSaveShardedStrategy()
+    strategy.save = _SavingItself().save  # type: ignore[method-assign]
+    return strategy
+
+
+@pytest.mark.parametrize(
+    "make", [_SavingItself, _saving_itself, lambda: FullyParallelSaveStrategyWrapper(_SavingItself())]
+)
 def test_a_save_that_was_overridden_is_called_every_time(tmp_path: Path, make: Callable[[], Any]) -> None:
     """A strategy with a ``save`` of its own does every save in the foreground, also after others in the background."""
     for step in range(4):
@@ -161,7 +176,7 @@ class _ForegroundOnly(SaveStrategy):
         raise AssertionError
 
 
-def _one_saves_in_the_foreground_only(folder: str) -> str:
+def _one_saves_in_another_way(folder: str) -> str:
     rank = dist.get_rank()
     with pytest.raises(CheckpointingException) as raised:
         save({"w": tensor("w", torch.ones(2), replica_id=rank)}, folder, _ForegroundOnly() if rank else None)
@@ -169,10 +184,12 @@ def _one_saves_in_the_foreground_only(folder: str) -> str:
 
 
 def test_ranks_with_different_classes_keep_in_step(ranks: RankPool, tmp_path: Path) -> None:
-    """Where one rank's strategy cannot save in the background, all ranks hear that."""
-    first, second = ranks.run(2, _one_saves_in_the_foreground_only, str(tmp_path / "c"))
-    assert first == second
-    assert "saves in the foreground only" in first
+    """Strategies of different classes are refused on all ranks: what one sends is not what another waits for."""
+    for mode in MODES:
+        one, other = ranks.run(2, in_mode, mode, _one_saves_in_another_way, str(tmp_path / "c"))
+        assert one == other
+        assert "ranks disagree on strategy_class: " in one
+        assert "_ForegroundOnly' on rank 1" in one
 
 
 def test_experts_are_compared_with_the_layouts_of_their_strategy() -> None:

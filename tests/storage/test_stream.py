@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -504,3 +505,38 @@ def test_files_in_the_page_cache_have_a_thread_each(
     assert all((tmp_path / f"f{n}").read_bytes() == bytes(data) * 2 for n in range(3))
     assert [len(writers[f"f{n}"]) for n in range(3)] == [1, 1, 1]
     assert len(set.union(*writers.values())) == (1 if threads == "1" else 3)
+
+
+def test_a_file_alone_has_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
+    """Of files that are written one after the other, each is written by several threads at a time."""
+    monkeypatch.setenv("SHARDCKPT_DIRECT_IO", "0")
+    together, write_pages = threading.Barrier(min(2, int(threads))), NewFile.write_pages
+
+    def meeting(self: NewFile, *args: Any) -> None:
+        together.wait(10)
+        write_pages(self, *args)
+
+    monkeypatch.setattr(NewFile, "write_pages", meeting)
+    monkeypatch.setattr(stream, "PIECE_BYTES", MIB)
+    data = memoryview(bytearray(os.urandom(4 * MIB)))
+    with CheckpointWriter(tmp_path, 0) as writer:
+        for name in "abc":
+            writer.write(name, data)
+    assert all((tmp_path / name).read_bytes() == data for name in "abc")
+
+
+def test_an_interrupt_leaves_no_threads(threads: str) -> None:
+    """Ctrl-C while the threads are waited for ends them all the same."""
+    crew = stream.Crew(int(threads))
+    busy = [crew.start(lambda: time.sleep(0.6), own) for own in (None, crew.join(), crew.join()) if threads != "1"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            crew.close() if busy else time.sleep(2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("shardckpt-write") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.recall import recall
 from shardckpt.storage.direct import bypasses_cache
+from shardckpt.storage.new_file import NewFile
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.recall.saves import Plans
 
@@ -61,13 +63,40 @@ def test_by_default_a_rank_has_the_files_that_are_written_fastest(
 ) -> None:
     """One where writes go past the page cache; else one for each thread, if there are 32 MiB for it."""
     monkeypatch.setenv("SHARDCKPT_DIRECT_IO", direct)
-    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "4")
     for number, (count, files) in enumerate(((3, 1), (8, 1 if bypasses_cache(tmp_path) else 2))):
-        recall.forget()
-        state = _state(count, (2 << 20,), number)
+        state = _state(count, (2 << 20,), float(number))
         dc.save(state, tmp_path / str(number))
         assert sorted(_files(tmp_path / str(number))) == [f"__0_{n}.distcp" for n in range(files)]
         _check(tmp_path / str(number), state)
+
+
+def test_the_number_of_files_is_that_of_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same shards saved to file systems of two kinds in turn have in each the files that are best there."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
+    counts = []
+    for number, direct in enumerate("0101"):
+        monkeypatch.setenv("SHARDCKPT_DIRECT_IO", direct)
+        dc.save(_state(8, (2 << 20,), float(number)), tmp_path / str(number))
+        counts.append(len(_files(tmp_path / str(number))))
+    alone = 1 if bypasses_cache(tmp_path) is not False else 2
+    assert counts == [2, alone, 2, alone]
+
+
+def test_several_files_are_written_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors go to the files in turn, so that no file waits for another to be whole."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "2")
+    monkeypatch.setenv("SHARDCKPT_DIRECT_IO", "0")
+    together, write_pages = threading.Barrier(2), NewFile.write_pages
+
+    def meeting(self: NewFile, *args: Any) -> None:
+        together.wait(10)
+        write_pages(self, *args)
+
+    monkeypatch.setattr(NewFile, "write_pages", meeting)
+    state = _state(10, (1 << 20,))
+    dc.save(state, tmp_path / "c", TorchDistSaveShardedStrategy(thread_count=2))
+    _check(tmp_path / "c", state)
 
 
 def test_separation_hint_keeps_keys_in_files_of_their_own(tmp_path: Path) -> None:
