@@ -38,10 +38,13 @@ _Route: TypeAlias = "tuple[torch.Tensor, int]"
 
 #: Bytes that the main rank takes from all ranks in one go, though some of them may be filling.
 _AT_ONCE = 16 << 20
-#: Bytes that go to the main rank and back to all; more go round a ring, as gloo sends even a few of them.
-_BY_MAIN = 1 << 20
+#: Bytes of all ranks that the main rank takes, and tells all: with gloo that is quicker than its ring, in which even
+#: a few bytes take a step for each rank. More, as of 10,000 ranks, which are on backends that reduce by trees, do not.
+BY_MAIN = 512 << 10
 #: Numbers that travel with a settlement, at most.
 _BESIDE = 6
+#: Bytes of a settlement.
+SETTLEMENT = 8 * (1 + _BESIDE)
 #: Tells the Comms of a process apart.
 _numbers = itertools.count()
 
@@ -363,7 +366,7 @@ class Comm:
         memory = bytearray(longest * self.world_size)
         mine, everyone = (torch.frombuffer(part, dtype=torch.uint8) for part in (data, memory))
         parts = list(everyone.view(self.world_size, longest))
-        if len(memory) > _BY_MAIN:
+        if len(memory) > BY_MAIN:
             self._call(lambda: dist.all_gather(parts, mine, group=self._group))
         else:
             self._call(lambda: dist.gather(mine, parts if self.is_main else None, dst=self._main(), group=self._group))
@@ -383,7 +386,7 @@ class Comm:
         if self.world_size == 1:
             return values
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
-        if self.world_size * found.nbytes > _BY_MAIN:
+        if self.world_size * found.nbytes > BY_MAIN:
             self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))
             return found.tolist()
         everyone = found.repeat(self.world_size, 1)
@@ -466,4 +469,4 @@ def _finish(works: Sequence[Any]) -> None:
         work.wait()
 
 
-__all__ = ["Comm", "can_be_pickled", "pickled", "unpickled"]
+__all__ = ["BY_MAIN", "SETTLEMENT", "Comm", "can_be_pickled", "pickled", "unpickled"]

@@ -7,12 +7,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.comm import BY_MAIN, SETTLEMENT
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-
-#: Bytes of a message in which a few numbers are combined, and failures told.
-_SETTLEMENT = 56
 
 
 class _WaitingError(Exception):
@@ -74,6 +72,7 @@ class Recorder:
 
     def gather_some(self, value: Any, *, given: bool) -> list[Any]:
         """The main rank has what some have sent."""
+        self._settle()
         call = self._put(pickle.dumps(value) if given else b"")
         if not self.is_main:
             return []
@@ -81,6 +80,7 @@ class Recorder:
 
     def broadcast(self, value: Any) -> Any:
         """All have what the main rank has sent."""
+        self._settle()
         call = self._put(pickle.dumps(value) if self.is_main else b"")
         if 0 not in call:
             raise _WaitingError
@@ -96,7 +96,7 @@ class Recorder:
 
     def _reduced(self, values: tuple[int, ...], reduce: Callable[..., int]) -> list[int]:
         """Of all ranks' values; done once for all."""
-        call = self._put(tuple(map(int, values)), _SETTLEMENT)
+        call = self._settle(tuple(map(int, values)))
         if -1 not in call:
             call[-1] = [reduce(column) for column in zip(*self._all(call).values(), strict=True)]
         return list(call[-1])
@@ -106,8 +106,13 @@ class Recorder:
             raise _WaitingError
         return call
 
-    def _put(self, data: Any, nbytes: int | None = None) -> dict[int, Any]:
-        """Send to the main rank."""
+    def _settle(self, values: tuple[int, ...] = ()) -> dict[int, Any]:
+        """Send a few numbers to the main rank, or, where there are many ranks, as many bytes to whomever."""
+        by_main = SETTLEMENT * self.world_size <= BY_MAIN
+        return self._put(values, SETTLEMENT, received=not self.is_main if by_main else self.is_main)
+
+    def _put(self, data: Any, nbytes: int | None = None, *, received: bool | None = None) -> dict[int, Any]:
+        """Send; ``received`` says whether the main rank receives as much by that, as it does from all others."""
         replay = self._replay
         nbytes = len(data) if nbytes is None else nbytes
         self._number += 1
@@ -117,7 +122,7 @@ class Recorder:
         if self.rank not in call:
             call[self.rank] = data
             replay.sent[self.rank] += nbytes
-            if not self.is_main:
+            if received if received is not None else not self.is_main:
                 replay.received += nbytes
         return call
 
