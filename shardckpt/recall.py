@@ -93,8 +93,8 @@ class Sighting(NamedTuple):
     known: Remembered | None = None
 
     def mark(self) -> bytes:
-        """The same on all ranks if all know the shards from the same save."""
-        return os.urandom(16) if self.known is None else self.known.save_id.encode()
+        """The same on all ranks if all know the shards from the same save, or none knows them."""
+        return b"" if self.known is None else self.known.save_id.encode()
 
 
 class Recall:

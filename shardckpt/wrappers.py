@@ -65,10 +65,10 @@ def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
 
 def copy_values(destination: torch.Tensor, values: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy plain values, cast to the destination's dtype; torch loses signs where it casts into a negated view."""
-    if values.dtype == destination.dtype:
+    if values.dtype != destination.dtype:
+        values = values.to(destination.dtype) if destination.is_neg() else values
+    elif values.dtype in _BARE:
         destination, values = movable(destination), movable(values)
-    elif destination.is_neg():
-        values = values.to(destination.dtype)
     destination.copy_(values, non_blocking=non_blocking)
 
 

@@ -108,11 +108,10 @@ class Recorder:
 
     def _settle(self, values: tuple[int, ...] = ()) -> dict[int, Any]:
         """Send a few numbers to the main rank, or, where there are many ranks, as many bytes to whomever."""
-        by_main = SETTLEMENT * self.world_size <= BY_MAIN
-        return self._put(values, SETTLEMENT, received=not self.is_main if by_main else self.is_main)
+        return self._put(values, SETTLEMENT, to_main=SETTLEMENT * self.world_size <= BY_MAIN)
 
-    def _put(self, data: Any, nbytes: int | None = None, *, received: bool | None = None) -> dict[int, Any]:
-        """Send; ``received`` says whether the main rank receives as much by that, as it does from all others."""
+    def _put(self, data: Any, nbytes: int | None = None, *, to_main: bool = True) -> dict[int, Any]:
+        """Send to the main rank; if not, it receives no more than it sends."""
         replay = self._replay
         nbytes = len(data) if nbytes is None else nbytes
         self._number += 1
@@ -122,7 +121,7 @@ class Recorder:
         if self.rank not in call:
             call[self.rank] = data
             replay.sent[self.rank] += nbytes
-            if received if received is not None else not self.is_main:
+            if self.is_main != to_main:
                 replay.received += nbytes
         return call
 

@@ -166,7 +166,7 @@ class FileStream:
         self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
-        #: A small file needs no thread.
+        #: Its place in the crew, from when it is known to have work for threads.
         self._number = crew.join() if file.expected >= LARGE_PART else None
         #: What writing has failed with first.
         self.error: BaseException | None = None
