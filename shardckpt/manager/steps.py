@@ -136,7 +136,8 @@ class StepFolder:
         #: The directory, or the store's folder.
         self.place = locate(folder, host)
         self.names = names
-        self._host = host
+        #: The installed plugins.
+        self.host = host
 
     def location(self, step: int) -> str:
         """A step's directory or URL, as it can be given to ``save`` and ``load`` (a URL with its password)."""
@@ -145,7 +146,7 @@ class StepFolder:
 
     def path(self, step: int) -> Path:
         """A step's directory or URL, with symbolic links resolved."""
-        return locate(self.location(step), self._host)
+        return locate(self.location(step), self.host)
 
     def steps(self) -> list[int]:
         """All steps that have a directory, in ascending order, whatever is in it."""
@@ -162,9 +163,9 @@ class StepFolder:
         manifest = None
         try:
             with naming("look at", directory):
-                manifest = read_manifest(directory, self._host)
+                manifest = read_manifest(directory, self.host)
                 _check_files(directory, manifest)
-            choose_reader(directory, manifest, self._host)
+            choose_reader(directory, manifest, self.host)
         except (StorageError, CorruptCheckpointError) as exc:
             if isinstance(directory, RemotePath) and isinstance(exc, StorageError):
                 raise

@@ -19,7 +19,8 @@ from shardckpt.gate import read_manifest
 from shardckpt.manager.purge import Purger, purge
 from shardckpt.manager.retention import Retention
 from shardckpt.plugins import host
-from shardckpt.storage.commit import create_staging, new_save_id
+from shardckpt.storage.commit import create_staging
+from shardckpt.storage.staging_names import new_save_id
 from tests.faults.disks import make_read_only, small_disk
 from tests.manager import folders
 from tests.names import SHARED
