@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.gate import choose_reader, read_manifest
+from shardckpt.integrity import named_files
 from shardckpt.locations import locate_local
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
 from shardckpt.plugins import host
@@ -149,8 +150,8 @@ def supersedes(host: PluginHost) -> IsSuperseded:
 
     def is_superseded(aside: Path, target: Path) -> bool:
         try:
-            record = read_manifest(target, host).record
-            if record is None or any(file_size(target / file.name) != file.size for file in record.files):
+            files = named_files(target, read_manifest(target, host))
+            if not files or any(size not in (None, file_size(target / name)) for name, size in files.items()):
                 return False
             foreign = {path.name for path in aside.iterdir()} - owned_files(aside, host, moved=True)
         except (CheckpointingException, OSError):
@@ -208,7 +209,8 @@ def _target_of(leftover: Leftover) -> Path:
 
 def _pruned(leftover: Leftover, older_than: float | None, *, dry_run: bool) -> PruneResult:
     nbytes = freed_bytes(leftover.path)
-    kept = why_kept_beside(leftover, _target_of(leftover), supersedes(host()), older_than)
+    target = _target_of(leftover) if leftover.is_replaced else leftover.path
+    kept = why_kept_beside(leftover, target, supersedes(host()), older_than)
     error = ""
     if not kept and not dry_run:
         try:

@@ -15,7 +15,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.gate import choose_reader, read_manifest
-from shardckpt.integrity import read_integrity
+from shardckpt.integrity import named_files
 from shardckpt.locations import locate
 from shardckpt.storage.filesystem import file_size, naming
 from shardckpt.storage.remote import ListsFolders, RemotePath, attempt
@@ -208,11 +208,7 @@ def _folders(place: RemotePath) -> list[str]:
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Whether all files are there that the checkpoint names, with the sizes that it has of them."""
-    expected: dict[str, int | None] = {}
-    if manifest.record is not None:
-        expected = {file.name: file.size for file in manifest.record.files}
-    elif (integrity := read_integrity(directory)) is not None:
-        expected = dict.fromkeys(integrity.files)
+    expected = named_files(directory, manifest)
     faults = [fault for name, size in expected.items() if (fault := _file_fault(directory / name, size))]
     if faults:
         raise CorruptCheckpointError(f"{directory}: of {len(expected)} files: {listed(faults, '; ', limit=6)}")

@@ -66,7 +66,7 @@ def _report(ranks: RankPool, folder: Path, case: str, count: int, *options: str)
 
 
 def _check(report: dict[str, Any], allowed: set[str]) -> None:
-    """Every removal was killed where it should be, left an allowed state, and can be done again; then nothing is left."""
+    """Every removal was killed in its place, left an allowed state, and can be done again; then nothing is left."""
     assert bad(report["outcomes"], allowed) == []
     assert {outcome["state"] for outcome in report["outcomes"]} == allowed
 
