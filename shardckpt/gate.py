@@ -42,15 +42,15 @@ _T = TypeVar("_T")
 Accept = Collection[str | tuple[str, int]]
 
 
-def read_manifest(directory: Path, host: PluginHost) -> Manifest:
-    """What the checkpoint says of itself.
+def read_manifest(directory: Path, host: PluginHost, *, moved: bool = False) -> Manifest:
+    """What the checkpoint says of itself; ``moved``: also of one that an overwrite has moved aside.
 
     Raises:
         NotACheckpointError: there is no checkpoint.
         IncompleteCheckpointError: there is a save that never ended.
         CorruptCheckpointError: its JSON files are damaged.
     """
-    if is_staging(directory):
+    if is_staging(directory) and not moved:
         raise IncompleteCheckpointError(
             f"{directory} is the staging directory of a save that was not committed, or of a checkpoint being removed"
         )

@@ -111,6 +111,14 @@ def read_integrity(directory: Path) -> Integrity | None:
     return found
 
 
+def named_files(directory: Path, manifest: Manifest) -> dict[str, int | None]:
+    """The files that a checkpoint says it has, each with its bytes where it says them; empty where it says nothing."""
+    if manifest.record is not None:
+        return {file.name: file.size for file in manifest.record.files}
+    integrity = read_integrity(directory)
+    return {} if integrity is None else dict.fromkeys(integrity.files)
+
+
 def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write ``integrity.json`` for a checkpoint that has none, over all files beside it; one process calls.
 
@@ -201,6 +209,7 @@ __all__ = [
     "Integrity",
     "expected_files",
     "find_faults",
+    "named_files",
     "read_integrity",
     "save_integrity_manifest",
     "verify_integrity",

@@ -10,8 +10,10 @@ from shardckpt.gate import choose_reader, read_manifest
 from shardckpt.integrity import ExpectedFile, find_faults, read_integrity
 from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME, Integrity
 from shardckpt.operation import Operation
+from shardckpt.pruning import clear_leftovers, supersedes
 from shardckpt.storage import commit
 from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.staging_names import new_save_id
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import RemovesKeys
 
@@ -40,6 +42,7 @@ def remove_keys(directory: Path, prefix: str, comm: Comm, host: PluginHost) -> N
 def _remove(directory: Path, prefix: str, operation: Operation) -> None:
     if not prefix:
         raise CheckpointingException(f"key_prefix={prefix!r}: give the text that the keys to be removed begin with")
+    clear_leftovers(directory, supersedes(operation.host), restore=True)
     manifest = read_manifest(directory, operation.host)
     strategy = choose_reader(directory, manifest, operation.host)
     operation.dispatched(strategy)
@@ -61,7 +64,7 @@ def _replace(directory: Path, manifest: Manifest, removal: Removal) -> None:
     integrity = read_integrity(directory)
     if integrity is not None:
         _check_renewed(directory, manifest, integrity, removal)
-    staging = commit.create_staging(directory, commit.new_save_id())
+    staging = commit.create_staging(directory, new_save_id())
     try:
         # what stays has digests of the old record's algorithm
         algorithm = None if manifest.record is None else manifest.record.digest_algorithm

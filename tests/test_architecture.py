@@ -23,6 +23,7 @@ FLOORS = (
     ("plugins",),
     ("validation", "locations", "gate", "operation", "adapters", "parallel", "replicas"),
     ("integrity", "recall"),
+    ("pruning",),
     ("transaction",),
     ("saving", "loading", "removing", "hosted"),
     ("background", "lazy", "local", "optimizer_state"),

@@ -23,6 +23,7 @@ from shardckpt.saving import SaveOptions, save_checkpoint
 from shardckpt.state_dict import dict_list_map_outplace
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, retire
+from shardckpt.storage.staging_names import stem
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _remove(directory: Path) -> None:
         delete_checkpoint(directory.folder)
         return
     retire(directory)
-    clear_tombstones(directory.parent, lambda name: name == directory.name)
+    clear_tombstones(directory.parent, lambda name: name == stem(directory.name))
 
 
 __all__ = ["ShardedCheckpointIO"]

@@ -15,7 +15,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.gate import choose_reader, read_manifest
-from shardckpt.integrity import read_integrity
+from shardckpt.integrity import named_files
 from shardckpt.locations import locate
 from shardckpt.storage.filesystem import file_size, naming
 from shardckpt.storage.remote import ListsFolders, RemotePath, attempt
@@ -136,7 +136,8 @@ class StepFolder:
         #: The directory, or the store's folder.
         self.place = locate(folder, host)
         self.names = names
-        self._host = host
+        #: The installed plugins.
+        self.host = host
 
     def location(self, step: int) -> str:
         """A step's directory or URL, as it can be given to ``save`` and ``load`` (a URL with its password)."""
@@ -145,7 +146,7 @@ class StepFolder:
 
     def path(self, step: int) -> Path:
         """A step's directory or URL, with symbolic links resolved."""
-        return locate(self.location(step), self._host)
+        return locate(self.location(step), self.host)
 
     def steps(self) -> list[int]:
         """All steps that have a directory, in ascending order, whatever is in it."""
@@ -162,9 +163,9 @@ class StepFolder:
         manifest = None
         try:
             with naming("look at", directory):
-                manifest = read_manifest(directory, self._host)
+                manifest = read_manifest(directory, self.host)
                 _check_files(directory, manifest)
-            choose_reader(directory, manifest, self._host)
+            choose_reader(directory, manifest, self.host)
         except (StorageError, CorruptCheckpointError) as exc:
             if isinstance(directory, RemotePath) and isinstance(exc, StorageError):
                 raise
@@ -207,11 +208,7 @@ def _folders(place: RemotePath) -> list[str]:
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Whether all files are there that the checkpoint names, with the sizes that it has of them."""
-    expected: dict[str, int | None] = {}
-    if manifest.record is not None:
-        expected = {file.name: file.size for file in manifest.record.files}
-    elif (integrity := read_integrity(directory)) is not None:
-        expected = dict.fromkeys(integrity.files)
+    expected = named_files(directory, manifest)
     faults = [fault for name, size in expected.items() if (fault := _file_fault(directory / name, size))]
     if faults:
         raise CorruptCheckpointError(f"{directory}: of {len(expected)} files: {listed(faults, '; ', limit=6)}")
