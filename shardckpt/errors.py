@@ -31,6 +31,10 @@ class StorageError(CheckpointingException):
     """A file operation that failed: names the file, the offset and the operating system's reason."""
 
 
+class CheckpointReplacedError(StorageError):
+    """A checkpoint that another save has replaced since it was opened: what was opened is gone, open it again."""
+
+
 class CorruptCheckpointError(CheckpointingException):
     """Stored bytes that are not what was written: missing, cut, altered or malformed."""
 
@@ -102,6 +106,7 @@ def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
 __all__ = [
     "BrokenPluginError",
     "CannotLoadError",
+    "CheckpointReplacedError",
     "CheckpointingException",
     "CommunicationError",
     "CorruptCheckpointError",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import PluginError, ShardingError
-from shardckpt.gate import Accept, choose_reader, read_manifest
+from shardckpt.gate import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.integrity import verify_integrity
 from shardckpt.mapping import ShardedTensor
 from shardckpt.operation import Operation
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.comm import Comm
+    from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
     from shardckpt.plugins import PluginHost
 
@@ -70,17 +71,31 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: LoadOptions) -> Iterator[OpenCheckpoint]:
-    """Read the manifest, pass the version gate and open the files; all ranks do, or all raise the same error."""
+    """Read the manifest, pass the version gate and open the files; all ranks do, or all raise the same error.
+
+    What is read is of one save, on all ranks. Where that is gone before all is read, because another one replaced it,
+    it is a CheckpointReplacedError: :func:`~shardckpt.storage.directory.retry_if_replaced` begins again.
+    """
     operation = Operation("load", directory, comm, host)
     with operation.whole():
+        place = directory
+
+        def read() -> Manifest:
+            nonlocal place
+            place, manifest = hold_checkpoint(directory, host)
+            return manifest
+
         with operation.step("reading the manifest"):
-            manifest = comm.main_runs("reading the manifest", lambda: read_manifest(directory, host))
+            manifest = comm.main_runs("reading the manifest", read)
         with operation.step("choosing a strategy"):
+            if not comm.is_main:
+                place = hold_same(directory, manifest)
             strategy = choose_reader(directory, manifest, host, options.strategy, options.accept)
             operation.dispatched(strategy)
-            reader = CheckpointReader(directory, manifest)
+            reader = CheckpointReader(place, manifest)
         with reader:
             yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
+            reader.check_unchanged()
 
 
 def load_checkpoint(
@@ -102,7 +117,7 @@ def load_checkpoint(
         template.shards = settle_replicas(template.shards, comm, compare=False)
     if verify:
         with checkpoint.operation.step("verifying the files"):
-            verify_integrity(checkpoint.context.reader.directory, checkpoint.context.reader.manifest, comm)
+            verify_integrity(checkpoint.context.reader.place, checkpoint.context.reader.manifest, comm)
     if validate:
         with checkpoint.operation.step("validating"):
             validate_shards(template.shards, comm)

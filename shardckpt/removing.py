@@ -6,12 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.gate import choose_reader, read_manifest
+from shardckpt.gate import choose_reader, hold_checkpoint
 from shardckpt.integrity import ExpectedFile, find_faults, read_integrity
 from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME, Integrity
 from shardckpt.operation import Operation
 from shardckpt.pruning import clear_leftovers, supersedes
 from shardckpt.storage import commit
+from shardckpt.storage.directory import replaced_error, retry_if_replaced, was_replaced
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.staging_names import new_save_id
 from shardckpt.storage.writer import CheckpointWriter
@@ -36,14 +37,14 @@ def remove_keys(directory: Path, prefix: str, comm: Comm, host: PluginHost) -> N
             comm.agree(key_prefix=prefix)
         with operation.step("removing keys"):
             if comm.is_main:
-                _remove(directory, prefix, operation)
+                retry_if_replaced(lambda: _remove(directory, prefix, operation), directory)
 
 
 def _remove(directory: Path, prefix: str, operation: Operation) -> None:
     if not prefix:
         raise CheckpointingException(f"key_prefix={prefix!r}: give the text that the keys to be removed begin with")
     clear_leftovers(directory, supersedes(operation.host), restore=True)
-    manifest = read_manifest(directory, operation.host)
+    place, manifest = hold_checkpoint(directory, operation.host)
     strategy = choose_reader(directory, manifest, operation.host)
     operation.dispatched(strategy)
     if not isinstance(strategy, RemovesKeys):
@@ -51,11 +52,13 @@ def _remove(directory: Path, prefix: str, operation: Operation) -> None:
             f"{directory} is a {manifest.backend!r} checkpoint, and its {type(strategy).__name__} cannot take keys out "
             "of one: load what is to be kept, and save that"
         )
-    with CheckpointReader(directory, manifest, verify=True) as reader:
+    with CheckpointReader(place, manifest, verify=True) as reader:
         removal = strategy.remove(prefix, reader)
     if not removal.keys:
         logger.warning("no tensor or object of %s has a key that begins with %r: nothing is removed", directory, prefix)
         return
+    if was_replaced(place):
+        raise replaced_error(directory, "what would be removed is of another save than what is there")
     _replace(directory, manifest, removal)
     logger.info("removed %d keys and %d files from %s", len(removal.keys), len(removal.dropped), directory)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.gate import read_manifest
+from shardckpt.gate import hold_checkpoint
 from shardckpt.integrity import expected_files, find_faults
 from shardckpt.locations import locate
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
 from shardckpt.plugins import host
+from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,11 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
     Raises:
         CheckpointingException: there is no checkpoint, or one without digests (neither ours nor ``integrity.json``).
     """
-    path = locate(directory, host())
-    manifest = read_manifest(path, host())
+    return retry_if_replaced(lambda: _verified(locate(directory, host())), directory)
+
+
+def _verified(directory: Path) -> list[FileResult]:
+    path, manifest = hold_checkpoint(directory, host())
     files = expected_files(path, manifest)
     faults = find_faults(path, manifest, files)
     known = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, *(file.name for file in files)}

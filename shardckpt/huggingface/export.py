@@ -26,6 +26,7 @@ from shardckpt.planning.balance import deal
 from shardckpt.plugins import host
 from shardckpt.pruning import clear_leftovers
 from shardckpt.storage import commit
+from shardckpt.storage.directory import replaced_error, retry_if_replaced
 from shardckpt.storage.filesystem import is_there, naming
 from shardckpt.storage.staging_names import new_save_id
 
@@ -110,13 +111,23 @@ def export_to_huggingface(
         )
         extra = [] if assets is None else _assets(Path(assets))
     comm.agree(checkpoint_dir=str(source), target=str(folder))
-    operation = Operation("export", folder, comm, host())
-    with operation.whole(), ExitStack() as stack:
-        with operation.step("opening the checkpoint"):
-            checkpoint = stack.enter_context(open_checkpoint(source, Comm(alone=True), host(), LoadOptions()))
-        with operation.step("planning the export"):
-            plan = comm.main_runs("planning the export", lambda: plan_export(checkpoint.index(), choice, str(source)))
-        _Export(operation, folder, plan, checkpoint, overwrite=overwrite).run(extra)
+
+    def attempt() -> Plan:
+        operation = Operation("export", folder, comm, host())
+        with operation.whole(), ExitStack() as stack:
+            with operation.step("opening the checkpoint"):
+                checkpoint = stack.enter_context(open_checkpoint(source, Comm(alone=True), host(), LoadOptions()))
+                mine = _save_of(checkpoint)
+            with operation.step("planning the export"):
+                plan, save = comm.main_runs(
+                    "planning the export", lambda: (plan_export(checkpoint.index(), choice, str(source)), mine)
+                )
+                if save != mine:
+                    raise replaced_error(source, "this rank has opened another save than the main rank")
+            _Export(operation, folder, plan, checkpoint, overwrite=overwrite).run(extra)
+        return plan
+
+    plan = retry_if_replaced(attempt, source)
     files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
     return Exported(tuple(files), plan.total_size)
 
@@ -201,6 +212,12 @@ class _Export:
         with naming("list", self._target):
             replaced = {path.name for path in self._target.iterdir() if is_weights(path.name)}
         commit.replace(self._staging, self._target, replaced)
+
+
+def _save_of(checkpoint: OpenCheckpoint) -> str:
+    """What tells the save from every other; ``""`` for another library's."""
+    record = checkpoint.context.reader.manifest.record
+    return "" if record is None else record.self_digest
 
 
 def _index_json(plan: Plan) -> bytes:

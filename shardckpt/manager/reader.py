@@ -11,6 +11,7 @@ from shardckpt.manager.states import MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.plugins import host
 from shardckpt.state_dict import nested_values
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class StepReader:
     def fetch(self, path: Path, *, model_only: bool = False) -> Fetched:
         """What :meth:`read` hands back: read, tensors into the live ones, and not handed back yet."""
         comm = Comm(self._group)
+        return retry_if_replaced(lambda: self._fetched(path, comm, model_only=model_only), path)
+
+    def _fetched(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:
         with open_checkpoint(path, comm, host(), self._options) as checkpoint:
             record = checkpoint.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}

@@ -14,9 +14,10 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
-from shardckpt.gate import choose_reader, read_manifest
+from shardckpt.gate import choose_reader, hold_checkpoint
 from shardckpt.integrity import named_files
 from shardckpt.locations import locate
+from shardckpt.storage.directory import blaming_replacement, retry_if_replaced
 from shardckpt.storage.filesystem import file_size, naming
 from shardckpt.storage.remote import ListsFolders, RemotePath, attempt
 
@@ -160,12 +161,19 @@ class StepFolder:
             StorageError: the store does not answer: that says nothing of the checkpoint.
         """
         directory = self.path(step)
-        manifest = None
+        manifest: Manifest | None = None
+
+        def check() -> Manifest:
+            nonlocal manifest
+            place, manifest = hold_checkpoint(directory, self.host)
+            with blaming_replacement(place):
+                _check_files(place, manifest)
+            return manifest
+
         try:
             with naming("look at", directory):
-                manifest = read_manifest(directory, self.host)
-                _check_files(directory, manifest)
-            choose_reader(directory, manifest, self.host)
+                found = retry_if_replaced(check, directory)
+            choose_reader(directory, found, self.host)
         except (StorageError, CorruptCheckpointError) as exc:
             if isinstance(directory, RemotePath) and isinstance(exc, StorageError):
                 raise
