@@ -92,11 +92,7 @@ def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
         StorageError: names what is not.
     """
     with naming("list", directory), os.scandir(directory) as entries:
-        found = sorted(
-            f"{entry.name!r}{_kind(entry.stat(follow_symlinks=False).st_mode)}"
-            for entry in entries
-            if entry.name not in recorded
-        )
+        found = sorted(_shown(entry) for entry in entries if entry.name not in recorded)
     if found:
         raise StorageError(
             f"{directory}: what was written there past the checkpoint's writer has no digests: {listed(found)}; write "
@@ -105,8 +101,13 @@ def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
         )
 
 
+def _shown(entry: os.DirEntry[str]) -> str:
+    mode = entry.stat(follow_symlinks=False).st_mode
+    return repr(entry.name) if stat.S_ISREG(mode) else f"{entry.name!r} ({_kind(mode)})"
+
+
 def _kind(mode: int) -> str:
-    return next((f" ({name})" for is_kind, name in _KINDS if is_kind(mode)), "")
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
 
 
 def _change(directory: Path, file: FileRecord) -> str:
@@ -115,7 +116,7 @@ def _change(directory: Path, file: FileRecord) -> str:
     except FileNotFoundError:
         return f"{file.name!r} is gone"
     if not stat.S_ISREG(found.st_mode):
-        return f"{file.name!r} is now{_kind(found.st_mode)}"
+        return f"{file.name!r} is now {_kind(found.st_mode)}"
     return "" if found.st_size == file.size else f"{file.name!r} had {file.size} bytes, and has {found.st_size}"
 
 
