@@ -120,8 +120,9 @@ def write_part(part: HostedPart, write: Callable[[CheckpointWriter], None]) -> l
     operation = Operation("save", part.target, _alone(part.rank), host())
     with operation.step("writing"), CheckpointWriter(part.staging, part.rank, algorithm=part.algorithm) as writer:
         write(writer)
-        operation.wrote(sum(file.size for file in writer.files))
-        return writer.files
+        files = writer.recorded_files()
+        operation.wrote(sum(file.size for file in files))
+        return files
 
 
 def directory_of(path: str | os.PathLike[str]) -> Path:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.errors import StorageError
+from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
 from shardckpt.pruning import clear_leftovers, owned_files, supersedes
 from shardckpt.storage import commit
 from shardckpt.storage.digest import CRC32, preferred
 from shardckpt.storage.owner import Owner
 from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.staged_files import refuse_unrecorded
 from shardckpt.storage.staging_names import new_save_id
 from shardckpt.storage.upload import Upload
 from shardckpt.storage.writer import CheckpointWriter
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 #: A save's name and owner, 128 bits each, travel as numbers of so many bits, which have these places in them.
 _BITS = 52
 _PLACES = tuple(_BITS * number for number in range(5))
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Identity(NamedTuple):
@@ -116,15 +120,20 @@ class Transaction:
             content: The caller's ``content_metadata``.
         """
         comm = self.operation.comm
-        files, sha256 = before or ([], {})
+        with comm.task("looking at the files of this rank"):
+            added = writer.recorded_files()
+        files = added if before is None else before.files + added
+        sha256 = writer.sha256 if before is None else {**before.sha256, **writer.sha256}
         if self._upload is not None:
             with self.operation.step("uploading"):
-                self._upload.put([file.name for file in writer.files])
+                self._upload.check([file.name for file in files])
+                self._upload.put([file.name for file in added])
             self._upload.hand_over()
-        everyone = comm.gather(Written(files + writer.files, {**sha256, **writer.sha256}))
-        self.operation.wrote(sum(file.size for file in files + writer.files))
+        everyone = comm.gather(Written(files, sha256))
+        self.operation.wrote(sum(file.size for file in files))
         with self.operation.step("committing"):
             if comm.is_main:
+                _check_records([file for part in everyone for file in part.files])
                 self._write_markers(writer, everyone, content)
                 self._publish(writer, everyone)
         if self._upload is not None:
@@ -188,14 +197,15 @@ class Transaction:
             writer.write(INTEGRITY_NAME, Integrity(files={**hashes, **writer.sha256}).dump(), keys=0)
 
     def _publish(self, writer: CheckpointWriter, everyone: list[Written]) -> None:
+        files = [file for part in everyone for file in part.files]
+        known = {file.name for file in files}
         if self._upload is not None:
-            files = [file for part in everyone for file in part.files]
-            known = {MARKER_NAME, *(file.name for file in files)}
-            added = [file for file in writer.files if file.name not in known]
+            added = [file for file in writer.files if file.name not in {*known, MARKER_NAME}]
             self._upload.put([file.name for file in added])
             self._upload.commit(files + added)
             return
         staging = self.staging or Path()
+        refuse_unrecorded(staging, known.union(file.name for file in writer.files))
         if commit.is_free(self.target):
             commit.publish(staging, self.target)
             return
@@ -243,6 +253,19 @@ def as_json(content: Any) -> Any:
     except (TypeError, ValueError, RecursionError):
         return None
     return copy if copy == content else None
+
+
+def _check_records(files: list[FileRecord]) -> None:
+    """Whether every file of all ranks has one record, with digests."""
+    counts = Counter(file.name for file in files)
+    twice = [f"{file.name!r} by rank {file.rank}" for file in files if counts[file.name] > 1]
+    if twice:
+        raise StorageError(f"files were recorded twice: {listed(twice)}; put the rank's number into their names")
+    bare = [repr(file.name) for file in files if not (_DIGEST.fullmatch(file.digest) and file.segments)]
+    if bare:
+        raise StorageError(
+            f"files were recorded without digests: {listed(bare)}; write them by the checkpoint's writer, or adopt them"
+        )
 
 
 __all__ = ["Identity", "Transaction", "Written", "as_json", "commit_files"]

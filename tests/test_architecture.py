@@ -21,7 +21,7 @@ FLOORS = (
     ("registry",),
     ("hookspecs",),
     ("plugins",),
-    ("validation", "locations", "gate", "operation", "adapters", "parallel", "replicas"),
+    ("validation", "locations", "gate", "operation", "adapters", "parallel", "replicas", "completeness"),
     ("integrity", "recall"),
     ("pruning",),
     ("transaction",),

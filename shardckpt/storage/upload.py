@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage.leftovers import create_spool
 from shardckpt.storage.remote import RemotePath, attempt
+from shardckpt.storage.staged_files import refuse_unrecorded
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -78,6 +79,10 @@ class Upload:
         self.save_id = save_id
         (self.spool / _mark(save_id)).write_text("A save to this place has begun, and not ended.\n")
         _upload(self._folder, self.spool, [_mark(save_id)])
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse what lies in the spool directory and is not one of these files: it would not be uploaded."""
+        refuse_unrecorded(self.spool, {*names, _mark(self.save_id)})
 
     def put(self, names: Iterable[str]) -> None:
         """Upload files of the spool directory."""
