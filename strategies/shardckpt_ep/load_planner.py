@@ -85,7 +85,8 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
         sections: What may stand before a parameter's name in a key.
         is_expert: As for :func:`shardckpt_ep.expert_sharded_state_dict`.
-        **kwargs: Of DCP's DefaultLoadPlanner, and ``allow_globals``: classes and functions that objects may name, and ``allow_dtype_cast``.
+        **kwargs: Of DCP's DefaultLoadPlanner, and ``allow_globals``: classes and functions that objects may name; and
+            ``allow_dtype_cast``, as for :func:`shardckpt.dist_checkpointing.load`.
     """
 
     def __init__(

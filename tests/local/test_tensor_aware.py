@@ -249,7 +249,7 @@ def test_floats_are_not_cut_to_integers() -> None:
     part, _ = TensorAwareStateDict.from_state_dict({"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), 1.5))})
     held = torch.zeros(2, dtype=torch.int32)
     wanted = {"w": ShardedTensor.from_rank_offsets("w", held)}
-    with pytest.raises(DtypeMismatchError, match="'w': stored torch.float32, wanted torch.int32"):
+    with pytest.raises(DtypeMismatchError, match=r"'w': stored torch\.float32, wanted torch\.int32"):
         part.to_state_dict(wanted)
     assert not held.any()
     assert part.to_state_dict(wanted, allow_dtype_cast=True)["w"].eq(1).all()

@@ -52,7 +52,7 @@ def test_faults_are_named_with_both_dtypes() -> None:
         _wanted("d", torch.int8),
     ]
     stored = {"a": torch.float32, "b": torch.uint8, "c": torch.float32, "d": torch.int8}
-    with pytest.raises(DtypeMismatchError, match="'a': stored torch.float32, wanted torch.int32") as caught:
+    with pytest.raises(DtypeMismatchError, match=r"'a': stored torch\.float32, wanted torch\.int32") as caught:
         check_dtypes(wanted, stored, allow_cast=False)
     assert "'b': stored torch.uint8, wanted torch.bool" in str(caught.value)
     assert "allow_dtype_cast=True" in str(caught.value)
