@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.errors import PluginError, ShardingError
+from shardckpt.errors import PluginError, ShardingError, listed
 from shardckpt.gate import Accept, choose_reader, read_manifest
 from shardckpt.integrity import verify_integrity
 from shardckpt.mapping import ShardedTensor
@@ -24,7 +24,7 @@ from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, stor
 from shardckpt.wrappers import fill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from shardckpt.comm import Comm
@@ -118,8 +118,16 @@ def load_checkpoint(
             validate_shards(template.shards, comm)
     index = checkpoint.index()
     with checkpoint.operation.step("comparing keys"):
-        mismatch = compare_keys(template.shards, map(stored_key, index), strict, comm)
-    is_absent = [bool(mismatch.unexpected) and stored_key(shard) in mismatch.unexpected for shard in template.shards]
+        keys = frozenset(map(stored_key, index))
+        left_out = template.absent(keys, stored_key)
+        wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
+        mismatch = compare_keys(wanted, keys, strict, comm)
+        if left_out and comm.is_main:
+            _log_left_out(left_out, template.optional)
+    is_absent = [
+        number in left_out or (bool(mismatch.unexpected) and stored_key(shard) in mismatch.unexpected)
+        for number, shard in enumerate(template.shards)
+    ]
     available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
     with checkpoint.operation.step("comparing shapes"):
         stored = [shard for shard in index if isinstance(shard, ShardedTensor)]
@@ -135,6 +143,13 @@ def load_checkpoint(
         values = [MISSING if absent else next(loaded) for absent in is_absent]
         state_dict = template.fill(values, common)
     return state_dict, mismatch
+
+
+def _log_left_out(left_out: Mapping[int, str], optional: int) -> None:
+    """One line a load: a warning only where nothing is stored of all that might be."""
+    level = logging.WARNING if len(left_out) == optional else logging.INFO
+    names = listed(sorted(set(left_out.values())))
+    logger.log(level, "not stored, as it did not exist when it was saved, and left out: %s", names)
 
 
 def _log_casts(casts: Casts) -> None:

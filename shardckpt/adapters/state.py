@@ -9,6 +9,7 @@ import torch
 
 from shardckpt.adapters.leaves import describe_leaf, describe_nest, describe_object
 from shardckpt.errors import KeyMismatchError, ShardingError, listed
+from shardckpt.mapping import OptionalEntries
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -36,6 +37,11 @@ def to_sharded_state_dict(
     With optimizers the result is ``{"model": ..., "optimizer": ...}`` and keys are ``model.<name>``,
     ``optimizer.state.<name>.exp_avg`` and, for the options of its group, ``optimizer.param_groups.<name>``. Hand what
     was loaded to :func:`load_into`.
+
+    A parameter may have no state yet: no step was made, or it never had a gradient (an unused branch, an expert that no
+    token reached). Then a save stores none, and a load leaves it out where none is stored: the optimizer makes it at
+    the parameter's next step, as it would have. A load fills what is stored, whether the optimizer has state of the
+    parameter already or not. State of which a part is missing is an error.
 
     Args:
         model_or_dict: A nest of dicts and lists, a module, or a list of the modules of this rank (pipeline or virtual
@@ -110,10 +116,18 @@ def _describe_modules(
         return _describe_model(values, prefix, replicated)
     states, options = modules.optimizer_state(parts, optimizers)
     state, groups = f"{prefix}optimizer.state", f"{prefix}optimizer.param_groups"
+
+    def described(found: dict[str, Any]) -> dict[str, Any]:
+        return describe_nest(found, state, replicated, objects=True)  # type: ignore[no-any-return]
+
+    def lacking() -> dict[str, Any]:
+        made = modules.initial_state(parts, optimizers)
+        return described({name: values for name, values in made.items() if name not in states})
+
     return {
         "model": _describe_model(values, f"{prefix}model.", replicated),
         "optimizer": {
-            "state": describe_nest({n: s for n, s in states.items() if s}, state, replicated, objects=True),
+            "state": OptionalEntries(described(states), f"{state}.", lacking),
             "param_groups": {n: _describe_options(o, f"{groups}.{n}", replicated) for n, o in options.items()},
         },
     }

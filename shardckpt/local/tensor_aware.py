@@ -136,9 +136,11 @@ class TensorAwareStateDict:
             template.shards = settle_replicas(template.shards, comm, compare=False)
             if validate_access_integrity:
                 validate_shards(template.shards, comm)
-            kept_keys = map(stored_key, nested_values(self.sharded_state_dict))
-            mismatch = compare_keys(template.shards, kept_keys, mode, comm)
-            available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
+            kept_keys = frozenset(map(stored_key, nested_values(self.sharded_state_dict)))
+            left_out = template.absent(kept_keys, stored_key)
+            wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
+            mismatch = compare_keys(wanted, kept_keys, mode, comm)
+            available = [shard for shard in wanted if stored_key(shard) not in mismatch.unexpected]
             with comm.phase("comparing shapes"):
                 described = list(self._described_tensors())
                 check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in described})
@@ -149,7 +151,10 @@ class TensorAwareStateDict:
                     collected = self._collected(available, group, exchange_algo)
             with comm.phase("assembling the state dict"):
                 found = iter([_delivered(shard, collected) for shard in available])
-                values = [MISSING if stored_key(s) in mismatch.unexpected else next(found) for s in template.shards]
+                values = [
+                    MISSING if number in left_out or stored_key(shard) in mismatch.unexpected else next(found)
+                    for number, shard in enumerate(template.shards)
+                ]
                 state_dict = template.fill(values, self.common)
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict
 
