@@ -18,7 +18,7 @@ CommonStateDict: TypeAlias = dict[str, Any]
 ShardedStateDict: TypeAlias = dict[str, Any]
 ReplicaId: TypeAlias = int | tuple[int, ...]
 #: Whether ranks that have the same shard settle among themselves whose is the main replica; see ShardedTensor.
-Replicated: TypeAlias = bool | Literal["unchecked"]
+Replicated: TypeAlias = bool | Literal["unchecked", "sampled"]
 FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, "slice | None"], Any]
 FactoryMergeFn: TypeAlias = Callable[[Any], torch.Tensor]
 
@@ -66,7 +66,8 @@ class ShardedTensor(ShardedBase):
             block of shape ``local_shape``.
         replicated: True: whichever ranks have this shard hold the same, and the lowest of them has the main replica;
             ``replica_id`` is not looked at, and a save that validates compares the values. ``"unchecked"``: without
-            the comparison.
+            the comparison. ``"sampled"``: of tensors of two and more axes, a few elements are compared, of which most
+            must be the same on all ranks.
     """
 
     key: str

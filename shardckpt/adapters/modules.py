@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import ShardingError
 from shardckpt.torch_private import step_without_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -42,6 +43,12 @@ def model_state(parts: Sequence[Module]) -> dict[str, Any]:
     for number, part in enumerate(parts):
         merged.add(number, get_model_state_dict(part))
     return merged.values
+
+
+def buffers_among(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
+    """The names of those values of :func:`model_state` that are buffers: they lie in a buffer's memory."""
+    places = {_place(buffer) for part in parts for buffer in part.buffers()} - {0}
+    return frozenset(name for name, value in values.items() if _place(value) in places)
 
 
 def optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -139,6 +146,13 @@ def _is_same(one: Any, other: Any) -> bool:
     with torch.no_grad():
         here, there = (value.to_local() if hasattr(value, "to_local") else value for value in (one, other))
     return one is other or (here.is_set_to(there) if type(here) is torch.Tensor else False)
+
+
+def _place(value: Any) -> int:
+    """Where in memory the values of a tensor begin, of a DTensor this rank's; 0 for any other value."""
+    with torch.no_grad():
+        local = value.to_local() if isinstance(value, DTensor) else value
+    return local.data_ptr() if type(local) in (torch.Tensor, torch.nn.Buffer) else 0
 
 
 @contextmanager

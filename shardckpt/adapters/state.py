@@ -49,12 +49,15 @@ def to_sharded_state_dict(
         optimizers: Of the modules; each has parameters of one of them.
         prefix: Put before every key as it is: ``"model."``.
         check_replicas: Whether a save compares what several ranks have under one key without a mesh to say that these
-            are replicas, and raises where values differ. (It reads all of them; without, the lowest rank's is saved.)
+            are replicas, and raises where values differ; it reads all of them. Without, the lowest rank's is saved
+            where any rank's will do: vectors and scalars (BatchNorm's statistics), objects, a module's buffers. A
+            weight, of two and more axes, of which more than half of 32 elements spread over it differ between ranks is
+            still an error: it is no copy (an expert of this rank's), and the others' would be lost.
 
     Raises:
         ShardingError: two modules or two optimizers have different things under one name, or arguments do not fit.
     """
-    replicated: Replicated = True if check_replicas else "unchecked"
+    replicated: Replicated = True if check_replicas else "sampled"
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ShardingError(
@@ -112,8 +115,14 @@ def _describe_modules(
 
     parts = modules.parts_of(model)
     values = modules.model_state(parts)
+    buffers = modules.buffers_among(values, parts) if replicated == "sampled" else frozenset()
+
+    def described_model(prefix: str) -> ShardedStateDict:
+        kinds: dict[str, Replicated] = dict.fromkeys(buffers, "unchecked")
+        return {n: describe_leaf(value, f"{prefix}{n}", kinds.get(n, replicated)) for n, value in values.items()}
+
     if not optimizers:
-        return _describe_model(values, prefix, replicated)
+        return described_model(prefix)
     states, options = modules.optimizer_state(parts, optimizers)
     state, groups = f"{prefix}optimizer.state", f"{prefix}optimizer.param_groups"
 
@@ -125,16 +134,12 @@ def _describe_modules(
         return described({name: values for name, values in made.items() if name not in states})
 
     return {
-        "model": _describe_model(values, f"{prefix}model.", replicated),
+        "model": described_model(f"{prefix}model."),
         "optimizer": {
             "state": OptionalEntries(described(states), f"{state}.", lacking),
             "param_groups": {n: _describe_options(o, f"{groups}.{n}", replicated) for n, o in options.items()},
         },
     }
-
-
-def _describe_model(model: dict[str, Any], prefix: str, replicated: Replicated) -> ShardedStateDict:
-    return {name: describe_leaf(value, f"{prefix}{name}", replicated) for name, value in model.items()}
 
 
 def _describe_options(options: dict[str, Any], key: str, replicated: Replicated) -> dict[str, Any]:

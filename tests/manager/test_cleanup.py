@@ -67,7 +67,7 @@ def test_every_trainers_names(tmp_path: Path, argument: str, name: str) -> None:
 
 
 def test_checkpoints_lie_in_a_folder_of_that_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """MindSpeed's trainers save to output_dir/checkpoints: that is cleaned, output_dir is not, and a warning says so."""
+    """MindSpeed's trainers save to output_dir/checkpoints: that is cleaned, output_dir not, and a warning says so."""
     folders.save_all(tmp_path / "checkpoints", 1, 2, 3, name="global_step_{}")
     folders.save_all(tmp_path, 1, 2, name="global_step_{}")
     _clean(str(tmp_path), 2)
