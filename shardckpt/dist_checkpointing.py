@@ -128,11 +128,30 @@ def load(
     *,
     accept: Accept | None = None,
     allow_globals: Iterable[Any] = (),
+    allow_dtype_cast: bool = False,
 ) -> Any:
     """Load what a sharded state dict describes, with any number of ranks and any sharding.
 
     What is loaded is of one save on all ranks. If another job overwrites the checkpoint meanwhile, all ranks begin
     again, a few times, and destinations are filled anew.
+
+    Where a wanted tensor has another dtype than the stored one, values are cast as they are loaded, if the dtype can
+    hold them or their nearest; that is logged once a load. Casts that would cut or wrap values are refused by name,
+    before anything is filled:
+
+    =========================== ============================================= ======================================
+    stored                      wanted                                        the load
+    =========================== ============================================= ======================================
+    bool                        any                                           casts, exactly
+    an integer                  an integer that has all its values            casts, exactly
+    an integer                  one that has not (int64 to int32), bool       refuses
+    an integer                  float, complex                                casts; rounds
+    float (float8 too)          float of any width, complex                   casts; rounds, or overflows to infinity
+    float                       an integer, bool                              refuses
+    complex                     complex                                       casts; rounds
+    complex                     any other                                     refuses
+    packed (4 bits, bits8, ...) any other                                     refuses
+    =========================== ============================================= ======================================
 
     Args:
         sharded_state_dict: As for :func:`save`; a ShardedTensor's ``data`` is filled in place where there is one.
@@ -147,6 +166,8 @@ def load(
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         accept: Backends or (backend, version) pairs that the caller is willing to load; by default any.
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
+        allow_dtype_cast: Cast as torch's ``Tensor.to`` does, whatever is lost, where the table says that the load
+            refuses (packed dtypes excepted, which torch does not cast).
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and
@@ -155,6 +176,7 @@ def load(
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint, or it may not be read.
         CheckpointReplacedError: other saves replaced it in every attempt.
+        DtypeMismatchError: stored values do not fit a wanted dtype.
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
@@ -171,6 +193,7 @@ def load(
                 validate=validate_access_integrity,
                 strict=mode,
                 verify=verify_integrity,
+                allow_dtype_cast=allow_dtype_cast,
             )
 
     state_dict, keys = retry_if_replaced(attempt, checkpoint_dir)

@@ -23,6 +23,10 @@ class ShapeMismatchError(ShardingError):
     """A wanted tensor whose global shape is not the stored one."""
 
 
+class DtypeMismatchError(ShardingError):
+    """A wanted tensor whose dtype cannot hold the stored values: floats as integers, integers as shorter ones."""
+
+
 class KeyMismatchError(CheckpointingException):
     """Keys that are wanted and not stored, or stored and not wanted, where the caller forbids it."""
 
@@ -110,6 +114,7 @@ __all__ = [
     "CheckpointingException",
     "CommunicationError",
     "CorruptCheckpointError",
+    "DtypeMismatchError",
     "DuplicateStrategyError",
     "IncompleteCheckpointError",
     "KeyMismatchError",

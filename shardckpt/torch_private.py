@@ -65,6 +65,14 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """One step of an optimizer, without what its user has hung on steps: torch offers no way past that."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch has put a function around the class's own that runs the hooks
+        step = getattr(step, "__wrapped__", step)
+    step(optimizer, closure=None)
+
+
 def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
     if is_sharded_tensor(tensor):
         return empty_sharded_tensor_like(tensor, dtype)
@@ -78,4 +86,5 @@ __all__ = [
     "is_sharded_tensor",
     "sharded_along",
     "split_factor",
+    "step_without_hooks",
 ]

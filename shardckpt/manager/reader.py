@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.comm import Comm
-from shardckpt.errors import CannotLoadError, CheckpointingException, KeyMismatchError, ShapeMismatchError
+from shardckpt.errors import (
+    CannotLoadError,
+    CheckpointingException,
+    DtypeMismatchError,
+    KeyMismatchError,
+    ShapeMismatchError,
+)
 from shardckpt.loading import LoadOptions, load_checkpoint, open_checkpoint
 from shardckpt.manager.states import MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
@@ -72,7 +78,7 @@ class StepReader:
         """
         try:
             fetched = self.fetch(path, model_only=model_only)
-        except (KeyMismatchError, ShapeMismatchError) as exc:
+        except (DtypeMismatchError, KeyMismatchError, ShapeMismatchError) as exc:
             raise type(exc)(
                 f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or name "
                 "those that are to stay as they are in exclude_from_loading"

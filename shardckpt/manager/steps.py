@@ -149,10 +149,13 @@ class StepFolder:
         """A step's directory or URL, with symbolic links resolved."""
         return locate(self.location(step), self.host)
 
+    def directories(self) -> list[str]:
+        """Names of all directories in the folder, those of steps and others; none where the folder is not there."""
+        return _folders(self.place) if isinstance(self.place, RemotePath) else _directories(self.place)
+
     def steps(self) -> list[int]:
         """All steps that have a directory, in ascending order, whatever is in it."""
-        found = _folders(self.place) if isinstance(self.place, RemotePath) else _directories(self.place)
-        return sorted(step for step in map(self.names.parse, found) if step is not None)
+        return sorted(step for step in map(self.names.parse, self.directories()) if step is not None)
 
     def look(self, step: int) -> StepCheckpoint:
         """What stands in a step's directory, by its JSON files and the sizes of the others.

@@ -30,6 +30,7 @@ from shardckpt.errors import (
 )
 from shardckpt.hosted import directory_of, open_reader, reading
 from shardckpt.manifest import Manifest
+from shardckpt.planning.dtypes import refuse_cast
 from shardckpt.storage.directory import open_directory, retry_if_replaced
 from shardckpt.storage.memory import synchronize_devices
 from shardckpt.storage.reader import OPEN_FILES, CheckpointReader
@@ -65,10 +66,14 @@ class CheckpointStorageReader(StorageReader):
         path: The checkpoint's directory or URL.
         allow_globals: Classes and functions that objects may name besides the plain ones; each by itself, or as
             (it, "module.name").
+        allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, allow_globals: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, allow_globals: Iterable[Any] = (), allow_dtype_cast: bool = False
+    ) -> None:
         super().__init__()
+        self._allow_cast = allow_dtype_cast
         self._path = os.fspath(path)
         self._allow = tuple(allow_globals)
         self._rank = 0
@@ -128,7 +133,9 @@ class CheckpointStorageReader(StorageReader):
         """
         opened = self._opened or self._open(None)
         with reading(opened.reader, self._rank, "reading"):
-            _read(plan.items, planner, opened.reader, opened.stored, self._allow)
+            allow_cast = self._allow_cast or getattr(planner, "allow_dtype_cast", False)
+            asked = _Asked(planner, opened.stored, self._allow, allow_cast=allow_cast)
+            _read(plan.items, asked, opened.reader, opened.stored)
             opened.reader.check_unchanged()
         opened.reader.close()
         done: Future[None] = Future()
@@ -257,52 +264,65 @@ def _checked(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] | None
 
 def _read(
     items: Iterable[ReadItem],
-    planner: LoadPlanner,
+    asked: _Asked,
     reader: CheckpointReader,
     index: StoredIndex,
-    allow_globals: tuple[Any, ...],
 ) -> None:
     """Read items into what the planner gives for them.
 
     A planner that does nothing when a tensor is committed gives the destinations themselves: those are filled side by
     side. Any other is asked for one tensor at a time, by this thread.
     """
-    reads = Reads(reader, index, _Asked(planner, allow_globals))
+    reads = Reads(reader, index, asked)
     for item in items:
         _check_stored(item, index)
     ordered = sorted(items, key=reads.place)
-    if getattr(planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
+    if getattr(asked.planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
         reads.read_in_order(ordered)
         return
     reads.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
-    regions = [_region(item, planner, index) for item in ordered if item.type != LoadItemType.BYTE_IO]
+    regions = [_region(item, asked, index) for item in ordered if item.type != LoadItemType.BYTE_IO]
     synchronize_devices(region.target for region in regions)
     reads.read([(region,) for region in regions])
 
 
 class _Asked:
-    """A planner that is asked for destinations, and gets no archive that our own reader refuses."""
+    """A planner that is asked for destinations, and gets no archive or cast that our own reader refuses."""
 
-    def __init__(self, planner: LoadPlanner, allow_globals: tuple[Any, ...]) -> None:
-        self._planner = planner
+    def __init__(
+        self, planner: LoadPlanner, index: StoredIndex, allow_globals: tuple[Any, ...], *, allow_cast: bool
+    ) -> None:
+        self.planner = planner
+        self._index = index
         self._allow = allow_globals
+        self._allow_cast = allow_cast
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Hand an object's archive over."""
-        if not isinstance(self._planner, ShardedLoadPlanner):  # which has an allow-list of its own
+        if not isinstance(self.planner, ShardedLoadPlanner):  # which has an allow-list of its own
             _check_object(value.getvalue(), f"object {read_item.storage_index.fqn!r}", self._allow)
-        self._planner.load_bytes(read_item, value)
+        self.planner.load_bytes(read_item, value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The tensor to fill."""
-        target = self._planner.resolve_tensor(read_item).detach()
-        _check_shape(target, read_item)
+        target = self.destination(read_item)
         synchronize_devices([target])
+        return target
+
+    def destination(self, item: ReadItem) -> torch.Tensor:
+        """The tensor to fill, which may still be in use by its device."""
+        target = self.planner.resolve_tensor(item).detach()
+        _check_shape(target, item)
+        key = item.storage_index.fqn
+        stored = self._index.dtypes[self._index.numbers[key]]
+        if not self._allow_cast:
+            refuse_cast(key, stored, target.dtype)
+        check_cast(key, stored, target.dtype)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It is filled."""
-        self._planner.commit_tensor(read_item, tensor)
+        self.planner.commit_tensor(read_item, tensor)
 
 
 def _check_object(archive: bytes, what: str, allow_globals: tuple[Any, ...]) -> None:
@@ -320,16 +340,12 @@ def _check_stored(item: ReadItem, index: StoredIndex) -> None:
         raise CorruptCheckpointError(f"tensor {key!r}: its chunk at {offset} is named and not stored: the save lost it")
 
 
-def _region(item: ReadItem, planner: LoadPlanner, index: StoredIndex) -> Region:
+def _region(item: ReadItem, asked: _Asked, index: StoredIndex) -> Region:
     """An item as a region of a stored chunk."""
-    key = item.storage_index.fqn
-    number = index.numbers[key]
+    number = index.numbers[item.storage_index.fqn]
     chunk = index.tensor(number).chunks[tuple(item.storage_index.offset or ())]
-    target = planner.resolve_tensor(item).detach()
-    _check_shape(target, item)
-    check_cast(key, index.dtypes[number], target.dtype)
     whole = tuple(item.lengths) == tuple(chunk.box.shape)
-    return Region(number, chunk, tuple(item.storage_offsets), target, whole)
+    return Region(number, chunk, tuple(item.storage_offsets), asked.destination(item), whole)
 
 
 def _check_shape(target: torch.Tensor, item: ReadItem) -> None:
