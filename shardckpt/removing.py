@@ -78,7 +78,7 @@ def _check_renewed(directory: Path, manifest: Manifest, integrity: Integrity, re
     """Whether what is written anew is made from what was written: a damaged file must not get a sound digest."""
     names = [name for name in (*removal.renewed, RECORD_NAME) if name in integrity.files]
     files = [ExpectedFile(name, 0, integrity.files[name]) for name in names]
-    faults = [fault for fault in find_faults(directory, manifest, files) if fault]
+    faults = [str(error) for error in find_faults(directory, manifest, files) if error is not None]
     if faults:
         raise CorruptCheckpointError(f"{directory}: {'; '.join(faults)}")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.comm import Comm
+    from shardckpt.errors import CheckpointingException
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict
     from shardckpt.storage.reader import CheckpointReader
@@ -233,6 +234,54 @@ class OwnsFiles(Protocol):
 
 
 @dataclass(frozen=True)
+class StoredFile:
+    """A file that a checkpoint must have, by what its index says.
+
+    Attributes:
+        name: Its name in the directory.
+        nbytes: Bytes that it must have at least; 0 where the index does not say.
+        keys: The tensors and objects that are in it, or parts of them; none for a file that serves all of them.
+    """
+
+    name: str
+    nbytes: int = 0
+    keys: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class ChecksFiles(Protocol):
+    """A load strategy that knows a checkpoint's files by its index, and what they must look like without digests."""
+
+    def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
+        """The files that the checkpoint must have, ``metadata.json`` and ``shardckpt.json`` left out."""
+
+    def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+        """What is wrong with each of the listed files, by name; None for nothing. No value is read.
+
+        A :class:`~shardckpt.errors.CorruptCheckpointError` says that it is not what was written, a
+        :class:`~shardckpt.errors.StorageError` that it could not be read.
+        """
+
+
+class KeptItem(NamedTuple):
+    """Bytes of a file that go on in a new one.
+
+    Attributes:
+        key: Whose they are, for errors.
+        start: Where they begin in the file.
+        nbytes: How many they are.
+        to: Where they begin in the new file; what lies between two items is filled with zeros.
+        cuts: Where parts of them end that are read by themselves, counted from ``start``: digests are made for each.
+    """
+
+    key: str
+    start: int
+    nbytes: int
+    to: int
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Removal:
     """What leaving keys out of a checkpoint changes in its directory.
 
@@ -240,11 +289,13 @@ class Removal:
         keys: The keys that are left out.
         renewed: New bytes of the files that name the keys, by file name.
         dropped: Names of the files that nothing needs any more.
+        rewritten: What goes on of the files that hold other keys, too, by file name and in the order of both files.
     """
 
     keys: frozenset[str]
     renewed: dict[str, bytes]
     dropped: frozenset[str]
+    rewritten: dict[str, list[KeptItem]] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -254,7 +305,8 @@ class RemovesKeys(Protocol):
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
         """What changes without the tensors and objects whose keys begin with the prefix; the common state stays.
 
-        Nothing is written here; a file that holds any other key is neither renewed nor dropped.
+        Nothing is written here. A file that holds any other key is not dropped: it is rewritten without the removed
+        bytes, or stays as it is.
         """
 
 
@@ -279,6 +331,8 @@ class Migration(ABC):
 __all__ = [
     "AsyncSaveStrategy",
     "BackgroundWork",
+    "ChecksFiles",
+    "KeptItem",
     "LoadContext",
     "LoadStrategy",
     "Migration",
@@ -291,6 +345,7 @@ __all__ = [
     "RemovesKeys",
     "SaveContext",
     "SaveStrategy",
+    "StoredFile",
     "is_recalled",
     "write_prepared",
 ]
