@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict
     from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.rewrite import KeptItem
     from shardckpt.storage.writer import CheckpointWriter
 
 
@@ -263,24 +264,6 @@ class ChecksFiles(Protocol):
         """
 
 
-class KeptItem(NamedTuple):
-    """Bytes of a file that go on in a new one.
-
-    Attributes:
-        key: Whose they are, for errors.
-        start: Where they begin in the file.
-        nbytes: How many they are.
-        to: Where they begin in the new file; what lies between two items is filled with zeros.
-        cuts: Where parts of them end that are read by themselves, counted from ``start``: digests are made for each.
-    """
-
-    key: str
-    start: int
-    nbytes: int
-    to: int
-    cuts: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True)
 class Removal:
     """What leaving keys out of a checkpoint changes in its directory.
@@ -332,7 +315,6 @@ __all__ = [
     "AsyncSaveStrategy",
     "BackgroundWork",
     "ChecksFiles",
-    "KeptItem",
     "LoadContext",
     "LoadStrategy",
     "Migration",

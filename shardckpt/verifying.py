@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import CannotLoadError, CheckpointingException
@@ -11,7 +11,7 @@ from shardckpt.integrity import digested_files, find_faults, is_damage
 from shardckpt.locations import locate
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
 from shardckpt.plugins import host
-from shardckpt.storage.filesystem import file_size, is_there
+from shardckpt.storage.filesystem import file_size
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import ChecksFiles
 
@@ -114,7 +114,9 @@ def _structure(path: Path, manifest: Manifest, *, has_digests: bool) -> list[Fil
         )
     with CheckpointReader(path, manifest, verify=True) as reader:
         errors = strategy.check_files(reader)
-    marker = [_result(MARKER_NAME, _size(path / MARKER_NAME), None, "structure")] if manifest.recognised_as is None else []
+    marker = (
+        [_result(MARKER_NAME, _size(path / MARKER_NAME), None, "structure")] if manifest.recognised_as is None else []
+    )
     return [*marker, *(_result(name, _size(path / name), error, "structure") for name, error in errors.items())]
 
 

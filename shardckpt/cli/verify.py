@@ -76,7 +76,11 @@ def _summary(results: Sequence[FileResult], code: int) -> str:
     if code == NO_ANSWER:
         return f"no answer: {len(bad)} of {len(own)} files could not be read"
     compared = sum(result.checked == "digests" for result in own)
-    how = "" if compared == len(own) else f". {compared or 'none'} of {len(own)} files compared with digests. {_STRUCTURE}"
+    how = (
+        ""
+        if compared == len(own)
+        else f". {compared or 'none'} of {len(own)} files compared with digests. {_STRUCTURE}"
+    )
     if code == DAMAGED:
         return f"damaged: {len(bad)} of {len(own)} files{how}"
     return f"whole as far as can be told without digests{how}"
