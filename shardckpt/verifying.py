@@ -114,10 +114,9 @@ def _structure(path: Path, manifest: Manifest, *, has_digests: bool) -> list[Fil
         )
     with CheckpointReader(path, manifest, verify=True) as reader:
         errors = strategy.check_files(reader)
-    marker = (
-        [_result(MARKER_NAME, _size(path / MARKER_NAME), None, "structure")] if manifest.recognised_as is None else []
-    )
-    return [*marker, *(_result(name, _size(path / name), error, "structure") for name, error in errors.items())]
+    if manifest.recognised_as is None:
+        errors[MARKER_NAME] = None
+    return [_result(name, _size(path / name), error, "structure") for name, error in errors.items()]
 
 
 def _result(

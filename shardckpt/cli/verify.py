@@ -23,8 +23,8 @@ exit codes:
 """
 
 _STRUCTURE = (
-    "Checked of the others: they are there; what the index names lies in them, and nothing behind it; the archives are "
-    "whole, of the dtypes and sizes that the index says. Not checked: their values"
+    "they are there; what the index names lies in them, and nothing behind it; the archives are whole, of the dtypes "
+    "and sizes that the index says. Not checked: their values"
 )
 
 
@@ -76,11 +76,8 @@ def _summary(results: Sequence[FileResult], code: int) -> str:
     if code == NO_ANSWER:
         return f"no answer: {len(bad)} of {len(own)} files could not be read"
     compared = sum(result.checked == "digests" for result in own)
-    how = (
-        ""
-        if compared == len(own)
-        else f". {compared or 'none'} of {len(own)} files compared with digests. {_STRUCTURE}"
-    )
+    some = f"{compared} of {len(own)} files were compared with digests; checked of the others"
+    how = "" if compared == len(own) else f". {some if compared else 'Checked'}: {_STRUCTURE}"
     if code == DAMAGED:
         return f"damaged: {len(bad)} of {len(own)} files{how}"
     return f"whole as far as can be told without digests{how}"

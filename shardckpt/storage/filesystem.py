@@ -10,6 +10,7 @@ import stat
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
@@ -17,7 +18,6 @@ from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
 
 #: The only names that a checkpoint's files may have: no separators, so none leaves its directory.
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
@@ -80,7 +80,7 @@ def allocated_bytes(directory: Path) -> int:
         found = {}
         for folder, _, names in os.walk(directory, onerror=_raise):
             for name in (".", *names):
-                info = os.lstat(os.path.join(folder, name))
+                info = (Path(folder) / name).lstat()
                 found[info.st_dev, info.st_ino] = info.st_blocks * 512
     return sum(found.values())
 

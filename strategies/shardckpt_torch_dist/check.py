@@ -42,15 +42,7 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """What is wrong with each of them; see :class:`shardckpt.strategy.ChecksFiles`."""
     index = read_index(reader)
-    found: dict[str, CheckpointingException | None] = {}
-    for file in list_files(reader):
-        try:
-            _check_file(file, reader, index)
-        except CheckpointingException as exc:
-            found[file.name] = exc
-        else:
-            found[file.name] = None
-    return found | _lost_files(reader, index)
+    return {file.name: _fault(file, reader, index) for file in list_files(reader)} | _lost_files(reader, index)
 
 
 def _data_files(index: StoredIndex) -> Iterator[StoredFile]:
@@ -73,6 +65,14 @@ def _data_files(index: StoredIndex) -> Iterator[StoredFile]:
 def _objects(index: StoredIndex) -> dict[str, Item]:
     """Every object by its name in ``.metadata``, or by its unique key, which is the same where there is our index."""
     return index.named or index.objects
+
+
+def _fault(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> CheckpointingException | None:
+    try:
+        _check_file(file, reader, index)
+    except CheckpointingException as exc:
+        return exc
+    return None
 
 
 def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> None:
