@@ -94,7 +94,7 @@ def _copy(name: str, item: KeptItem, reader: CheckpointReader, file: FileWriter)
 
     zeros, keys = item.to - file.position, 1
     for low, high in pairwise((0, *item.cuts, item.nbytes)):
-        for start in range(low, high, _PIECE_BYTES):
+        for start in range(low, max(high, low + 1), _PIECE_BYTES):
             stop = min(start + _PIECE_BYTES, high)
             file.append(zeros + stop - start, partial(read, start, stop, zeros), keys, item.key)
             zeros = keys = 0

@@ -87,9 +87,11 @@ def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) 
     elif file.name != INDEX_FILE:
         if size < file.nbytes:
             raise CorruptCheckpointError(f"{path} ends at {size:,} bytes, and {METADATA_FILE} names {file.nbytes:,}")
-        for archive in _archives(index, file.name):
+        archives = _archives(index, file.name)
+        for archive in archives:
             _check_item(reader, archive)
-        _check_rest(reader, file, size)
+        aligned = not any(archive.item.offset % ARCHIVE_ALIGN for archive in archives)
+        _check_rest(reader, file, size, aligned=aligned)
 
 
 class _Stored(NamedTuple):
@@ -141,14 +143,14 @@ def _check_archive(reader: CheckpointReader, item: Item, source: str) -> Archive
     return archive
 
 
-def _check_rest(reader: CheckpointReader, file: StoredFile, size: int) -> None:
+def _check_rest(reader: CheckpointReader, file: StoredFile, size: int, *, aligned: bool) -> None:
     """Whether a file ends with its last item: behind it may be what aligns the next, or items that were removed."""
     rest = size - file.nbytes
     if not rest:
         return
     what = f"the end of {file.name}"
     first = reader.read_range(file.name, file.nbytes, min(rest, 2 * ARCHIVE_ALIGN), what)
-    if size == padded(file.nbytes) and not any(first):
+    if aligned and size == padded(file.nbytes) and not any(first):
         return
     end = reader.read_range(file.name, size - min(rest, 2 * ARCHIVE_ALIGN), min(rest, 2 * ARCHIVE_ALIGN), what)
     if not (first.lstrip(b"\0").startswith(_BEGIN_MAGIC) and _END_MAGIC in end):
