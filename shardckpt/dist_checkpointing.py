@@ -23,7 +23,7 @@ from shardckpt.mapping import (
     ShardedTensorFactory,
 )
 from shardckpt.plugins import host
-from shardckpt.removing import remove_keys
+from shardckpt.removing import RemovalReport, remove_keys
 from shardckpt.saving import SaveOptions, find_saver, save_checkpoint
 from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.filesystem import is_there, read_file
@@ -268,19 +268,24 @@ def load_content_metadata(
 
 
 def remove_sharded_tensors(
-    checkpoint_dir: PathLike, key_prefix: str, *, process_group: ProcessGroup | None = None
-) -> None:
+    checkpoint_dir: PathLike, key_prefix: str, *, process_group: ProcessGroup | None = None, dry_run: bool = False
+) -> RemovalReport:
     """Take the tensors and objects whose keys begin with a prefix out of a checkpoint; the common state stays.
 
     The checkpoint is replaced in one step, so that a load, or a crash, finds the old or the new one. Files that hold
-    only removed keys are dropped; a file that holds any other key stays as it is, removed bytes among them (save what
-    is to be removed with a ``separation_hint`` to have it in files of its own). If no key matches, nothing changes.
+    only removed keys are dropped. A file that holds any other key is written anew without the removed bytes, which
+    takes disk space for what stays of it until the old one is gone (what is saved with a ``separation_hint`` has files
+    of its own). All other files stay as they are. If no key matches, nothing changes.
 
     Args:
         checkpoint_dir: The checkpoint's directory; not a URL.
         key_prefix: What the keys to be removed begin with.
         process_group: The ranks that call, which are all of the group; by default all ranks, or this process alone
             without torch.distributed.
+        dry_run: Change nothing, and report what would go and be freed.
+
+    Returns:
+        The keys and files that are gone, and the bytes on disk before and after; the same on every rank.
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint.
@@ -289,7 +294,7 @@ def remove_sharded_tensors(
     comm = Comm(process_group)
     with comm.task("reading the arguments"):
         directory = locate_local(checkpoint_dir, "take keys out of")
-    remove_keys(directory, key_prefix, comm, host())
+    return remove_keys(directory, key_prefix, comm, host(), dry_run=dry_run)
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
@@ -358,6 +363,7 @@ def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextMa
 __all__ = [
     "LocalNonpersistentObject",
     "LocalNonpersitentObject",
+    "RemovalReport",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",

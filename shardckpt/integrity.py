@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.comm import Comm
-from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
 from shardckpt.gate import hold_checkpoint, parse_file
 from shardckpt.locations import locate, locate_local
 from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
@@ -18,12 +19,17 @@ from shardckpt.storage.directory import blaming_replacement, replaced_error, ret
 from shardckpt.storage.filesystem import check_file_name, file_size, is_there, naming, sync_directory
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.strategy import ChecksFiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from shardckpt.strategy import LoadStrategy
+
 _UNFINISHED = f"{INTEGRITY_NAME}.unfinished"
+#: What says that there is no such file, beside ELOOP for a link in its place.
+_NOT_THE_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,9 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
     owners = deal([tuple(range(comm.world_size))] * len(files), [file.nbytes for file in files])
     with comm.task("checking files"):
         mine = [file for file, owner in zip(files, owners, strict=True) if owner == comm.rank]
-        faults = [(file.name, fault) for file, fault in zip(mine, find_faults(directory, manifest, mine), strict=True)]
-    everyone = comm.all_gather([found for found in faults if found[1]])
+        errors = find_faults(directory, manifest, mine)
+        faults = [(file.name, str(error)) for file, error in zip(mine, errors, strict=True) if error is not None]
+    everyone = comm.all_gather(faults)
     with comm.task("comparing digests"):
         bad = sorted(found for part in everyone for found in part)
         if bad:
@@ -72,12 +79,24 @@ def expected_files(directory: Path, manifest: Manifest) -> list[ExpectedFile]:
     Raises:
         CheckpointingException: the checkpoint has neither, or one that is damaged.
     """
-    integrity = read_integrity(directory)
-    if integrity is None and manifest.record is None:
+    files = digested_files(directory, manifest)
+    if files is None:
         raise CheckpointingException(
             f"{directory} was saved without digests: it has neither {RECORD_NAME} nor {INTEGRITY_NAME}, and there is "
             "nothing to check it against; load it without verify_integrity, or load it and save it again"
         )
+    return files
+
+
+def digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFile] | None:
+    """Every file of which there is a digest, by name; None where the checkpoint was saved without any.
+
+    Raises:
+        CorruptCheckpointError: what has the digests is damaged.
+    """
+    integrity = read_integrity(directory)
+    if integrity is None and manifest.record is None:
+        return None
     sizes = {} if manifest.record is None else {file.name: file.size for file in manifest.record.files}
     hashes = {} if integrity is None else integrity.files
     return [
@@ -86,10 +105,63 @@ def expected_files(directory: Path, manifest: Manifest) -> list[ExpectedFile]:
     ]
 
 
-def find_faults(directory: Path, manifest: Manifest, files: Sequence[ExpectedFile]) -> list[str]:
-    """What is wrong with each of the files; ``""`` for nothing."""
+def find_faults(
+    directory: Path, manifest: Manifest, files: Sequence[ExpectedFile]
+) -> list[CheckpointingException | None]:
+    """What is wrong with each of the files, or why it could not be read; None for nothing."""
     contents = _Contents(directory, manifest)
     return contents.reader.map(contents.fault, files, size=lambda file: file.nbytes)
+
+
+def is_damage(error: CheckpointingException) -> bool:
+    """Whether an error says that a file is missing or not what was written; else only that it could not be read."""
+    cause: BaseException | None = error
+    while isinstance(cause, StorageError):
+        cause = cause.__cause__
+    return isinstance(cause, (CorruptCheckpointError, *_NOT_THE_FILE)) or (
+        isinstance(cause, OSError) and cause.errno == errno.ELOOP
+    )
+
+
+class UnfitFile(NamedTuple):
+    """A file of a checkpoint that is missing, or too short for what is in it.
+
+    Attributes:
+        name: Its name.
+        fault: What is wrong with it.
+        keys: The tensors and objects that are in it, or parts of them; none where nothing says so.
+    """
+
+    name: str
+    fault: str
+    keys: tuple[str, ...]
+
+
+def find_unfit_files(strategy: LoadStrategy, reader: CheckpointReader) -> list[UnfitFile]:
+    """The files that are missing or have not the size that they need; no data file is opened for it."""
+    record = reader.manifest.record
+    sizes = {} if record is None else {file.name: file.size for file in record.files}
+    listed = {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
+    found = []
+    for name in sorted({*sizes, *listed}):
+        least = listed[name].nbytes if name in listed else 0
+        fault = _size_fault(reader.directory / name, sizes.get(name), least)
+        if fault:
+            found.append(UnfitFile(name, fault, listed[name].keys if name in listed else ()))
+    return found
+
+
+def _size_fault(path: Path, written: int | None, least: int) -> str:
+    try:
+        with naming("look at", path):
+            found = file_size(path)
+    except StorageError as exc:
+        if is_damage(exc):
+            return "is missing"
+        raise
+    if written not in (None, found):
+        return f"has {found:,} bytes, {written:,} were written"
+    return f"has {found:,} bytes, and needs {least:,}" if found < least else ""
 
 
 def read_integrity(directory: Path) -> Integrity | None:
@@ -183,20 +255,22 @@ class _Contents:
             found.update(block)
         return found.hexdigest()
 
-    def fault(self, file: ExpectedFile) -> str:
+    def fault(self, file: ExpectedFile) -> CheckpointingException | None:
         """What is wrong with a file."""
         try:
             if not file.sha256:
                 self._read(file.name)
-                return ""
+                return None
             found = self.sha256(file.name)
         except CheckpointReplacedError:
             raise
         except CheckpointingException as exc:
-            return str(exc)
+            return exc
         if found == file.sha256:
-            return ""
-        return f"the SHA-256 of {self._directory / file.name} is {found}, {INTEGRITY_NAME} has {file.sha256}"
+            return None
+        return CorruptCheckpointError(
+            f"the SHA-256 of {self._directory / file.name} is {found}, {INTEGRITY_NAME} has {file.sha256}"
+        )
 
     def _read(self, name: str) -> None:
         for _ in self._reader_of(name).blocks(name):
@@ -218,8 +292,12 @@ __all__ = [
     "INTEGRITY_NAME",
     "ExpectedFile",
     "Integrity",
+    "UnfitFile",
+    "digested_files",
     "expected_files",
     "find_faults",
+    "find_unfit_files",
+    "is_damage",
     "named_files",
     "read_integrity",
     "save_integrity_manifest",

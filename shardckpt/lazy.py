@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.integrity import find_unfit_files
 from shardckpt.mapping import ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
     import torch
 
+    from shardckpt.integrity import UnfitFile
     from shardckpt.loading import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, StateDict
 
@@ -86,6 +88,10 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
     def objects(self) -> list[str]:
         """Unique keys of the ShardedObjects."""
         return [shard.unique_key for shard in self._index if isinstance(shard, ShardedObject)]
+
+    def unfit_files(self) -> list[UnfitFile]:
+        """The files that are missing or have not the size that they need, and which keys are in them."""
+        return find_unfit_files(self._checkpoint.strategy, self._checkpoint.context.reader)
 
     def read_object(self, unique_key: str) -> Any:
         """A ShardedObject's value."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.comm import Comm
+    from shardckpt.errors import CheckpointingException
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict
     from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage.rewrite import KeptItem
     from shardckpt.storage.writer import CheckpointWriter
 
 
@@ -233,6 +235,36 @@ class OwnsFiles(Protocol):
 
 
 @dataclass(frozen=True)
+class StoredFile:
+    """A file that a checkpoint must have, by what its index says.
+
+    Attributes:
+        name: Its name in the directory.
+        nbytes: Bytes that it must have at least; 0 where the index does not say.
+        keys: The tensors and objects that are in it, or parts of them; none for a file that serves all of them.
+    """
+
+    name: str
+    nbytes: int = 0
+    keys: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class ChecksFiles(Protocol):
+    """A load strategy that knows a checkpoint's files by its index, and what they must look like without digests."""
+
+    def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
+        """The files that the checkpoint must have, ``metadata.json`` and ``shardckpt.json`` left out."""
+
+    def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+        """What is wrong with each of the listed files, by name; None for nothing. No value is read.
+
+        A :class:`~shardckpt.errors.CorruptCheckpointError` says that it is not what was written, a
+        :class:`~shardckpt.errors.StorageError` that it could not be read.
+        """
+
+
+@dataclass(frozen=True)
 class Removal:
     """What leaving keys out of a checkpoint changes in its directory.
 
@@ -240,11 +272,13 @@ class Removal:
         keys: The keys that are left out.
         renewed: New bytes of the files that name the keys, by file name.
         dropped: Names of the files that nothing needs any more.
+        rewritten: What goes on of the files that hold other keys, too, by file name and in the order of both files.
     """
 
     keys: frozenset[str]
     renewed: dict[str, bytes]
     dropped: frozenset[str]
+    rewritten: dict[str, list[KeptItem]] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -254,7 +288,8 @@ class RemovesKeys(Protocol):
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
         """What changes without the tensors and objects whose keys begin with the prefix; the common state stays.
 
-        Nothing is written here; a file that holds any other key is neither renewed nor dropped.
+        Nothing is written here. A file that holds any other key is not dropped: it is rewritten without the removed
+        bytes, or stays as it is.
         """
 
 
@@ -279,6 +314,7 @@ class Migration(ABC):
 __all__ = [
     "AsyncSaveStrategy",
     "BackgroundWork",
+    "ChecksFiles",
     "LoadContext",
     "LoadStrategy",
     "Migration",
@@ -291,6 +327,7 @@ __all__ = [
     "RemovesKeys",
     "SaveContext",
     "SaveStrategy",
+    "StoredFile",
     "is_recalled",
     "write_prepared",
 ]

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShar
 from shardckpt_torch_dist.index_file import INDEX_FILE
 
 if TYPE_CHECKING:
+    from shardckpt.removing import RemovalReport
     from tests.ranks import RankPool
 
 #: What names the keys of a checkpoint of ours.
@@ -127,21 +129,31 @@ def dcp_load(directory: Path, expected: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_dialect(tmp_path: Path, version: str, prefix: str) -> None:
-    """What begins with the prefix is gone, all else is as it was, for us and for plain DCP; data files are links."""
+    """What begins with the prefix is gone, all else is as it was, for us and for plain DCP; no removed byte is left."""
     path = golden(version, tmp_path)
     before, files = content(path), files_of(path)
-    dc.remove_sharded_tensors(path, prefix)
+    report = dc.remove_sharded_tensors(path, prefix)
     expected = before.without(prefix)
     assert content(path) == expected
     dcp_load(path, {key: tensor for key, tensor in expected.tensors.items() if key != FLATTENED})
     after = files_of(path)
-    if expected != before:
+    assert bool(report.keys) == (expected != before)
+    if report.keys:
         assert files.pop(".metadata") != after.pop(".metadata")
-        needed = {info.relative_path for info in dcp.FileSystemReader(path).read_metadata().storage_data.values()}
-        gone = {name for name in files if name.endswith(".distcp") and name not in needed}
-        assert (prefix != "grid" or version not in GRID_APART) or gone == {"__2_1.distcp", "__3_1.distcp"}
-        files = {name: file for name, file in files.items() if name not in gone}
-    assert after == files
+        assert (prefix != "grid" or version not in GRID_APART) or set(report.dropped) == {
+            "__2_1.distcp",
+            "__3_1.distcp",
+        }
+        assert files.keys() - after.keys() == set(report.dropped)
+        stored: dict[str, int] = {}
+        for info in dcp.FileSystemReader(path).read_metadata().storage_data.values():
+            stored[info.relative_path] = stored.get(info.relative_path, 0) + info.length
+        for name in report.rewritten:
+            assert len(after[name][1]) == stored[name] < len(files[name][1])
+    same_as_before = files.keys() - {*report.dropped, *report.rewritten}
+    assert {name: after.get(name) for name in same_as_before} == {name: files[name] for name in same_as_before}
+    assert after.keys() == same_as_before | set(report.rewritten)
+    assert main(["verify", str(path)]) == 3
     assert names(tmp_path) == {"ckpt"}
 
 
@@ -195,7 +207,7 @@ def test_our_own_at_any_world_size(ranks: RankPool, tmp_path: Path, world: int) 
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:
-    """One process alone removes too, again and again; the record keeps who saved it and when."""
+    """One process alone removes too, again and again; the record keeps who saved it, who wrote what and when."""
     save(str(tmp_path / "c"))
     before = Record.parse((tmp_path / "c" / RECORD_NAME).read_bytes())
     for prefix, left in (("optim.m", {"model.w", "optim.v"}), ("optim", {"model.w"})):
@@ -203,9 +215,8 @@ def test_without_a_process_group(tmp_path: Path) -> None:
         assert dc.load_tensors_metadata(tmp_path / "c").keys() == left
     after = Record.parse((tmp_path / "c" / RECORD_NAME).read_bytes())
     assert after.model_copy(update={"files": before.files, "self_digest": before.self_digest}) == before
-    assert [file for file in after.files if file.name not in INDEXES] == [
-        file for file in before.files if file.name not in INDEXES
-    ]
+    assert [(file.name, file.rank) for file in after.files] == [(file.name, file.rank) for file in before.files]
+    assert {file.name: file.keys for file in after.files}["__0_0.distcp"] == 2  # model.w and rng
 
 
 def test_hinted_files_go_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
@@ -333,13 +344,14 @@ def test_integrity_json_is_renewed(tmp_path: Path, ours: bool) -> None:
         golden("0.12.3", tmp_path)
     _add_integrity(path)
     before = json.loads((path / "integrity.json").read_text())["files"]
-    dc.remove_sharded_tensors(path, "optim" if ours else "grid")
+    report = dc.remove_sharded_tensors(path, "optim" if ours else "grid")
     after = json.loads((path / "integrity.json").read_text())
     (path / "integrity.json").unlink()
     _add_integrity(path)
     assert after == json.loads((path / "integrity.json").read_text())
+    assert report.rewritten
     renewed = {*INDEXES, RECORD_NAME} if ours else {".metadata"}
-    assert {name for name in after["files"] if after["files"][name] != before[name]} == renewed
+    assert {name for name in after["files"] if after["files"][name] != before[name]} == renewed | set(report.rewritten)
 
 
 def test_damage_is_not_given_a_sound_digest(tmp_path: Path) -> None:
@@ -390,9 +402,126 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``shardckpt remove`` says how many keys are gone, and fails where none is."""
+    """``shardckpt remove`` says which keys are gone and what is free, and fails where none begins with the prefix."""
     path = golden("0.12.3", tmp_path)
     assert main(["remove", str(path), "optimizer"]) == 0
-    assert "2 of 14 keys removed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 of 14 keys removed: optimizer.state" in out
+    assert "files written anew: __0_1.distcp, __1_1.distcp, __2_0.distcp, __3_0.distcp" in out
     assert main(["remove", str(path), "optimizer"]) == 1
-    assert "0 of 12 keys removed" in capsys.readouterr().out
+    assert "0 of 12 keys removed: no tensor or object has a key that begins with 'optimizer'" in capsys.readouterr().err
+
+
+def du(directory: Path) -> int:
+    """Bytes on disk, as ``du`` says."""
+    done = subprocess.run(["du", "-s", "--block-size=1", directory], check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[0])
+
+
+def _save_large(path: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Save 4 MiB to keep and 16 MiB to remove, in one file, with small tensors between; those that are kept."""
+    sizes = {f"model.{n}": 1 << 18 for n in range(4)} | {f"optim.{n}": 1 << 18 for n in range(16)}
+    sizes |= {f"{name}.small{n}": 100 + n for n in range(50) for name in ("model", "optim")}
+    random = torch.Generator().manual_seed(1)
+    tensors = {key: torch.rand(size, generator=random) for key, size in sizes.items()}
+    dc.save({key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}, path, **options)
+    return {key: tensor for key, tensor in tensors.items() if key.startswith("model")}
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_bytes_on_disk_are_freed(tmp_path: Path, hashed: bool) -> None:
+    """Of 20 MiB in one file 16 are removed: the directory takes 4, says so, and is whole for us and for plain DCP."""
+    path = tmp_path / "c"
+    kept = _save_large(path, verify_integrity=hashed)
+    before = du(path)
+    assert before > 20 << 20
+    report = dc.remove_sharded_tensors(path, "optim")
+    assert (report.bytes_before, report.bytes_after) == (before, du(path))
+    assert report.bytes_after < 5 << 20
+    assert len(report.keys) == 66
+    assert (report.dropped, report.rewritten) == ((), ("__0_0.distcp",))
+    assert main(["verify", str(path)]) == 0
+    found = dc.load_plain_tensors(path)
+    assert found.keys() == kept.keys()
+    assert all(same(found[key], kept[key]) for key in kept)
+    dcp_load(path, kept)
+    with dc.open_checkpoint(path) as checkpoint:
+        assert same(checkpoint["model.2"][1000:70_000], kept["model.2"][1000:70_000])
+
+
+def test_small_items_keep_digests_of_their_own(tmp_path: Path) -> None:
+    """A tensor in a file that was written anew is checked by itself: damage beside it does not touch it."""
+    path = tmp_path / "c"
+    kept = _save_large(path)
+    before = {file.name: file for file in Record.parse((path / RECORD_NAME).read_bytes()).files}["__0_0.distcp"]
+    dc.remove_sharded_tensors(path, "optim.small")
+    dc.remove_sharded_tensors(path, "optim.1")
+    record = Record.parse((path / RECORD_NAME).read_bytes())
+    after = {file.name: file for file in record.files}["__0_0.distcp"]
+    assert after.keys == before.keys - 57
+    data = bytearray((path / after.name).read_bytes())
+    place = data.index(kept["model.small7"].numpy().tobytes())
+    data[place] ^= 1
+    (path / after.name).write_bytes(data)
+    with dc.open_checkpoint(path) as checkpoint:
+        assert same(checkpoint["model.small6"].read(), kept["model.small6"])
+        assert same(checkpoint["model.small8"].read(), kept["model.small8"])
+        with pytest.raises(CorruptCheckpointError, match=r"model\.small7: bytes .* \(digest differs\)"):
+            checkpoint["model.small7"].read()
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what would go, and be free to some blocks; not a file or time of the directory changes."""
+    path = tmp_path / "c"
+    _save_large(path)
+    before, listed = files_of(path), path.stat()
+    planned = dc.remove_sharded_tensors(path, "optim", dry_run=True)
+    assert main(["remove", str(path), "optim", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "66 of 120 keys would be removed" in out
+    assert "files written anew: __0_0.distcp" in out
+    assert f"about {planned.bytes_after:,} after: {planned.bytes_before - planned.bytes_after:,} would be free" in out
+    assert main(["remove", str(path), "nothing", "--dry-run"]) == 1
+    assert files_of(path) == before
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (listed.st_ino, listed.st_mtime_ns)
+    assert names(tmp_path) == {"c"}
+    done = dc.remove_sharded_tensors(path, "optim")
+    assert (planned.keys, planned.dropped, planned.rewritten) == (done.keys, done.dropped, done.rewritten)
+    assert planned.bytes_before == done.bytes_before
+    assert abs(planned.bytes_after - done.bytes_after) < 64 << 10
+
+
+def _reported(path: str, prefix: str) -> RemovalReport:
+    return dc.remove_sharded_tensors(path, prefix, dry_run=True)
+
+
+def test_all_ranks_get_the_report(ranks: RankPool, tmp_path: Path) -> None:
+    """The main rank works, and every rank returns what it found."""
+    path = golden("0.16.1", tmp_path)
+    first, second = ranks.run(2, _reported, str(path), "grid")
+    assert first == second
+    assert first.keys == ("grid",)
+
+
+@pytest.mark.parametrize("key", ["model.1", "model.small9", "optim.3", "optim.small3"])
+def test_damage_in_a_file_that_is_written_anew(tmp_path: Path, key: str) -> None:
+    """What is removed may be damaged; what is kept may not: the error names its key, and nothing has changed."""
+    path = tmp_path / "c"
+    _save_large(path)
+    kept = {name for name in dc.load_tensors_metadata(path) if name.startswith("model")}
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    (item,) = [
+        info for index, info in dcp.FileSystemReader(path).read_metadata().storage_data.items() if index.fqn == key
+    ]
+    data[item.offset + item.length // 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+    before = files_of(path)
+    if key in kept:
+        with pytest.raises(CorruptCheckpointError, match=rf"{re.escape(key)}: .*digest differs"):
+            dc.remove_sharded_tensors(path, "optim")
+        assert files_of(path) == before
+    else:
+        dc.remove_sharded_tensors(path, "optim")
+        assert main(["verify", str(path)]) == 0
+        assert dc.load_plain_tensors(path).keys() == kept
+    assert names(tmp_path) == {"c"}

@@ -1,12 +1,18 @@
-"""``shardckpt inspect DIR``: what a checkpoint holds; no data file is read but for the common state."""
+"""``shardckpt inspect DIR``: what a checkpoint holds, and what of it is missing.
+
+No data file is read but for the common state.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
+
 if TYPE_CHECKING:
-    from shardckpt.lazy import StoredTensor
+    from shardckpt.integrity import UnfitFile
+    from shardckpt.lazy import StoredCheckpoint, StoredTensor
 
 
 def add(verbs: Any) -> None:
@@ -18,14 +24,20 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any) -> int:
-    """Print a row for every key."""
+    """Print a row for every key, and what is missing; 1 if no key begins with the prefix."""
     from shardckpt.cli.table import table
     from shardckpt.dist_checkpointing import open_checkpoint
 
     with open_checkpoint(options.directory) as checkpoint:
         tensors = [stored for key, stored in sorted(checkpoint.items()) if key.startswith(options.prefix)]
         objects = sorted(key for key in checkpoint.objects if key.startswith(options.prefix))
-        common = [] if options.prefix else sorted(map(str, checkpoint.common))
+        if options.prefix and not tensors and not objects:
+            have = listed(sorted([*checkpoint, *checkpoint.objects]), limit=6) or "none"
+            raise KeyMismatchError(
+                f"{options.directory}: no tensor or object has a key that begins with {options.prefix!r} (keys: {have})"
+            )
+        common, fault = ([], "") if options.prefix else _common(checkpoint)
+        unfit = checkpoint.unfit_files()
         print(f"{options.directory}: {checkpoint.backend!r}, version {checkpoint.version}")
     rows: list[tuple[Any, ...]] = [
         (t.key, str(t.dtype).removeprefix("torch."), "x".join(map(str, t.shape)), _nbytes(t)) for t in tensors
@@ -34,7 +46,24 @@ def run(options: Any) -> int:
     rows += [(key, "common", "", "") for key in common]
     print(table(("key", "kind", "shape", "bytes"), rows))
     print(f"{len(tensors)} tensors of {sum(map(_nbytes, tensors)):,} bytes, {len(objects)} objects")
+    if fault:
+        print(f"the common state cannot be read: {fault}")
+    for file in unfit:
+        print(f"not whole: {file.name} {file.fault}{_affected(file, options.prefix)}")
     return 0
+
+
+def _common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
+    """The names in the common state, or why they cannot be read."""
+    try:
+        return sorted(map(str, checkpoint.common)), ""
+    except CheckpointingException as exc:
+        return [], str(exc)
+
+
+def _affected(file: UnfitFile, prefix: str) -> str:
+    keys = [key for key in file.keys if key.startswith(prefix)]
+    return f"; {len(keys)} tensors and objects cannot be read whole: {listed(keys)}" if keys else ""
 
 
 def _nbytes(stored: StoredTensor) -> int:

@@ -7,21 +7,33 @@ from typing import Any
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("remove", help="take keys out of a checkpoint, in one step")
+    parser = verbs.add_parser("remove", help="take keys out of a checkpoint, in one step, and free their bytes")
     parser.add_argument("directory", help="the checkpoint")
     parser.add_argument("prefix", help="what the keys to be removed begin with")
+    parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would go, and be freed")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Remove, and say how many keys are gone; 1 if none begins with the prefix."""
+    """Remove, and say what is gone and how many bytes are free; 1 if no key begins with the prefix."""
     from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
+    from shardckpt.errors import KeyMismatchError, listed
 
     before = load_sharded_metadata(options.directory)
-    remove_sharded_tensors(options.directory, options.prefix)
-    gone = len(before) - len(load_sharded_metadata(options.directory))
-    print(f"{options.directory}: {gone} of {len(before)} keys removed")
-    return int(not gone)
+    report = remove_sharded_tensors(options.directory, options.prefix, dry_run=options.dry_run)
+    if not report.keys:
+        raise KeyMismatchError(
+            f"{options.directory}: 0 of {len(before)} keys removed: no tensor or object has a key that begins with "
+            f"{options.prefix!r} (keys: {listed(sorted(before), limit=6) or 'none'})"
+        )
+    verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
+    print(f"{options.directory}: {len(report.keys)} of {len(before)} keys {verb}: {listed(report.keys)}")
+    for what, files in (("files that go", report.dropped), ("files written anew", report.rewritten)):
+        if files:
+            print(f"{what}: {listed(files)}")
+    sizes = f"{report.bytes_before:,} bytes on disk before, {'about ' * options.dry_run}{report.bytes_after:,} after"
+    print(f"{sizes}: {report.bytes_before - report.bytes_after:,} {freed}")
+    return 0
 
 
 __all__ = ["add", "run"]

@@ -1,32 +1,86 @@
-"""``shardckpt verify DIR``: read every byte of a checkpoint and compare it with the digests."""
+"""``shardckpt verify DIR``: check every file of a checkpoint, against digests where it has them."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardckpt.verifying import FileResult
+
+_ABOUT = """\
+Read every byte of a checkpoint and compare it with the digests in shardckpt.json and integrity.json. Of files that
+have no digest (Megatron's and plain DCP's) the structure is checked: that they are there, that the places which the
+index names lie in them and nothing behind, and that whole archives of the right dtypes and sizes lie there.
+
+exit codes:
+  0  whole: all bytes are as their digests say
+  1  damaged: a file is missing, or not what was written
+  2  not a checkpoint, or no answer: nothing installed reads it, or a file cannot be read
+  3  whole as far as can be told without digests: values were not checked
+"""
+
+_STRUCTURE = (
+    "they are there; what the index names lies in them, and nothing behind it; the archives are whole, of the dtypes "
+    "and sizes that the index says. Not checked: their values"
+)
 
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("verify", help="check every file of a checkpoint against its digests")
-    parser.add_argument("directory", help="the checkpoint")
+    import argparse
+
+    parser = verbs.add_parser(
+        "verify",
+        help="check every file of a checkpoint, against digests where it has them",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", help="the checkpoint, or its URL")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Print a row for every file; 1 if any of the checkpoint's is damaged or missing."""
+    """Print a row for every file, and what they mean together; the exit codes are those of the help."""
     from shardckpt.cli.table import table
-    from shardckpt.verifying import verify_checkpoint
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.integrity import is_damage
+    from shardckpt.verifying import DAMAGED, NO_ANSWER, verdict_of, verify_checkpoint
 
-    results = verify_checkpoint(options.directory)
+    try:
+        results = verify_checkpoint(options.directory)
+    except CheckpointingException as exc:
+        print(f"shardckpt verify: {exc}", file=sys.stderr)
+        return DAMAGED if is_damage(exc) else NO_ANSWER
+    code = verdict_of(results)
     print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r)) for r in results]))
-    return int(any(result.fault for result in results))
+    print(f"{options.directory}: {_summary(results, code)}")
+    return code
 
 
 def _said(result: FileResult) -> str:
-    return "not a file of this checkpoint" if result.foreign else result.fault or "as written"
+    if result.foreign:
+        return "not a file of this checkpoint"
+    return result.fault or ("as written" if result.checked == "digests" else "sound in structure; it has no digest")
+
+
+def _summary(results: Sequence[FileResult], code: int) -> str:
+    from shardckpt.verifying import DAMAGED, NO_ANSWER, WHOLE
+
+    own = [result for result in results if not result.foreign]
+    bad = [result for result in own if result.fault]
+    if code == WHOLE:
+        return f"whole: every byte of {len(own)} files was read, and is what its digest says"
+    if code == NO_ANSWER:
+        return f"no answer: {len(bad)} of {len(own)} files could not be read"
+    compared = sum(result.checked == "digests" for result in own)
+    some = f"{compared} of {len(own)} files were compared with digests; checked of the others"
+    how = "" if compared == len(own) else f". {some if compared else 'Checked'}: {_STRUCTURE}"
+    if code == DAMAGED:
+        return f"damaged: {len(bad)} of {len(own)} files{how}"
+    return f"whole as far as can be told without digests{how}"
 
 
 __all__ = ["add", "run"]

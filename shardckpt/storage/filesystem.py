@@ -10,6 +10,7 @@ import stat
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
@@ -18,7 +19,6 @@ from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
 
 #: The only names that a checkpoint's files may have: no separators, so none leaves its directory.
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
@@ -75,6 +75,17 @@ def is_there(path: Path) -> bool:
 def file_size(path: Path) -> int:
     """Bytes of a file, or of a link itself; an OSError if it is not there."""
     return path.size if isinstance(path, RemotePath) else path.lstat().st_size
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Bytes that a directory of this machine takes on its disk with all that is in it, as ``du`` counts them."""
+    with naming("look at", directory):
+        found = {}
+        for folder, _, names in os.walk(directory, onerror=_raise):
+            for name in (".", *names):
+                info = (Path(folder) / name).lstat()
+                found[info.st_dev, info.st_ino] = info.st_blocks * 512
+    return sum(found.values())
 
 
 def open_existing(path: Path) -> tuple[int, int]:
@@ -212,6 +223,10 @@ def exchange(a: Path, b: Path) -> bool:
         raise OSError(code, os.strerror(code))
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _read_some(fd: int, path: Path, buffer: memoryview, offset: int) -> int:
     """One read into the beginning of the buffer; how many bytes came, 0 at the file's end."""
     try:
@@ -250,6 +265,7 @@ def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
 __all__ = [
     "FILE_NAME",
     "TRANSIENT",
+    "allocated_bytes",
     "check_file_name",
     "close_file",
     "exchange",

@@ -12,6 +12,7 @@ The version number never changed from Megatron 0.6 to 0.20; what did:
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from dataclasses import replace
@@ -20,14 +21,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning.boxes import Box, Ints, flat_parts
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt_torch_dist.index_file import INDEX_FILE, parse
-from shardckpt_torch_dist.stored import COMMON_KEY, Chunk, Item, StoredIndex, StoredTensor, columns_of, object_key
+from shardckpt_torch_dist.stored import (
+    COMMON_FILE,
+    COMMON_KEY,
+    Chunk,
+    Item,
+    StoredIndex,
+    StoredTensor,
+    columns_of,
+    object_key,
+)
 from shardckpt_torch_dist.unpickle import load_metadata
 
 if TYPE_CHECKING:
+    from shardckpt.manifest import Manifest
     from shardckpt.storage.reader import CheckpointReader
+
+logger = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
 
@@ -47,6 +61,14 @@ def _read(reader: CheckpointReader) -> StoredIndex:
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
     if INDEX_FILE not in sizes:
+        if record is None and reader.has(INDEX_FILE):
+            logger.warning(
+                "%s: %s is there and %s is not: it is read by %s alone, and no digest is checked",
+                reader.directory,
+                INDEX_FILE,
+                RECORD_NAME,
+                METADATA_FILE,
+            )
         source = f"{reader.directory}/{METADATA_FILE}"
         data = reader.read(METADATA_FILE)
         index = index_of(load_metadata(data, source), source)
@@ -110,7 +132,30 @@ def _index(raw: Any) -> StoredIndex:
         else:
             loose[tuple(paths.get(key, (key,)))] = item
     dtypes, shapes = [tensor.dtype for tensor in tensors.values()], [tensor.shape for tensor in tensors.values()]
-    return StoredIndex(list(tensors), dtypes, shapes, *columns_of(tensors), objects, common, loose, named)
+    by_megatron = _by_megatron(raw, objects, loose)
+    return StoredIndex(list(tensors), dtypes, shapes, *columns_of(tensors), objects, common, loose, named, by_megatron)
+
+
+def _by_megatron(raw: Any, objects: dict[str, Item], loose: dict[tuple[Any, ...], Item]) -> bool | None:
+    """Whose planner has made the metadata: Megatron's alone has true shapes beside it, or objects and no paths."""
+    if getattr(raw, "mcore_data", None) is not None:
+        return True
+    if loose or isinstance(getattr(raw, "planner_data", None), dict):
+        return False
+    return True if objects else None
+
+
+def needs_common_file(manifest: Manifest, index: StoredIndex) -> bool:
+    """Whether the checkpoint has to have ``common.pt``: without it, its common state is lost.
+
+    A save of ours says which files there are. Of others, plain DCP directories never have one; a ``metadata.json``
+    that Megatron wrote has one beside it, unless the common state is among the tensors.
+    """
+    if manifest.record is not None:
+        return any(file.name == COMMON_FILE for file in manifest.record.files)
+    if index.common is not None or index.by_megatron is False:
+        return False
+    return bool(index.by_megatron) or manifest.recognised_as is None
 
 
 def _places(raw: Any) -> _Places:
@@ -170,4 +215,4 @@ def _flattened(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) 
     return [(part.box.moved(corner), part.start) for part in flat_parts(block, offset[-1], offset[-1] + sizes[-1])]
 
 
-__all__ = ["METADATA_FILE", "index_of", "read_index", "save_of"]
+__all__ = ["METADATA_FILE", "index_of", "needs_common_file", "read_index", "save_of"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage.directory import replaced_error
 from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.archive import load_bytes
-from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
+from shardckpt_torch_dist.check import check_files, list_files
+from shardckpt_torch_dist.dialects import METADATA_FILE, needs_common_file, read_index
 from shardckpt_torch_dist.index_file import INDEX_FILE
 from shardckpt_torch_dist.load_plan import LoadPlan
 from shardckpt_torch_dist.regions import read_object
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from shardckpt.errors import CheckpointingException
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage.reader import CheckpointReader
-    from shardckpt.strategy import LoadContext, Removal
+    from shardckpt.strategy import LoadContext, Removal, StoredFile
 
 
 class TorchDistLoadShardedStrategy(LoadStrategy):
@@ -62,6 +65,13 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         if reader.has(COMMON_FILE):
             source = f"{reader.directory}/{COMMON_FILE}"
             return load_bytes(reader.read(COMMON_FILE), source, context.allow_globals)  # type: ignore[no-any-return]
+        if needs_common_file(reader.manifest, index):
+            path = f"{reader.directory}/{COMMON_FILE}"
+            raise CorruptCheckpointError(
+                f"{path} is missing, and it has the common state: copy it from where the checkpoint came from. "
+                "Without it, open_checkpoint reads the tensors alone; for a checkpoint that never had any common "
+                f"state, torch.save({{}}, {path!r}) makes an empty one"
+            )
         return _loose_state(index, context)
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
@@ -75,6 +85,14 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
         """What changes without some keys, in any dialect."""
         return leave_out(prefix, reader)
+
+    def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
+        """The files that the checkpoint must have, in any dialect."""
+        return list_files(reader)
+
+    def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+        """What is wrong with them, as far as that shows without digests."""
+        return check_files(reader)
 
     def owned_files(self, directory: Path) -> set[str]:
         """The files that any dialect writes."""

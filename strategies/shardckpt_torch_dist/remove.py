@@ -1,8 +1,9 @@
-"""Leaving keys out of a stored checkpoint of any dialect: a new index, and the data files that it needs."""
+"""Leaving keys out of a stored checkpoint of any dialect: a new index, and what goes on of the data files."""
 
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,20 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning.table import Table, integers, spread
+from shardckpt.storage.digest import SMALL_RECORD
+from shardckpt.storage.rewrite import KeptItem
 from shardckpt.strategy import Removal
 from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
+from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN
 from shardckpt_torch_dist.index_file import INDEX_FILE, dump
 from shardckpt_torch_dist.metadata_pickle import encode
-from shardckpt_torch_dist.stored import COMMON_KEY, Chunks, StoredIndex, object_key
+from shardckpt_torch_dist.regions import our_archive
+from shardckpt_torch_dist.stored import COMMON_KEY, Chunks, Item, StoredIndex, object_key
 from shardckpt_torch_dist.torch_private import StorageInfo
 from shardckpt_torch_dist.unpickle import load_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from shardckpt.storage.reader import CheckpointReader
 
@@ -44,17 +49,83 @@ def leave_out(prefix: str, reader: CheckpointReader) -> Removal:
     index = read_index(reader)  # has every check of what is read below
     record = reader.manifest.record
     if record is not None and reader.has(INDEX_FILE):
-        return _of_ours(index, prefix, record.save_id)
-    return _of_others(prefix, reader)
+        return _of_ours(index, prefix, reader, record.save_id)
+    return _of_others(index, prefix, reader)
 
 
-def _of_ours(index: StoredIndex, prefix: str, save_id: str) -> Removal:
+def _of_ours(index: StoredIndex, prefix: str, reader: CheckpointReader, save_id: str) -> Removal:
     keys = frozenset(key for key in (*index.keys, *index.objects) if key.startswith(prefix))
     if not keys:
         return Removal(keys, {}, frozenset())
     kept = without(index, keys)
-    renewed = {METADATA_FILE: encode(kept, save_id), INDEX_FILE: dump(kept)}
-    return Removal(keys, renewed, frozenset(index.files).difference(kept.files))
+    before, after = _holdings(index), _holdings(kept)
+    rewritten = {
+        name: _packed(name, items, _cuts(kept, name), reader)
+        for name, items in after.items()
+        if len(items) < len(before[name])
+    }
+    moved = _moved(kept, rewritten)
+    renewed = {METADATA_FILE: encode(moved, save_id), INDEX_FILE: dump(moved)}
+    return Removal(keys, renewed, frozenset(index.files).difference(kept.files), rewritten)
+
+
+def _holdings(index: StoredIndex) -> dict[str, dict[Item, str]]:
+    """The archives in every file of ours, with their keys."""
+    found: dict[str, dict[Item, str]] = {name: {} for name in index.files}
+    chunks = index.chunks
+    columns = (chunks.file, chunks.start, chunks.length, chunks.box.whole)
+    for file, start, length, tensor in zip(*(column.tolist() for column in columns), strict=True):
+        name = index.files[file]
+        found[name][Item(name, start, length)] = index.keys[tensor]
+    for key, item in index.objects.items():
+        found.setdefault(item.file, {})[item] = key
+    return found
+
+
+def _packed(
+    name: str, items: Mapping[Item, str], cuts: Mapping[Item, tuple[int, ...]], reader: CheckpointReader
+) -> list[KeptItem]:
+    """Archives of a file behind one another, each on a multiple of 64 bytes if all of them were.
+
+    Raises:
+        CorruptCheckpointError: they have more bytes together than the file: a rewrite would be larger than that.
+    """
+    size, claimed = reader.size(name), sum(item.length for item in items)
+    if claimed > size:
+        raise CorruptCheckpointError(f"{reader.directory / name} has {size} bytes, its items claim {claimed}")
+    align = 1 if any(item.offset % ARCHIVE_ALIGN for item in items) else ARCHIVE_ALIGN
+    found, position = [], 0
+    for item in sorted(items):
+        position += -position % align
+        found.append(KeptItem(items[item], item.offset, item.length, position, cuts.get(item, ())))
+        position += item.length
+    return found
+
+
+def _cuts(index: StoredIndex, name: str) -> dict[Item, tuple[int, ...]]:
+    """Where the head and the payload of large archives in a file end, if they are such as we write.
+
+    A load reads each by itself, and whole digests' worth of bytes of it.
+    """
+    chunks, found = index.chunks, {}
+    if name not in index.files:
+        return {}
+    rows = ((chunks.file == index.files.index(name)) & (chunks.length > SMALL_RECORD)).nonzero().view(-1)
+    for number in chunks.box.whole[rows].unique().tolist():
+        for chunk in index.tensor(number).chunks.values():
+            ours = our_archive(index.dtypes[number], chunk.box.shape, chunk.item.length)
+            if ours is not None:
+                found[chunk.item] = (len(ours.head), chunk.item.length - len(ours.tail))
+    return found
+
+
+def _moved(index: StoredIndex, rewritten: Mapping[str, list[KeptItem]]) -> StoredIndex:
+    """The same with the new places of what is in the files that are rewritten."""
+    places, chunks = _places(rewritten), index.chunks
+    rows = zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True)
+    starts = [places.get((index.files[file], start, length), start) for file, start, length in rows]
+    objects = {key: item._replace(offset=places.get(item, item.offset)) for key, item in index.objects.items()}
+    return replace(index, chunks=replace(chunks, start=integers(starts)), objects=objects)
 
 
 def without(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
@@ -84,15 +155,22 @@ def _rows(chunks: Chunks, rows: torch.Tensor, renumbered: torch.Tensor, needed: 
     return Chunks(box, files[chunks.file[rows]] - 1, *others)
 
 
-def _of_others(prefix: str, reader: CheckpointReader) -> Removal:
+def _places(rewritten: Mapping[str, list[KeptItem]]) -> dict[tuple[str, int, int], int]:
+    """Where what was somewhere (file, offset, length) in a file that is rewritten begins in the new one."""
+    return {(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
+
+
+def _of_others(index: StoredIndex, prefix: str, reader: CheckpointReader) -> Removal:
     source = f"{reader.directory}/{METADATA_FILE}"
     raw = load_metadata(reader.read(METADATA_FILE), source)
     try:
         keys = frozenset(key for key, entry in raw.state_dict_metadata.items() if _matches(key, entry, prefix))
-        renewed = {METADATA_FILE: pickle.dumps(_without(raw, keys), protocol=4)} if keys else {}
+        dropped, kept = _files_of(keys, raw)
+        rewritten = {name: _packed(name, items, _cuts(index, name), reader) for name, items in kept.items()}
+        renewed = {METADATA_FILE: pickle.dumps(_without(raw, keys, rewritten), protocol=4)} if keys else {}
     except (AttributeError, TypeError, ValueError, LookupError, RecursionError, pickle.PicklingError) as exc:
         raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
-    return Removal(keys, renewed, _files_of(keys, raw))
+    return Removal(keys, renewed, dropped, rewritten)
 
 
 def _matches(key: str, entry: Any, prefix: str) -> bool:
@@ -102,23 +180,31 @@ def _matches(key: str, entry: Any, prefix: str) -> bool:
     return hasattr(entry, "chunks") or (key != COMMON_KEY and object_key(key) is not None)
 
 
-def _files_of(keys: Collection[str], raw: Any) -> frozenset[str]:
-    """The data files that hold nothing but these keys."""
+def _files_of(keys: Collection[str], raw: Any) -> tuple[frozenset[str], dict[str, dict[Item, str]]]:
+    """The data files that hold nothing but these keys, and what else is in those that hold other keys, too."""
     holders = {info.relative_path for index, info in raw.storage_data.items() if index.fqn in keys}
-    needed = {info.relative_path for index, info in raw.storage_data.items() if index.fqn not in keys}
-    return frozenset(name for name in holders - needed if name.endswith(DATA_SUFFIX))
+    others: dict[str, dict[Item, str]] = {}
+    for index, info in raw.storage_data.items():
+        if index.fqn not in keys:
+            item = Item(info.relative_path, int(info.offset), int(info.length))
+            others.setdefault(info.relative_path, {})[item] = index.fqn
+    data = {name for name in holders if name.endswith(DATA_SUFFIX)}
+    return frozenset(data - others.keys()), {name: others[name] for name in sorted(data & others.keys())}
 
 
-def _without(raw: Any, keys: Collection[str]) -> Metadata:
-    """The same in torch's own classes, without some keys.
+def _without(raw: Any, keys: Collection[str], rewritten: Mapping[str, list[KeptItem]]) -> Metadata:
+    """The same in torch's own classes, without some keys, and with the new places of what is in rewritten files.
 
     Plans of ranks (``all_local_plans``) are left out: they are of a save that had all keys, and only let Megatron skip
     its planning of the next save.
     """
+    places = _places(rewritten)
     metadata = Metadata(
         state_dict_metadata={key: _entry(entry) for key, entry in raw.state_dict_metadata.items() if key not in keys},
         planner_data=_kept(getattr(raw, "planner_data", None), keys),
-        storage_data=dict(_place(index, info) for index, info in raw.storage_data.items() if index.fqn not in keys),
+        storage_data=dict(
+            _place(index, info, places) for index, info in raw.storage_data.items() if index.fqn not in keys
+        ),
         storage_meta=_storage_meta(getattr(raw, "storage_meta", None)),
     )
     if getattr(raw, "version", None) is not None:
@@ -140,9 +226,10 @@ def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=entry.properties.dtype), torch.Size(entry.size), chunks)
 
 
-def _place(index: Any, info: Any) -> tuple[MetadataIndex, StorageInfo]:
+def _place(index: Any, info: Any, places: Mapping[tuple[str, int, int], int]) -> tuple[MetadataIndex, StorageInfo]:
     place = MetadataIndex(index.fqn, getattr(index, "offset", None), getattr(index, "index", None))
-    return place, StorageInfo(info.relative_path, int(info.offset), int(info.length))
+    name, offset, length = info.relative_path, int(info.offset), int(info.length)
+    return place, StorageInfo(name, places.get((name, offset, length), offset), length)
 
 
 def _storage_meta(raw: Any) -> StorageMeta | None:

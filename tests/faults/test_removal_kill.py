@@ -32,22 +32,28 @@ pytestmark = pytest.mark.skipif(
 
 
 def _save_ours(path: str) -> None:
-    """Rank 0 has what is kept and some of what goes, rank 1 nothing but what goes."""
+    """Rank 0 has what is kept and some of what goes, rank 1 nothing but what goes, rank 2 nothing of that."""
     rank = dist.get_rank()
-    goes = torch.arange(6.0).chunk(2)[rank]
     state: dict[str, Any] = {
-        "gone.m": ShardedTensor.from_rank_offsets("gone.m", goes, (0, rank, 2)),
-        "gone.state": ShardedObject("gone.state", rank, (2,), (rank,)),
         "kept": ShardedTensor.from_rank_offsets("kept", torch.arange(5), replica_id=rank),
+        "apart": ShardedTensor.from_rank_offsets("apart", torch.arange(7), replica_id=(rank + 1) % 3),
         "iteration": 3,
     }
+    if rank < 2:
+        goes = torch.arange(6.0).chunk(2)[rank]
+        state["gone.m"] = ShardedTensor.from_rank_offsets("gone.m", goes, (0, rank, 2))
+        state["gone.state"] = ShardedObject("gone.state", rank, (2,), (rank,))
     dist_checkpointing.save(state, path)
 
 
 def _save_foreign(path: str) -> None:
     """The same by plain DCP, with what it knows."""
     rank = dist.get_rank()
-    state = {0: {"kept": torch.arange(5), "gone.a": torch.ones(2), "steps": 3}, 1: {"gone.b": torch.ones(3)}}[rank]
+    state = {
+        0: {"kept": torch.arange(5), "gone.a": torch.ones(2), "steps": 3},
+        1: {"gone.b": torch.ones(3)},
+        2: {"apart": torch.arange(7)},
+    }[rank]
     dcp.save(state, checkpoint_id=path)
 
 
@@ -55,7 +61,7 @@ def _report(ranks: RankPool, folder: Path, case: str, count: int, *options: str)
     """What the killer program found."""
     path = folder / "pristine" / "ckpt"
     path.parent.mkdir()
-    ranks.run(2, _save_ours if case == "ours" else _save_foreign, str(path))
+    ranks.run(3, _save_ours if case == "ours" else _save_foreign, str(path))
     save_integrity_manifest(path)
     assert (path / "__1_0.distcp").exists()
     done = run_program("removal_killer", str(folder), *(options or ("existing",)), str(count))
@@ -79,8 +85,8 @@ def test_killed_removal_leaves_old_or_new(ranks: RankPool, tmp_path: Path, case:
     _check(report, {"old", "new"})
     links = [point["line"] for point in report["points"] if point["call"].startswith("link")]
     linked = {line.split('"')[1].rpartition("/")[2] for line in links}
-    assert "__0_0.distcp" in linked
-    assert "__1_0.distcp" not in linked  # it holds only removed keys
+    assert "__2_0.distcp" in linked
+    assert not linked & {"__0_0.distcp", "__1_0.distcp"}  # written anew without removed keys; holds nothing else
 
 
 @pytest.mark.slow

@@ -1,0 +1,192 @@
+"""Judging a checkpoint without digests: the files that its index names, the places in them, and what lies there."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.manifest import MARKER_NAME, RECORD_NAME
+from shardckpt.planning.table import integers
+from shardckpt.strategy import StoredFile
+from shardckpt_torch_dist.archive import Archive
+from shardckpt_torch_dist.dialects import METADATA_FILE, needs_common_file, read_index
+from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN
+from shardckpt_torch_dist.index_file import INDEX_FILE
+from shardckpt_torch_dist.placing import padded
+from shardckpt_torch_dist.stored import COMMON_FILE, Item
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt_torch_dist.stored import StoredIndex
+
+#: How an archive ends: the end record of a zip, without a comment.
+_END_MAGIC, _END_BYTES = b"PK\x05\x06", 22
+_BEGIN_MAGIC = b"PK\x03\x04"
+
+
+def list_files(reader: CheckpointReader) -> list[StoredFile]:
+    """The files that a checkpoint of any dialect must have; see :class:`shardckpt.strategy.ChecksFiles`."""
+    index = read_index(reader)
+    named = [INDEX_FILE] if reader.manifest.record is not None and reader.has(INDEX_FILE) else []
+    if index.common is None and (needs_common_file(reader.manifest, index) or reader.has(COMMON_FILE)):
+        named.append(COMMON_FILE)
+    return [*(StoredFile(name) for name in (METADATA_FILE, *named)), *_data_files(index)]
+
+
+def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+    """What is wrong with each of them; see :class:`shardckpt.strategy.ChecksFiles`."""
+    index = read_index(reader)
+    return {file.name: _fault(file, reader, index) for file in list_files(reader)} | _lost_files(reader, index)
+
+
+def _data_files(index: StoredIndex) -> Iterator[StoredFile]:
+    """The data files in the order of their names, with the keys in each and where its last item ends."""
+    chunks = index.chunks
+    pairs = torch.stack([chunks.file, chunks.box.whole], 1).unique(dim=0).tolist()
+    last = torch.zeros(len(index.files), dtype=torch.int64, device="cpu")
+    last.scatter_reduce_(0, chunks.file, chunks.start + chunks.length, "amax")
+    ends = dict(zip(index.files, last.tolist(), strict=True))
+    keys: dict[str, list[str]] = {}
+    for file, tensor in pairs:
+        keys.setdefault(index.files[file], []).append(index.keys[tensor])
+    for key, item in _objects(index).items():
+        ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
+        keys.setdefault(item.file, []).append(key)
+    for name in sorted(keys):
+        yield StoredFile(name, ends[name], tuple(keys[name]))
+
+
+def _objects(index: StoredIndex) -> dict[str, Item]:
+    """Every object by its name in ``.metadata``, or by its unique key, which is the same where there is our index."""
+    return index.named or index.objects
+
+
+def _fault(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> CheckpointingException | None:
+    try:
+        _check_file(file, reader, index)
+    except CheckpointingException as exc:
+        return exc
+    return None
+
+
+def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> None:
+    size = reader.size(file.name)
+    path = reader.directory / file.name
+    if file.name == METADATA_FILE:
+        if reader.read_range(METADATA_FILE, max(size - 1, 0), min(size, 1), METADATA_FILE) != pickle.STOP:
+            raise CorruptCheckpointError(f"{path} does not end as a pickle does: something was written behind it")
+        _check_coverage(index, str(path))
+    elif file.name == COMMON_FILE:
+        _check_archive(reader, Item(COMMON_FILE, 0, size), str(path))
+    elif file.name != INDEX_FILE:
+        if size < file.nbytes:
+            raise CorruptCheckpointError(f"{path} ends at {size:,} bytes, and {METADATA_FILE} names {file.nbytes:,}")
+        archives = _archives(index, file.name)
+        for archive in archives:
+            _check_item(reader, archive)
+        aligned = not any(archive.item.offset % ARCHIVE_ALIGN for archive in archives)
+        _check_rest(reader, file, size, aligned=aligned)
+
+
+class _Stored(NamedTuple):
+    """An archive that the index names; ``dtype`` and ``volume`` are those of the tensor in it, if there is one."""
+
+    key: str
+    item: Item
+    dtype: torch.dtype | None = None
+    volume: int = 0
+
+
+def _archives(index: StoredIndex, name: str) -> list[_Stored]:
+    """What a file holds, in its order; boxes of one archive (flattened shards have several) are one of them."""
+    found: dict[Item, _Stored] = {}
+    chunks = index.chunks
+    rows = (chunks.file == index.files.index(name)).nonzero().view(-1) if name in index.files else integers([])
+    columns = (chunks.start, chunks.length, chunks.box.whole, chunks.volume)
+    for start, length, tensor, volume in zip(*(column[rows].tolist() for column in columns), strict=True):
+        item = Item(name, start, length)
+        found[item] = _Stored(index.keys[tensor], item, index.dtypes[tensor], volume)
+    found.update({item: _Stored(key, item) for key, item in _objects(index).items() if item.file == name})
+    return sorted(found.values(), key=lambda archive: archive.item)
+
+
+def _check_item(reader: CheckpointReader, stored: _Stored) -> None:
+    """Whether an archive is whole, and of the dtype and the size that the index says."""
+    item = stored.item
+    source = f"{stored.key}: {reader.directory / item.file} at {item.offset}"
+    archive = _check_archive(reader, item, source)
+    if stored.dtype is None:
+        return
+    payload = archive.payload()
+    if (payload.dtype, math.prod(payload.shape)) != (stored.dtype, stored.volume):
+        raise CorruptCheckpointError(
+            f"{source} holds {payload.dtype} {payload.shape}, {METADATA_FILE} says {stored.dtype} and {stored.volume} "
+            "elements"
+        )
+
+
+def _check_archive(reader: CheckpointReader, item: Item, source: str) -> Archive:
+    """Whether a whole archive, and no more, lies there; only its directory is read."""
+
+    def read(offset: int, nbytes: int) -> bytes:
+        return reader.read_range(item.file, item.offset + offset, min(nbytes, item.length - offset), source)
+
+    archive = Archive(read, item.length, source)
+    if not read(max(item.length - _END_BYTES, 0), _END_BYTES).startswith(_END_MAGIC):
+        raise CorruptCheckpointError(f"{source}: the archive does not end where its {item.length:,} bytes end")
+    return archive
+
+
+def _check_rest(reader: CheckpointReader, file: StoredFile, size: int, *, aligned: bool) -> None:
+    """Whether a file ends with its last item: behind it may be what aligns the next, or items that were removed."""
+    rest = size - file.nbytes
+    if not rest:
+        return
+    what = f"the end of {file.name}"
+    first = reader.read_range(file.name, file.nbytes, min(rest, 2 * ARCHIVE_ALIGN), what)
+    if aligned and size == padded(file.nbytes) and not any(first):
+        return
+    end = reader.read_range(file.name, size - min(rest, 2 * ARCHIVE_ALIGN), min(rest, 2 * ARCHIVE_ALIGN), what)
+    if not (first.lstrip(b"\0").startswith(_BEGIN_MAGIC) and _END_MAGIC in end):
+        raise CorruptCheckpointError(
+            f"{reader.directory / file.name} has {size:,} bytes, of which {METADATA_FILE} names {file.nbytes:,}: what "
+            "is behind them is not of this checkpoint"
+        )
+
+
+def _check_coverage(index: StoredIndex, source: str) -> None:
+    """Whether the tensors have all of their elements somewhere."""
+    volumes = torch.zeros(len(index.keys), dtype=torch.float64, device="cpu")
+    volumes.index_add_(0, index.chunks.box.whole, index.chunks.box.volume().double())
+    for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):
+        if volume < math.prod(shape):
+            raise CorruptCheckpointError(
+                f"{source}: of the {math.prod(shape):,} elements of {key!r} it names {volume:,.0f}: the save lost some"
+            )
+
+
+def _lost_files(reader: CheckpointReader, index: StoredIndex) -> dict[str, CheckpointingException]:
+    """Files that are missing, as others show: of Megatron's without ``metadata.json``, of ours without our record."""
+    if reader.manifest.record is not None:
+        return {}
+    found: dict[str, CheckpointingException] = {}
+    if reader.has(INDEX_FILE):
+        found[RECORD_NAME] = CorruptCheckpointError(
+            f"{reader.directory / RECORD_NAME}, which has the digests, is missing: {INDEX_FILE} is there, which is "
+            f"written with it (if another library has saved there since, {INDEX_FILE} is of no use: remove it)"
+        )
+    if reader.manifest.recognised_as is not None and (index.by_megatron or reader.has(COMMON_FILE)):
+        found[MARKER_NAME] = CorruptCheckpointError(
+            f"{reader.directory / MARKER_NAME} is missing, which Megatron writes last, and this is no plain DCP "
+            "directory: the save did not end, or it was lost"
+        )
+    return found
+
+
+__all__ = ["check_files", "list_files"]
