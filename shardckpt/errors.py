@@ -48,7 +48,13 @@ class UnsafePickleError(CheckpointingException):
 
 
 class CommunicationError(CheckpointingException):
-    """A collective that failed: another rank died or did not answer before the group's timeout."""
+    """A collective that failed: another rank died or did not answer before the group's timeout.
+
+    Attributes:
+        missing_ranks: Those ranks, as the whole job numbers them; empty where none could be found out.
+    """
+
+    missing_ranks: tuple[int, ...] = ()
 
 
 class RankFailedError(CheckpointingException):
