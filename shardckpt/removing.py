@@ -69,7 +69,8 @@ def remove_keys(directory: Path, prefix: str, comm: Comm, host: PluginHost, *, d
 def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool) -> RemovalReport:
     if not prefix:
         raise CheckpointingException(f"key_prefix={prefix!r}: give the text that the keys to be removed begin with")
-    clear_leftovers(directory, supersedes(operation.host), restore=True)
+    if not dry_run:
+        clear_leftovers(directory, supersedes(operation.host), restore=True)
     place, manifest = hold_checkpoint(directory, operation.host)
     strategy = choose_reader(directory, manifest, operation.host)
     operation.dispatched(strategy)
