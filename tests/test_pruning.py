@@ -295,7 +295,7 @@ def test_what_cannot_be_looked_at_or_removed_fails_no_save(
 
 
 def test_a_save_lists_its_parent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders may hold ten thousand names: looking for leftovers costs one listing, with something to replace or not."""
+    """Folders may hold ten thousand names: looking for leftovers costs one listing, whether it overwrites or not."""
     listed: list[Path] = []
 
     def counted(call: Any) -> Any:
@@ -351,7 +351,7 @@ def test_exports_to_names_of_up_to_255_bytes(tmp_path: Path, name: str) -> None:
 
 
 def test_what_an_export_moved_aside(tmp_path: Path) -> None:
-    """The next export removes it, if the folder is whole and has its other files; prune cannot tell, so keeps it."""
+    """The next export removes it if the folder is whole and has its other files; prune cannot tell, and keeps it."""
     dc.save({"w": dc.ShardedTensor.from_rank_offsets("w", torch.ones(9))}, tmp_path / "ckpt")
     folder = tmp_path / "hf"
     export_to_huggingface(tmp_path / "ckpt", folder)
