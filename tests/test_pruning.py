@@ -291,6 +291,10 @@ def test_what_cannot_be_looked_at_or_removed_fails_no_save(
         patched.setattr("shardckpt.pruning.find_leftovers", fail)
         _save(target)
     assert "the server does not answer" in caplog.text
+    owners.leave(target, owners.elsewhere())
+    monkeypatch.setenv(settings.LEFTOVER_HOURS, "soon")
+    _save(target)
+    assert "SHARDCKPT_LEFTOVER_HOURS='soon': expected a whole number" in caplog.text
     assert samples.differences(samples.load(target), NEW) == []
 
 
@@ -384,6 +388,10 @@ def test_longer_names_are_refused_before_anything_is_written(ranks: RankPool, tm
     with pytest.raises(StorageError, match="has 256 bytes"):
         export_to_huggingface(tmp_path / "ckpt", tmp_path / name)
     assert _names(tmp_path) == []
+    _save(tmp_path / "ckpt")
+    with pytest.raises(StorageError, match="has 256 bytes"):
+        dcp_to_torch_save(tmp_path / "ckpt", tmp_path / name)
+    assert _names(tmp_path) == ["ckpt"]
 
 
 def test_the_command_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
