@@ -82,18 +82,12 @@ def open_folder(url: str, host: PluginHost) -> RemoteFolder:
     return folder
 
 
-def _local(text: str) -> Path:
-    cut = _CUT_URL.match(text)
-    if cut and not os.path.lexists(cut[1]):
-        raise StorageError(
-            f"{text} looks like a URL of which pathlib has made one slash of two: give URLs as str, not as Path (a "
-            f"local directory of that name can be given as ./{text})"
-        )
-    return _named(Path(os.path.realpath(text)))
+def check_names(path: Path) -> Path:
+    """The path itself, if a file system can have its names: a save would find out when all is written.
 
-
-def _named(path: Path) -> Path:
-    """The path itself, if a file system can have its names: a save would find out when all is written."""
+    Raises:
+        StorageError: one of them is too long.
+    """
     for part in path.parts:
         if len(os.fsencode(part)) > NAME_MAX:
             raise StorageError(
@@ -101,6 +95,16 @@ def _named(path: Path) -> Path:
                 f"{NAME_MAX} at most: give a shorter one"
             )
     return path
+
+
+def _local(text: str) -> Path:
+    cut = _CUT_URL.match(text)
+    if cut and not os.path.lexists(cut[1]):
+        raise StorageError(
+            f"{text} looks like a URL of which pathlib has made one slash of two: give URLs as str, not as Path (a "
+            f"local directory of that name can be given as ./{text})"
+        )
+    return check_names(Path(os.path.realpath(text)))
 
 
 def _path_of(url: str) -> str:
@@ -111,4 +115,4 @@ def _path_of(url: str) -> str:
     return url2pathname(parts.path)
 
 
-__all__ = ["is_remote", "locate", "locate_local", "open_folder"]
+__all__ = ["check_names", "is_remote", "locate", "locate_local", "open_folder"]

@@ -291,11 +291,15 @@ def test_what_cannot_be_looked_at_or_removed_fails_no_save(
         patched.setattr("shardckpt.pruning.find_leftovers", fail)
         _save(target)
     assert "the server does not answer" in caplog.text
+    owners.leave(target, owners.elsewhere())
+    monkeypatch.setenv(settings.LEFTOVER_HOURS, "soon")
+    _save(target)
+    assert "SHARDCKPT_LEFTOVER_HOURS='soon': expected a whole number" in caplog.text
     assert samples.differences(samples.load(target), NEW) == []
 
 
 def test_a_save_lists_its_parent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders may hold ten thousand names: looking for leftovers costs one listing, with something to replace or not."""
+    """Folders may hold ten thousand names: looking for leftovers costs one listing, whether it overwrites or not."""
     listed: list[Path] = []
 
     def counted(call: Any) -> Any:
@@ -351,7 +355,7 @@ def test_exports_to_names_of_up_to_255_bytes(tmp_path: Path, name: str) -> None:
 
 
 def test_what_an_export_moved_aside(tmp_path: Path) -> None:
-    """The next export removes it, if the folder is whole and has its other files; prune cannot tell, so keeps it."""
+    """The next export removes it if the folder is whole and has its other files; prune cannot tell, and keeps it."""
     dc.save({"w": dc.ShardedTensor.from_rank_offsets("w", torch.ones(9))}, tmp_path / "ckpt")
     folder = tmp_path / "hf"
     export_to_huggingface(tmp_path / "ckpt", folder)
@@ -384,6 +388,10 @@ def test_longer_names_are_refused_before_anything_is_written(ranks: RankPool, tm
     with pytest.raises(StorageError, match="has 256 bytes"):
         export_to_huggingface(tmp_path / "ckpt", tmp_path / name)
     assert _names(tmp_path) == []
+    _save(tmp_path / "ckpt")
+    with pytest.raises(StorageError, match="has 256 bytes"):
+        dcp_to_torch_save(tmp_path / "ckpt", tmp_path / name)
+    assert _names(tmp_path) == ["ckpt"]
 
 
 def test_the_command_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.locations import check_names
 from shardckpt.pruning import clear_leftovers
 from shardckpt.storage.filesystem import naming, open_new, sync_directory, sync_file
 from shardckpt.storage.new_file import NewFile
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A new file's name beside a path, to be written and made durable; at the end it takes the path's place."""
+    check_names(path)
     staged = path.with_name(temporary_name(path.name, STAGING, new_save_id()))
     clear_leftovers(path, lambda *_: False, restore=False)
     claim(staged.name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
-from shardckpt.errors import StorageError
+from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage.filesystem import naming, sync_directory
 from shardckpt.storage.owner import Owner, is_claimed
 from shardckpt.storage.staging_names import REMOVED, REPLACED, STAGING, discarded_name, parse_temporary
@@ -90,7 +90,7 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
         return ""
     limit = settings.leftover_hours() if hours is None else hours
     age = (time.time() - _last_write(leftover)) / _HOUR
-    if age >= limit:
+    if limit <= 0 or age >= limit:  # clocks of other hosts may be ahead
         return ""
     whose = "an older release" if owner is None else "a process of another host, container or boot"
     return f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
@@ -153,7 +153,7 @@ def remove_free(
                 continue
             remove_leftover(leftover)
             logger.info("removed %s, which an interrupted save or removal had left", leftover.path)
-        except (StorageError, OSError) as exc:
+        except (CheckpointingException, OSError) as exc:
             logger.warning("%s", exc)
     return kept
 
@@ -163,7 +163,7 @@ def create_spool() -> Path:
     folder = spool_folder()
     try:
         remove_free(find_spools(folder))
-    except StorageError as exc:
+    except (StorageError, OSError) as exc:
         logger.warning("%s", exc)
     with naming("make a spool directory in", folder):
         return Path(tempfile.mkdtemp(prefix=f"{_SPOOL}{Owner.current().text}-", dir=folder))

@@ -19,6 +19,7 @@ from shardckpt.local.carrier import Route, carry
 from shardckpt.local.parts import PartFolder, PartId
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.names import data_file
+from tests.storage import owners
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -390,14 +391,26 @@ def _saved_again(base: str) -> Any:
 
 
 def test_what_a_save_left_that_did_not_end_is_cleared(ranks: RankPool, tmp_path: Path) -> None:
-    """Incomplete newer steps, staging directories and tombstones go with the next save, if a complete step stays."""
+    """Incomplete newer steps, and what dead saves and removals left, go with the next save if a complete step stays."""
     ranks.run(2, _save, str(tmp_path), None, [1, 9], 2)
     stray = _directory(tmp_path / "node1", 9, 1)
     left = stray.with_name(f".{stray.name}.shardckpt-staging-{'0' * 32}")
     stray.rename(left)
     shutil.copytree(left, stray.with_name(f".{stray.name}.shardckpt-removed-{'0' * 32}"))
+    for owner in (owners.dead(), owners.elsewhere()):  # the folder is this job's alone: nobody else has anything in it
+        owners.leave(stray, owner)
+    process, alive = owners.saver(stray)
     assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [1, 1]
-    assert ranks.run(2, _save, str(tmp_path), None, [2], 2) == [[(1, r), (2, r)] for r in (0, 1)]
+    try:
+        ranks.run(2, _save_beside, str(tmp_path), 2)
+        assert [path.name for path in (tmp_path / "node1").iterdir() if path.name.startswith(".")] == [alive.name]
+    finally:
+        owners.end(process)
+    assert ranks.run(2, _save, str(tmp_path), None, [3], 2) == [[(2, r), (3, r)] for r in (0, 1)]
+
+
+def _save_beside(base: str, step: int) -> None:
+    _manager(base, None, 2).save(_part(step), step)
 
 
 def test_parts_without_a_complete_step_stay(ranks: RankPool, tmp_path: Path) -> None:

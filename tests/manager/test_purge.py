@@ -154,7 +154,7 @@ def test_what_a_crash_left_is_removed_and_is_no_checkpoint(tmp_path: Path) -> No
 
 
 def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What dead processes have left of steps goes; a living one's stays, other hosts' until it is old, others' names."""
+    """What dead processes have left of steps goes; a living one's stays, and other hosts' until it is old."""
     folders.save(tmp_path, 1)
     dead = owners.leave(tmp_path / "step-2", owners.dead())
     owners.leave(tmp_path / "step-3", None, discarded=True)
