@@ -101,7 +101,7 @@ class CheckpointStorageReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with the save that it is of."""
-        if self._opened is None or plan.storage_data is not None:
+        if self._opened is None or not self._opened.save or plan.storage_data is not None:
             return plan
         return dataclasses.replace(plan, storage_data=_OfSave(self._opened.save))
 
@@ -127,10 +127,13 @@ class CheckpointStorageReader(StorageReader):
                 ``dcp.load`` again.
         """
         opened = self._opened or self._open(None)
-        with reading(opened.reader, self._rank, "reading"):
-            _read(plan.items, planner, opened.reader, opened.stored, self._allow)
-            opened.reader.check_unchanged()
-        opened.reader.close()
+        try:
+            with reading(opened.reader, self._rank, "reading"):
+                _read(plan.items, planner, opened.reader, opened.stored, self._allow)
+                opened.reader.check_unchanged()
+        finally:
+            self._opened = None
+            self._close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -165,7 +168,7 @@ class _Opened(NamedTuple):
         reader: Its files.
         stored: What is in them.
         metadata: The same for DCP.
-        save: What tells the save from every other.
+        save: What tells the save from every other; ``""`` where each rank has one of its own.
     """
 
     reader: CheckpointReader
@@ -199,7 +202,7 @@ def _opened(path: str, rank: int | None) -> _Opened:
     except BaseException:
         reader.close()
         raise
-    return opened
+    return opened if name == METADATA_FILE else opened._replace(save="")
 
 
 def _open_files(reader: CheckpointReader, names: Iterable[str]) -> None:
