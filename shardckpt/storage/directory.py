@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
+from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -144,13 +145,23 @@ class _OpenDirectory:
 
 
 def open_directory(path: Path) -> Path:
-    """The directory held open; a path to anything else as it is, for who reads it says what is wrong with it."""
-    if not isinstance(path, Path):  # on a store, or open
+    """The directory held open; a path to anything else as it is, for who reads it says what is wrong with it.
+
+    A folder on a store is listed anew.
+    """
+    if isinstance(path, RemotePath):
+        return listed_anew(path)
+    if isinstance(path, RelativePath):
         return path
     try:
         return RelativePath(_OpenDirectory(path, os.open(path, _FLAGS)))
     except OSError:
         return path
+
+
+def listed_anew(path: RemotePath) -> RemotePath:
+    """The folder on a store, as it is when it is looked at next."""
+    return RemotePath(path.folder)
 
 
 def real_path(path: Path) -> Path:
@@ -187,9 +198,16 @@ def blaming_replacement(path: Path, replaced: Callable[[], bool] | None = None) 
     except CheckpointReplacedError:
         raise
     except (CheckpointingException, OSError) as exc:
-        if was_replaced(path) if replaced is None else replaced():
+        if _is_so(replaced or (lambda: was_replaced(path))):
             raise replaced_error(path, exc) from exc
         raise
+
+
+def _is_so(replaced: Callable[[], bool]) -> bool:
+    try:
+        return replaced()
+    except CheckpointingException:  # a store does not answer: the error that was there before says more
+        return False
 
 
 def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
@@ -222,6 +240,7 @@ def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
 __all__ = [
     "RelativePath",
     "blaming_replacement",
+    "listed_anew",
     "open_directory",
     "real_path",
     "replaced_error",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import StorageError
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
-from shardckpt.storage.directory import blaming_replacement, real_path, was_replaced
+from shardckpt.storage.directory import blaming_replacement, listed_anew, real_path, was_replaced
 from shardckpt.storage.filesystem import close_file, is_there, open_existing, read_file, read_into
 from shardckpt.storage.remote import RemotePath
 
@@ -40,21 +39,18 @@ class OpenedSave:
         """
         if not isinstance(self._place, RemotePath):
             return was_replaced(self._place)
-        now = RemotePath(self._place.folder)  # lists the folder anew
-        if self._manifest.record is not None:
-            return not is_of_save(now, self._manifest.record)
-        before, after = ({path.name: path.size for path in place.iterdir()} for place in (self._place, now))
-        return not before.items() <= after.items()
+        record = self._manifest.record
+        return (record is not None and not is_of_save(listed_anew(self._place), record)) or has_changed(self._place)
 
     def blaming(self) -> AbstractContextManager[None]:
         """For an error inside the block: say that the checkpoint was replaced, if that is why."""
-        return blaming_replacement(real_path(self._place), self._seems_replaced)
+        return blaming_replacement(real_path(self._place), self.was_replaced)
 
-    def _seems_replaced(self) -> bool:
-        try:
-            return self.was_replaced()
-        except StorageError:  # then the error that was there before says more
-            return False
+
+def has_changed(place: RemotePath) -> bool:
+    """Whether a folder on a store no longer has all objects that it had when it was listed, in the same sizes."""
+    before, after = ({path.name: path.size for path in at.iterdir()} for at in (place, listed_anew(place)))
+    return not before.items() <= after.items()
 
 
 def is_of_save(directory: Path, record: Record | None) -> bool:
@@ -82,4 +78,4 @@ def _tail(path: Path) -> bytes:
     return bytes(tail)
 
 
-__all__ = ["OpenedSave", "is_of_save"]
+__all__ = ["OpenedSave", "has_changed", "is_of_save"]

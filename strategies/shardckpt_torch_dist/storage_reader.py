@@ -146,7 +146,6 @@ class CheckpointStorageReader(StorageReader):
         except CheckpointingException:
             return False
 
-
     def _open(self, rank: int | None) -> _Opened:
         """Open the checkpoint, until all is read or this reader is gone."""
         self._close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
@@ -183,6 +184,26 @@ def test_an_open_checkpoint_keeps_its_save(scene: Scene) -> None:
             _ = checkpoint.common
     with dist_checkpointing.open_checkpoint(scene.target) as checkpoint:
         assert checkpoint["big"][0] == 1000 * NEW
+
+
+def test_no_descriptor_is_left(scene: Scene) -> None:
+    """What a load has opened, the directory, too, is closed when it ends, before Python's collector comes."""
+    scene.reset()
+    gc.disable()
+    try:
+        for name, read in READERS.items():
+            read(scene.target)
+            left = [link for link in map(_link, Path("/proc/self/fd").iterdir()) if str(scene.place) in link]
+            assert left == [], name
+    finally:
+        gc.enable()
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:  # the one that listed them
+        return ""
 
 
 def test_between_two_renames(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
