@@ -80,7 +80,7 @@ class RelativePath(_Base):
     def was_replaced(self) -> bool:
         """Whether the directory's path leads to another directory now, or nowhere."""
         try:
-            return not os.path.samestat(os.stat(self._directory.path), os.fstat(self._directory.fd))
+            return not os.path.samestat(self._directory.path.stat(), os.fstat(self._directory.fd))
         except OSError:
             return True
 
@@ -107,14 +107,15 @@ class RelativePath(_Base):
         """What is in the directory."""
         fd = self.open(os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            names = os.listdir(fd)
+            names = os.listdir(fd)  # noqa: PTH208 - of a descriptor, not of a path
         finally:
             os.close(fd)
         for name in names:
             yield self / name
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RelativePath:
-        return RelativePath(self._directory, os.path.join(self._entry, name))
+        name = os.fspath(name)
+        return RelativePath(self._directory, f"{self._entry}/{name}" if self._entry else name)
 
     def __str__(self) -> str:
         return str(self.path)

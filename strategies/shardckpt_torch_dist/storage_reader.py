@@ -208,7 +208,7 @@ def _open_files(reader: CheckpointReader, names: Iterable[str]) -> None:
     for name in names:
         try:
             reader.size(name)
-        except CheckpointReplacedError:
+        except CheckpointReplacedError:  # noqa: PERF203 - of files, few
             raise
         except CheckpointingException:  # reading it, if that is wanted, says so
             continue

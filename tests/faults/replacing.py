@@ -18,6 +18,8 @@ from tests.faults import samples
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from typing_extensions import Self
+
     from shardckpt.strategy import LoadStrategy
 
 OLD, NEW = 1, 2
@@ -64,7 +66,7 @@ class At:
         self.opened = 0
         self._open = os.open
 
-    def __enter__(self) -> At:
+    def __enter__(self) -> Self:
         os.open = self._watched  # type: ignore[assignment]
         return self
 

@@ -91,8 +91,7 @@ def lazily(path: Path) -> int | list[str]:
                 found = {int(checkpoint[key].read().view(-1)[0]) for key in ("split", "big", "uneven")}
                 found.add(1000 * int(checkpoint.common["iteration"]))
                 found.add(1000 * int(checkpoint.read_object(checkpoint.objects[0])["version"]))
-        except CheckpointReplacedError as exc:
-            assert f"{path}: another save has replaced it" in str(exc)
+        except CheckpointReplacedError:
             continue
         return found.pop() // 1000 if len(found) == 1 else sorted(map(str, found))
     return ["refused"]
@@ -142,7 +141,7 @@ def test_replaced_at_every_moment_of_each_rank(ranks: RankPool, tmp_path: Path, 
 
 
 def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
-    """If every attempt meets another save, all ranks say that the checkpoint is being overwritten, not that it is bad."""
+    """If every attempt meets another save, all ranks say that the checkpoint is being overwritten, not damaged."""
     ranks.run(2, save_both, str(tmp_path))
     one, other = ranks.run(2, always_replaced, str(tmp_path))
     assert one == other
@@ -163,7 +162,6 @@ def test_readers_while_a_job_overwrites(
         overwrites,
         timeout=60.0 if overwrites < 100 else 1500.0,
     )
-    print(f"SHARDCKPT_VERIFY_READS={verify}, {readers} ranks, {overwrites} overwrites: {found}")
     assert all(loads.keys() <= {str(OLD), str(NEW)} for loads in found), found
     assert sum(found[0].values()) > 1
     assert all(loads == found[0] for loads in found)
