@@ -142,7 +142,8 @@ class _OpenDirectory:
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
-        weakref.finalize(self, os.close, fd)
+        # not at exit: in a forked child the number may be another file's by then
+        weakref.finalize(self, os.close, fd).atexit = False
 
 
 def open_directory(path: Path) -> Path:
