@@ -338,10 +338,10 @@ def register_default_strategy(
     host().unfilled.put(action, backend, version, strategy)
 
 
-def _content_metadata(checkpoint: OpenCheckpoint) -> Any:
+def _content_metadata(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:
     record = checkpoint.context.reader.manifest.record
     if record is not None and record.content_metadata is not None:
-        return record.content_metadata
+        return record.content_metadata  # type: ignore[no-any-return]
     return checkpoint.common().get("content_metadata")
 
 

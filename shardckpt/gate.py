@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Collection
@@ -33,7 +34,7 @@ from shardckpt.storage.directory import (
     was_replaced,
 )
 from shardckpt.storage.filesystem import naming, read_file
-from shardckpt.storage.identity import is_of_save
+from shardckpt.storage.identity import has_changed, is_of_save
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.upload import is_under_way
 from shardckpt.strategy import LoadStrategy, Recognises
@@ -80,7 +81,7 @@ def hold_checkpoint(directory: Path, host: PluginHost, *, moved: bool = False) -
             break
         time.sleep(pause)
         place = open_directory(directory)
-    with blaming_replacement(place):
+    with blaming_replacement(place, functools.partial(has_changed, place) if isinstance(place, RemotePath) else None):
         manifest = _read_manifest(place, host, moved=moved)
     if manifest.record is None and was_replaced(place):  # its files are being removed: what is missing was there
         raise replaced_error(directory, f"it is not known whether {RECORD_NAME} was there")

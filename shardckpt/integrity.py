@@ -225,7 +225,6 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         CheckpointingException: there is no ``integrity.json``.
     """
 
-
     def attempt() -> None:
         directory, manifest = hold_checkpoint(locate(checkpoint_dir, host()), host())
         with blaming_replacement(directory):

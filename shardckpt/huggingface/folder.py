@@ -95,7 +95,9 @@ def check_same(folder: Path, found: Folder) -> None:
         return
     with blaming_replacement(folder):
         stamp = _stamp(folder, sorted(found.names))
-    if stamp is not None and (stamp[1] != found.stamp[1] or (stamp[0] != found.stamp[0] and stamp[2] != found.stamp[2])):
+    if stamp is not None and (
+        stamp[1] != found.stamp[1] or (stamp[0] != found.stamp[0] and stamp[2] != found.stamp[2])
+    ):
         raise replaced_error(folder, "this rank finds another folder there than the main rank")
 
 
@@ -114,7 +116,9 @@ def _read_folder(folder: Path) -> Folder:
     real = {file: _real(folder, file) for file in files}
     headers = {file: _read_header(path) for file, path in real.items()}
     names = {file: path.name for file, path in real.items()}
-    return Folder(_directory(folder, real), names, _places(headers, weight_map, folder), _config(folder), _stamp(folder, files))
+    return Folder(
+        _directory(folder, real), names, _places(headers, weight_map, folder), _config(folder), _stamp(folder, files)
+    )
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -113,7 +113,8 @@ class ShardedCheckpointIO(CheckpointIO):
             _check_kind(path, stored)
             form = _load({"form": describe_form(_NAME, None, "unchecked")}, stored)["form"]
             loaded = _load({"tensors": wanted_tensors(_NAME, form, None, set())}, stored)
-        return put_together(form, loaded.get("tensors", {}))
+        checkpoint: dict[str, Any] = put_together(form, loaded.get("tensors", {}))
+        return checkpoint
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove a Trainer's checkpoint: in one step it is one no more; of a link to one, the link.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     StorageError,
     listed,
@@ -161,7 +162,8 @@ class StepFolder:
         """What stands in a step's directory, by its JSON files and the sizes of the others.
 
         Raises:
-            StorageError: the store does not answer: that says nothing of the checkpoint.
+            StorageError: the store does not answer, or other saves replace it again and again: that says nothing of
+                the checkpoint.
         """
         directory = self.path(step)
         manifest: Manifest | None = None
@@ -178,7 +180,8 @@ class StepFolder:
                 found = retry_if_replaced(check, directory)
             choose_reader(directory, found, self.host)
         except (StorageError, CorruptCheckpointError) as exc:
-            if isinstance(directory, RemotePath) and isinstance(exc, StorageError):
+            no_answer = isinstance(directory, RemotePath) and isinstance(exc, StorageError)
+            if no_answer or isinstance(exc, CheckpointReplacedError):
                 raise
             return StepCheckpoint(step, manifest, error=_copy(exc))
         except CannotLoadError as exc:

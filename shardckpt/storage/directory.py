@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
+from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -79,7 +80,7 @@ class RelativePath(_Base):
     def was_replaced(self) -> bool:
         """Whether the directory's path leads to another directory now, or nowhere."""
         try:
-            return not os.path.samestat(os.stat(self._directory.path), os.fstat(self._directory.fd))
+            return not os.path.samestat(self._directory.path.stat(), os.fstat(self._directory.fd))
         except OSError:
             return True
 
@@ -106,14 +107,15 @@ class RelativePath(_Base):
         """What is in the directory."""
         fd = self.open(os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            names = os.listdir(fd)
+            names = os.listdir(fd)  # noqa: PTH208 - of a descriptor, not of a path
         finally:
             os.close(fd)
         for name in names:
             yield self / name
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RelativePath:
-        return RelativePath(self._directory, os.path.join(self._entry, name))
+        name = os.fspath(name)
+        return RelativePath(self._directory, f"{self._entry}/{name}" if self._entry else name)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -140,17 +142,28 @@ class _OpenDirectory:
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
-        weakref.finalize(self, os.close, fd)
+        # not at exit: in a forked child the number may be another file's by then
+        weakref.finalize(self, os.close, fd).atexit = False
 
 
 def open_directory(path: Path) -> Path:
-    """The directory held open; a path to anything else as it is, for who reads it says what is wrong with it."""
-    if not isinstance(path, Path):  # on a store, or open
+    """The directory held open; a path to anything else as it is, for who reads it says what is wrong with it.
+
+    A folder on a store is listed anew.
+    """
+    if isinstance(path, RemotePath):
+        return listed_anew(path)
+    if isinstance(path, RelativePath):
         return path
     try:
         return RelativePath(_OpenDirectory(path, os.open(path, _FLAGS)))
     except OSError:
         return path
+
+
+def listed_anew(path: RemotePath) -> RemotePath:
+    """The folder on a store, as it is when it is looked at next."""
+    return RemotePath(path.folder)
 
 
 def real_path(path: Path) -> Path:
@@ -187,9 +200,16 @@ def blaming_replacement(path: Path, replaced: Callable[[], bool] | None = None) 
     except CheckpointReplacedError:
         raise
     except (CheckpointingException, OSError) as exc:
-        if was_replaced(path) if replaced is None else replaced():
+        if _is_so(replaced or (lambda: was_replaced(path))):
             raise replaced_error(path, exc) from exc
         raise
+
+
+def _is_so(replaced: Callable[[], bool]) -> bool:
+    try:
+        return replaced()
+    except CheckpointingException:  # a store does not answer: the error that was there before says more
+        return False
 
 
 def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
@@ -222,6 +242,7 @@ def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
 __all__ = [
     "RelativePath",
     "blaming_replacement",
+    "listed_anew",
     "open_directory",
     "real_path",
     "replaced_error",

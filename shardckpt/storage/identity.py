@@ -1,19 +1,56 @@
-"""Which save a directory is of: its record's own digest says it, in the last bytes of ``shardckpt.json``."""
+"""Which save a directory is of, and whether it is there still: a record's own digest tells it from every other."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
+from shardckpt.storage.directory import blaming_replacement, listed_anew, real_path, was_replaced
 from shardckpt.storage.filesystem import close_file, is_there, open_existing, read_file, read_into
+from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from shardckpt.manifest import Record
+    from shardckpt.manifest import Manifest, Record
 
 #: The record ends with its digest; what a later release may write after it is looked for in the whole file.
 _TAIL_BYTES = 128
+
+
+class OpenedSave:
+    """The save that a reader was opened on.
+
+    Args:
+        place: The checkpoint: a directory, held open if it is a local one, or on a store.
+        manifest: What it says of itself.
+    """
+
+    def __init__(self, place: Path, manifest: Manifest) -> None:
+        self._place = place
+        self._manifest = manifest
+
+    def was_replaced(self) -> bool:
+        """Whether another save, or none, is where it was; of a local one, if it is held open.
+
+        Raises:
+            StorageError: the store does not answer.
+        """
+        if not isinstance(self._place, RemotePath):
+            return was_replaced(self._place)
+        record = self._manifest.record
+        return (record is not None and not is_of_save(listed_anew(self._place), record)) or has_changed(self._place)
+
+    def blaming(self) -> AbstractContextManager[None]:
+        """For an error inside the block: say that the checkpoint was replaced, if that is why."""
+        return blaming_replacement(real_path(self._place), self.was_replaced)
+
+
+def has_changed(place: RemotePath) -> bool:
+    """Whether a folder on a store no longer has all objects that it had when it was listed, in the same sizes."""
+    before, after = ({path.name: path.size for path in at.iterdir()} for at in (place, listed_anew(place)))
+    return not before.items() <= after.items()
 
 
 def is_of_save(directory: Path, record: Record | None) -> bool:
@@ -41,4 +78,4 @@ def _tail(path: Path) -> bytes:
     return bytes(tail)
 
 
-__all__ = ["is_of_save"]
+__all__ = ["OpenedSave", "has_changed", "is_of_save"]

@@ -9,12 +9,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
-from shardckpt.storage.directory import blaming_replacement, real_path, replaced_error, was_replaced
+from shardckpt.storage.directory import real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
-from shardckpt.storage.identity import is_of_save
+from shardckpt.storage.identity import OpenedSave
 from shardckpt.storage.memory import unfilled_bytes
 from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.read_buffers import ReadBuffers
@@ -24,7 +24,6 @@ from shardckpt.storage.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
@@ -78,7 +77,8 @@ class CheckpointReader:
             except CheckpointingException as exc:
                 raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
         self._has_digests = algorithm is not None
-        self._files = OpenFiles(directory, self._records, algorithm, self._blaming)
+        self._save = OpenedSave(directory, manifest)
+        self._files = OpenFiles(directory, self._records, algorithm, self._save.blaming)
         self._is_remote = isinstance(directory, RemotePath)
         self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
         self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
@@ -98,17 +98,6 @@ class CheckpointReader:
             raise replaced_error(self.directory, f"it is not known whether {name} was there")
         return found
 
-    def was_replaced(self) -> bool:
-        """Whether another save, or none, is where the checkpoint was; of a local one, if it is held open."""
-        if not isinstance(self.place, RemotePath):
-            return was_replaced(self.place)
-        now = RemotePath(self.place.folder)  # lists the folder anew
-        record = self.manifest.record
-        if record is not None:
-            return not is_of_save(now, record)
-        before, after = ({path.name: path.size for path in place.iterdir()} for place in (self.place, now))
-        return not before.items() <= after.items()
-
     def check_unchanged(self) -> None:
         """Raise if what was read may be of two saves; called at the end of a load.
 
@@ -118,7 +107,7 @@ class CheckpointReader:
             CheckpointReplacedError: on a store, there is another save now.
             StorageError: another library has written to a file that was read.
         """
-        if self._is_remote and not self._has_digests and self.was_replaced():
+        if self._is_remote and not self._has_digests and self._save.was_replaced():
             raise replaced_error(self.directory, "nothing tells whether all that was read is of one save")
         self._files.check_unchanged()
 
@@ -236,16 +225,6 @@ class CheckpointReader:
     ) -> None:
         self.close()
 
-    def _blaming(self) -> AbstractContextManager[None]:
-        return blaming_replacement(self.directory, self._was_replaced)
-
-    def _was_replaced(self) -> bool:
-        """The same after another error, which counts where the store does not answer."""
-        try:
-            return self.was_replaced()
-        except StorageError:
-            return False
-
     @cached_property
     def _workers(self) -> Workers:
         threads = settings.remote_threads() if self._is_remote else settings.io_threads()
@@ -325,7 +304,7 @@ class CheckpointReader:
                         f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
                     )
         except CheckpointingException as exc:
-            with self._blaming():
+            with self._save.blaming():
                 raise type(exc)(f"{what}: {exc}") from exc
 
 

@@ -106,7 +106,7 @@ class CheckpointStorageReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with the save that it is of."""
-        if self._opened is None or plan.storage_data is not None:
+        if self._opened is None or not self._opened.save or plan.storage_data is not None:
             return plan
         return dataclasses.replace(plan, storage_data=_OfSave(self._opened.save))
 
@@ -132,12 +132,15 @@ class CheckpointStorageReader(StorageReader):
                 ``dcp.load`` again.
         """
         opened = self._opened or self._open(None)
-        with reading(opened.reader, self._rank, "reading"):
-            allow_cast = self._allow_cast or getattr(planner, "allow_dtype_cast", False)
-            asked = _Asked(planner, opened.stored, self._allow, allow_cast=allow_cast)
-            _read(plan.items, asked, opened.reader, opened.stored)
-            opened.reader.check_unchanged()
-        opened.reader.close()
+        try:
+            with reading(opened.reader, self._rank, "reading"):
+                allow_cast = self._allow_cast or getattr(planner, "allow_dtype_cast", False)
+                asked = _Asked(planner, opened.stored, self._allow, allow_cast=allow_cast)
+                _read(plan.items, asked, opened.reader, opened.stored)
+                opened.reader.check_unchanged()
+        finally:
+            self._opened = None
+            self._close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -149,7 +152,6 @@ class CheckpointStorageReader(StorageReader):
             return directory_of(checkpoint_id).is_dir()
         except CheckpointingException:
             return False
-
 
     def _open(self, rank: int | None) -> _Opened:
         """Open the checkpoint, until all is read or this reader is gone."""
@@ -172,7 +174,7 @@ class _Opened(NamedTuple):
         reader: Its files.
         stored: What is in them.
         metadata: The same for DCP.
-        save: What tells the save from every other.
+        save: What tells the save from every other; ``""`` where each rank has one of its own.
     """
 
     reader: CheckpointReader
@@ -206,14 +208,14 @@ def _opened(path: str, rank: int | None) -> _Opened:
     except BaseException:
         reader.close()
         raise
-    return opened
+    return opened if name == METADATA_FILE else opened._replace(save="")
 
 
 def _open_files(reader: CheckpointReader, names: Iterable[str]) -> None:
     for name in names:
         try:
             reader.size(name)
-        except CheckpointReplacedError:
+        except CheckpointReplacedError:  # noqa: PERF203 - of files, few
             raise
         except CheckpointingException:  # reading it, if that is wanted, says so
             continue

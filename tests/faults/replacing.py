@@ -8,15 +8,19 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
+from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper
 from shardckpt.storage import commit
 from tests.faults import samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from typing_extensions import Self
 
     from shardckpt.strategy import LoadStrategy
 
@@ -64,7 +68,7 @@ class At:
         self.opened = 0
         self._open = os.open
 
-    def __enter__(self) -> At:
+    def __enter__(self) -> Self:
         os.open = self._watched  # type: ignore[assignment]
         return self
 
@@ -184,6 +188,32 @@ def read_while_overwritten(place: str, verify: str, overwrites: int) -> dict[str
     return dict(found)
 
 
+def plain_dcp(version: int) -> dict[str, Any]:
+    """What a plain DCP job saves."""
+    return {"a": torch.full((5000,), float(version)), "b": torch.full((7,), float(version)), "epoch": version}
+
+
+def load_plain_dcp(path: Path) -> int | list[str]:
+    """Which save it is of."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    wanted = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(plain_dcp(0)[key]), replica_id=rank) for key in "ab"
+    }
+    loaded = dist_checkpointing.load(wanted, path)
+    found = {*loaded["a"].tolist(), *loaded["b"].tolist(), loaded["epoch"]}
+    return int(found.pop()) if len(found) == 1 else sorted(map(str, found))
+
+
+def load_foreign_between(place: str) -> int | list[str]:
+    """What this rank loads when the checkpoint is replaced between the opening of rank 0 and that of rank 1."""
+    scene, rank = Scene(Path(place)), dist.get_rank()
+    if rank == 0:
+        scene.reset()
+    dist.barrier()
+    with At(scene, rank):
+        return load_plain_dcp(scene.target)
+
+
 __all__ = [
     "NEW",
     "OLD",
@@ -191,6 +221,9 @@ __all__ = [
     "Scene",
     "always_replaced",
     "load_by_ranks",
+    "load_foreign_between",
+    "load_plain_dcp",
+    "plain_dcp",
     "read_while_overwritten",
     "replaced_on_each_rank",
     "save_both",

@@ -1,0 +1,48 @@
+"""A prefix on a store that is removed and written anew while it is read."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt import dist_checkpointing
+from tests.faults import samples
+from tests.faults.replacing import NEW, OLD, version_of
+from tests.remote.store import FaultyFileSystem
+
+if TYPE_CHECKING:
+    from tests.remote.store import Store
+
+
+@pytest.mark.parametrize("verify", ["1", "0"], ids=["verified", "unverified"])
+def test_a_prefix_written_anew_at_every_moment(store: Store, monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
+    """Whenever another save takes the place of the objects, a load gives one save, whole, and is not refused."""
+    monkeypatch.setenv("SHARDCKPT_VERIFY_READS", verify)
+    saves = store.objects.parent / "saves"
+    for version in (OLD, NEW):
+        dist_checkpointing.save(samples.state_dict(version), store.url)
+        shutil.move(store.objects, saves / str(version))
+    read = FaultyFileSystem.cat_file
+    count, at = 0, 0
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> bytes:
+        nonlocal count
+        count += 1
+        if count == at:
+            shutil.rmtree(store.objects)
+            shutil.copytree(saves / str(NEW), store.objects)
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(FaultyFileSystem, "cat_file", watched)
+    found = []
+    while not found or count >= at:
+        at, count = at + 1, 0
+        shutil.rmtree(store.objects, ignore_errors=True)
+        shutil.copytree(saves / str(OLD), store.objects)
+        found.append(version_of(dist_checkpointing.load(samples.template(), store.url)))
+    assert len(found) > len(list((saves / str(OLD)).iterdir()))
+    assert set(found) <= {OLD, NEW}
+    assert found[-1] == OLD
+    assert NEW in found
