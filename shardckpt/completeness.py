@@ -81,6 +81,8 @@ class GivenShards:
 
     def _weights(self, wholes: list[Whole]) -> torch.Tensor:
         """As :func:`shardckpt.planning.table.weigh`, which takes longer than to look them up."""
+        if wholes == self._described.wholes:
+            return self._described.weights
         self._numbers = self._numbers or {whole: number for number, whole in enumerate(self._described.wholes)}
         try:
             return self._described.weights[list(map(self._numbers.__getitem__, wholes))]
