@@ -25,12 +25,12 @@ class PackedShards(NamedTuple):
     Attributes:
         wholes: The tensors' keys, dtypes and global shapes; alike on many ranks.
         boxes: The boxes, and the objects' unique keys.
-        count: How many boxes and objects there are.
+        size: How many boxes and objects there are.
     """
 
     wholes: bytes
     boxes: bytes
-    count: int
+    size: int
 
     @classmethod
     def pack(
