@@ -40,7 +40,8 @@ class GivenShards:
     """
 
     def __init__(self, described: Described, strategy: object) -> None:
-        self._described = described
+        #: Main replicas.
+        self.described = described
         self._strategy = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
         self._numbers: dict[Whole, int] = {}
         self._sums = _with_empty(*described)
@@ -61,7 +62,7 @@ class GivenShards:
             difference = self._difference(recorded)
         if same(comm.total(*difference), [0] * LANES):
             return
-        everyone = comm.gather((self._described[:2], _columns(recorded)))
+        everyone = comm.gather((self.described[:2], _columns(recorded)))
         with comm.phase("comparing what was stored with what was given"):
             if comm.is_main:
                 _refuse([given for given, _ in everyone], [stored for _, stored in everyone], self._strategy)
@@ -81,9 +82,11 @@ class GivenShards:
 
     def _weights(self, wholes: list[Whole]) -> torch.Tensor:
         """As :func:`shardckpt.planning.table.weigh`, which takes longer than to look them up."""
-        self._numbers = self._numbers or {whole: number for number, whole in enumerate(self._described.wholes)}
+        if wholes == self.described.wholes:
+            return self.described.weights
+        self._numbers = self._numbers or {whole: number for number, whole in enumerate(self.described.wholes)}
         try:
-            return self._described.weights[list(map(self._numbers.__getitem__, wholes))]
+            return self.described.weights[list(map(self._numbers.__getitem__, wholes))]
         except KeyError:
             return weigh(wholes)
 

@@ -150,12 +150,11 @@ def check_state(
         replicas = find_replicas(shards, comm) if known is None else known.replicas
         shards = settle_replicas(shards, comm, compare=options.validate, replicas=replicas)
     with comm.task("describing shards"):
-        described = None if known is not None else describe_shards(shards)
-        given = known.given if described is None else GivenShards(described, saver)
+        given = GivenShards(describe_shards(shards), saver) if known is None else known.given
     if options.validate:
         with operation.step("validating"):
-            if described is not None:
-                validate_shards(shards, comm, described)
+            if known is None:
+                validate_shards(shards, comm, given.described)
             compare_common(common, options.preprocess_common, comm)
     return CheckedState(saver, shards, common, given, sighting._replace(known=known), replicas)
 

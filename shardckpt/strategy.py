@@ -83,6 +83,10 @@ class SaveStrategy(ABC):
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Write this rank's part; called on every rank.
 
+        Every rank says which shards its files hold: ``context.writer.record_shards(shards)``. The save fails on all
+        ranks, by name, where a shard was given and not recorded; where a file was begun and not finished; and where
+        anything was written into the staging directory past the writer, unless ``context.writer.adopt`` takes it over.
+
         Args:
             shards: This rank's ShardedTensors and ShardedObjects, replicas included; checked across ranks.
             common: The state that is not sharded; the main rank's is the one to store.
@@ -102,7 +106,10 @@ class BackgroundWork(Protocol):
     keys: list[str]
 
     def write(self, writer: CheckpointWriter) -> Any:
-        """Write the files, in any thread or process, and say for ``finish`` what is where: plain data."""
+        """Write the files, in any thread or process, and say for ``finish`` what is where: plain data.
+
+        ``writer.record_shards`` is called here, or in ``finish``, as in :meth:`SaveStrategy.save`.
+        """
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.mapping import ShardedObject
@@ -24,12 +25,12 @@ class PackedShards(NamedTuple):
     Attributes:
         wholes: The tensors' keys, dtypes and global shapes; alike on many ranks.
         boxes: The boxes, and the objects' unique keys.
-        count: How many boxes and objects there are.
+        size: How many boxes and objects there are.
     """
 
     wholes: bytes
     boxes: bytes
-    count: int
+    size: int
 
     @classmethod
     def pack(
@@ -74,14 +75,10 @@ class PackedShards(NamedTuple):
     def unpack(self) -> tuple[list[Whole], Table]:
         """What the boxes are parts of, and all boxes, an object's among them."""
         columns = Columns(self.wholes, _SOURCE)
-        described = zip(
-            columns.texts("keys"),
-            columns.texts("dtypes"),
-            columns.integers("axes").tolist(),
-            columns.integers("shapes").tolist(),
-            strict=True,
-        )
-        wholes = [Whole("tensor", key, f"torch.{dtype}", tuple(shape[:axes])) for key, dtype, axes, shape in described]
+        dtypes = map("torch.{}".format, columns.texts("dtypes"))
+        padded = zip(columns.integers("axes").tolist(), columns.integers("shapes").tolist(), strict=True)
+        shapes = [tuple(shape[:axes]) for axes, shape in padded]
+        wholes = list(map(Whole, repeat("tensor"), columns.texts("keys"), dtypes, shapes))
         table, objects = self.rows()
         boxes = Boxes()
         for key in objects:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import FileRecord
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
-from shardckpt.storage.filesystem import close_file, naming, open_existing, read_into, sync_file
+from shardckpt.storage.filesystem import close_file, naming, open_existing, read_into
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -42,10 +42,11 @@ def digest_file(path: Path, algorithm: str, keys: int, rank: int, *, sha256: boo
     Raises:
         CheckpointingException: it is not a regular file, or it changes while it is read.
     """
-    sync_file(path)
     digest, whole = digest_function(algorithm), hashlib.sha256()
     fd, size = open_existing(path)
     try:
+        with naming("fsync", path):
+            os.fsync(fd)
         lengths, digests = [], []
         memory = memoryview(bytearray(min(size, SEGMENT_BYTES)))
         for start in range(0, size, SEGMENT_BYTES):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardckpt.errors import CheckpointingException, ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.hosted import HostedPart, HostedSave, write_part
 from shardckpt.storage.digest import preferred
 from shardckpt.storage.memory import page_place, synchronize_devices
@@ -36,7 +36,7 @@ from shardckpt_torch_dist.unpickle import load_metadata
 from shardckpt_torch_dist.work import append_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -262,11 +262,30 @@ def _as_planned(tensor: Any, item: WriteItem) -> torch.Tensor:
 def _write_metadata(writer: CheckpointWriter, metadata: Metadata, results: Iterable[WriteResult]) -> None:
     """``.metadata``, as DCP's own writer makes it."""
     places = {wrote.index: wrote.storage_data for wrote in results if not isinstance(wrote.storage_data, _Files)}
+    _check_complete(metadata, places)
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta()
     data = pickle.dumps(metadata)
     load_metadata(data, METADATA_FILE)  # a load would refuse what another planner may have put in
     writer.write(METADATA_FILE, data, keys=0)
+
+
+def _check_complete(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> None:
+    """Whether a rank has written each value of which the metadata will say that it is stored."""
+    chunks = {key: getattr(entry, "chunks", None) for key, entry in metadata.state_dict_metadata.items()}
+    if len(places) == sum(1 if parts is None else len(parts) for parts in chunks.values()):
+        return
+    missing = [
+        f"{index.fqn!r}" + (f" at {tuple(index.offset)}" if index.offset else "")
+        for key, parts in chunks.items()
+        for index in ([MetadataIndex(key)] if parts is None else [MetadataIndex(key, part.offsets) for part in parts])
+        if index not in places
+    ]
+    if missing:
+        raise ShardingError(
+            f"no rank has written what the planner's metadata lists: {listed(missing)}; the metadata does not fit the "
+            "plans, or a storage writer has left results out"
+        )
 
 
 __all__ = ["CheckpointStorageWriter"]

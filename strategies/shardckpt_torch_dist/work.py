@@ -96,7 +96,7 @@ class SaveWork:
             writer.finish(into)
         if self.stored is not None:
             objects = [key for file in self.files for key in file.objects]
-            is_all = len(in_files) + len(objects) == self.stored.count
+            is_all = len(in_files) + len(objects) == self.stored.size
             writer.record_shards(self.stored if is_all else self.stored.only(sorted(in_files), objects))
 
 

@@ -75,6 +75,52 @@ def _left_beside(path: Path) -> list[str]:
     return [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
 
 
+# What it refuses.
+
+
+class _Losing(CheckpointStorageWriter):
+    """Leaves a result of one rank out."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        results = super().write_data(plan, planner).value()
+        kept = [result for result in results if result.index.fqn != "model.rows"]
+        found: Any = torch.futures.Future()
+        found.set_result(results if _whereabouts() == 0 else kept)
+        return found
+
+
+class _Littering(CheckpointStorageWriter):
+    """Writes past the writer on one rank."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        found = super().write_data(plan, planner)
+        if _whereabouts() == 1:
+            (staging,) = Path(self.checkpoint_id).parent.glob(".c.shardckpt-staging-*")
+            (staging / "litter").write_text("litter")
+        return found
+
+
+def _save_carelessly(path: str) -> dict[str, str]:
+    found = {}
+    for kind in (_Losing, _Littering):
+        writer = kind(path, overwrite=True)
+        (failure,) = _failures(lambda writer=writer: dcp.save(plain_states.state(NEW), storage_writer=writer)).values()  # type: ignore[misc]
+        found[kind.__name__] = str(failure)
+    return found
+
+
+def test_what_is_lost_or_written_past_the_writer_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    """A value that no rank has written, and a file without digests, fail the save on all ranks; the old one stays."""
+    path = tmp_path / "c"
+    ranks.run(2, _save, str(path), OLD)
+    one, other = ranks.run(2, _save_carelessly, str(path))
+    assert one == other
+    assert "no rank has written what the planner's metadata lists: 'model.rows' at (" in one["_Losing"]
+    assert "'litter'" in one["_Littering"]
+    plain_states.load(str(path), OLD)
+    assert _left_beside(path) == []
+
+
 # Who reads it.
 
 
