@@ -18,6 +18,14 @@ def group_timeout(group: Any) -> dt.timedelta:
     return backend.options._timeout  # type: ignore[no-any-return]  # noqa: SLF001
 
 
+def group_store(group: Any) -> Any:
+    """The store through which the group's ranks have found each other; None of a group that was destroyed."""
+    import torch.distributed as dist
+
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))  # noqa: SLF001
+    return store
+
+
 def split_factor(placement: Any) -> int | None:
     """The ``split_factor`` of a ``_StridedShard``, as FSDP2 over tensor parallelism has it; None for others.
 
@@ -82,6 +90,7 @@ def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
 __all__ = [
     "copy_each",
     "empty_sharded_tensor_like",
+    "group_store",
     "group_timeout",
     "is_sharded_tensor",
     "sharded_along",
