@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -31,10 +32,7 @@ def why_not_together(name: str, comm: Comm, group: dist.ProcessGroup | None) -> 
         comm: The ranks.
         group: The group that it was made of.
     """
-    try:
-        store = group_store(dist.group.WORLD if group is None else group) if comm.members else None
-    except CommunicationError:
-        store = None
+    store = _store(comm, group)
     if store is None:
         return "the process group was destroyed before"
     counter, met = f"shardckpt/{name}/ranks", f"shardckpt/{name}/met"
@@ -55,6 +53,15 @@ def say(text: str, comm: Comm) -> None:
         sys.stderr.flush()
     else:
         logger.error("%s", text)
+
+
+def _store(comm: Comm, group: dist.ProcessGroup | None) -> dist.Store | None:
+    """The store of the group of ranks; None if that was destroyed."""
+    if dist.is_initialized():
+        with suppress(CommunicationError, KeyError):  # KeyError: of a group that someone still refers to
+            comm.members  # noqa: B018 - a default group that was made since is another one
+            return group_store(dist.group.WORLD if group is None else group)  # type: ignore[no-any-return]
+    return None
 
 
 def _leave(store: dist.Store, counter: str, world_size: int) -> None:
