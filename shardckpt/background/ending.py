@@ -6,7 +6,7 @@ import datetime as dt
 import logging
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -55,16 +55,16 @@ def say(text: str, comm: Comm) -> None:
         logger.error("%s", text)
 
 
-def _store(comm: Comm, group: dist.ProcessGroup | None) -> dist.Store | None:
+def _store(comm: Comm, group: dist.ProcessGroup | None) -> Any:
     """The store of the group of ranks; None if that was destroyed."""
     if dist.is_initialized():
         with suppress(CommunicationError, KeyError):  # KeyError: of a group that someone still refers to
             comm.members  # noqa: B018 - a default group that was made since is another one
-            return group_store(dist.group.WORLD if group is None else group)  # type: ignore[no-any-return]
+            return group_store(dist.group.WORLD if group is None else group)
     return None
 
 
-def _leave(store: dist.Store, counter: str, world_size: int) -> None:
+def _leave(store: Any, counter: str, world_size: int) -> None:
     """Let a rank that ends later not believe that all are there."""
     try:
         store.add(counter, -world_size)
