@@ -170,7 +170,7 @@ def _samples(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     for numbers in groups.values():
         parts = [_sample(tensors[number]) for number in numbers]
         bits = _bits(torch.cat(parts).cpu())
-        found.update(zip(numbers, bits.split([part.numel() for part in parts]), strict=True))
+        found.update(zip(numbers, torch.split(bits, [part.numel() for part in parts]), strict=True))
     return [found[number] for number in range(len(tensors))]
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
+from shardckpt.background.ending import say, why_not_together
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException
 
@@ -164,16 +165,25 @@ class AsyncCallsQueue:
         _busy.pop(self, None)
 
     def end_with_the_program(self) -> None:
-        """Finish what this process can finish alone; all else is as if it had never begun."""
-        if self._comm is None or self._comm.world_size == 1:
+        """Finish what this process can finish alone, or with all ranks where they end together; say what is lost."""
+        if self._comm is None or self._comm.world_size == 1 or not self._calls:
             self.close()
             return
-        if self._calls:
-            logger.error(
-                "the program ends with %d background saves that are not finalized: they are absent. Call "
-                "maybe_finalize_async_calls(blocking=True), or close(), on all ranks before the end",
-                len(self._calls),
-            )
+        lost = ", ".join(call.request.name for call in self._calls)
+        why = why_not_together(f"end/{lost}/{self._scheduled}", self._comm, self._group)
+        if not why:
+            try:
+                self.close()
+            except CheckpointingException as exc:
+                why = f"it failed: {exc}"
+            else:
+                return
+        say(
+            f"the program ends, and a background save was not finalized: {lost} is absent, or as it was before "
+            f"({why}). Call close() of its CheckpointManager or AsyncCallsQueue, or "
+            "maybe_finalize_async_calls(blocking=True), on all ranks before the process group is destroyed",
+            self._comm,
+        )
         self.close(abort=True)
 
 

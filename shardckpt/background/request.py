@@ -28,6 +28,7 @@ class AsyncRequest(NamedTuple):
         written_fn: Gets the finished Future of ``async_fn``, in any thread, before the request counts as written.
         failed_fn: Runs in the training process in the place of the finalize functions, if any rank failed; gets the
             error.
+        name: What it saves, for messages: the checkpoint's path.
     """
 
     async_fn: Callable[..., Any] | None
@@ -39,6 +40,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
     written_fn: Callable[[Future[Any]], None] | None = None
     failed_fn: Callable[[BaseException], None] | None = None
+    name: str = "a request"
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Run ``fn`` after the finalize functions that there are; ranks may add different ones."""

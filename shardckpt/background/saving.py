@@ -86,6 +86,7 @@ class _BackgroundSave:
             preload_fn=self.stage,
             written_fn=self.written,
             failed_fn=self.failed,
+            name=str(transaction.target),
         )
 
     def stage(self) -> StagedWork:

@@ -114,7 +114,7 @@ def _clean(folder: str, folders: list[str], limit: int) -> None:
     _said.update(new.items())
     if new:
         logger.warning(
-            "save_total_limit=%d does not apply to what is left here; remove by hand what is no longer needed:\n  %s",
+            "a save_total_limit of %d does not apply to what is left here; remove by hand what is not needed:\n  %s",
             limit,
             listed([f"{place}: {why}" for place, why in new.items()], "\n  "),
         )

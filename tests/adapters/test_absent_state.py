@@ -174,7 +174,7 @@ def test_a_load_leaves_the_optimizer_as_it_is(tmp_path: Path, optimizer: str, st
 
     def state() -> Any:
         params = list(training.model.parameters())
-        return training.optimizer.state_dict(), params, [param.grad for param in params], training.with_state
+        return training.optimizer.state_dict(), params, [param.grad for param in params], sorted(training.with_state)
 
     before = copy.deepcopy(state())
     saver = Training.made(optimizer)

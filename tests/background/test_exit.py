@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,7 +32,7 @@ ALONE = """
 """
 
 TOGETHER = """
-    import datetime, sys, torch, torch.distributed as dist
+    import datetime, os, sys, time, torch, torch.distributed as dist
     from shardckpt import dist_checkpointing as dc
     from shardckpt.async_save import AsyncCallsQueue
     from shardckpt.mapping import ShardedTensor
@@ -42,7 +43,7 @@ TOGETHER = """
     queue = AsyncCallsQueue(persistent={persistent})
     state = {{"w": ShardedTensor.from_rank_offsets("w", torch.ones(1 << 20), (0, rank, 2))}}
     queue.schedule_async_request(dc.save(state, sys.argv[1], async_sharded_save=True))
-    dist.destroy_process_group()
+    {end}
 """
 
 
@@ -109,16 +110,55 @@ def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path) -> None:
 
 
 @PERSISTENT
-def test_a_save_in_flight_at_the_end_of_a_job_is_absent(tmp_path: Path, persistent: bool) -> None:
-    """Ranks that end without finalizing say so, in time, and leave no checkpoint and no staging directory."""
-    program = TOGETHER.format(persistent=persistent)
-    processes = [_start(program, tmp_path, str(tmp_path / "c"), str(rank), str(tmp_path / "store")) for rank in (0, 1)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+def test_a_save_in_flight_at_the_end_of_a_job_is_finished(tmp_path: Path, persistent: bool) -> None:
+    """Ranks that end together without finalizing, however they end, leave a whole checkpoint and say nothing."""
+    codes, outputs = _end_together(tmp_path, persistent=persistent, end="time.sleep(rank); sys.exit(3 * rank)")
+    assert codes == [0, 3], outputs
+    assert outputs == ["", ""]
+    assert dc.load_plain_tensors(tmp_path / "c")["w"].min() == 1
+    assert not list(tmp_path.glob(".*"))
+
+
+@PERSISTENT
+def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, persistent: bool) -> None:
+    """Ranks that cannot finalize any more say what is lost and what to do, and leave nothing of it."""
+    codes, outputs = _end_together(tmp_path, persistent=persistent, end="dist.destroy_process_group()")
+    assert codes == [0, 0], outputs
     for output in outputs:
-        assert "not finalized: they are absent" in output
+        assert f"a background save was not finalized: {tmp_path}/c is absent" in output
+        assert "the process group was destroyed before" in output
+        assert "Call close() of its CheckpointManager or AsyncCallsQueue" in output
+    assert outputs[0].startswith("shardckpt: the program ends")
     assert not (tmp_path / "c").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "rank and os._exit(3)",  # it never comes to its end
+        "rank and time.sleep(6)",  # later than any rank waits
+    ],
+)
+def test_ranks_that_end_apart_lose_the_save_and_say_so(tmp_path: Path, end: str) -> None:
+    """A rank waits for the others' ends for a bounded time, whatever has become of them, and says what is lost."""
+    end = f"from shardckpt.background import ending; ending.END_TIMEOUT = 2.0; {end}"
+    began = time.monotonic()
+    codes, outputs = _end_together(tmp_path, persistent=False, end=end)
+    assert time.monotonic() - began < 50
+    assert codes[0] == 0, outputs
+    assert f"a background save was not finalized: {tmp_path}/c is absent" in outputs[0]
+    assert "another rank has not ended within 2 s, or ended before" in outputs[0]
+    assert "not finalized" in outputs[1] or codes[1] == 3
+    assert not (tmp_path / "c").exists()
+
+
+def _end_together(tmp_path: Path, *, persistent: bool, end: str) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of two ranks that have begun a save behind them."""
+    program = TOGETHER.format(persistent=persistent, end=end)
+    processes = [_start(program, tmp_path, str(tmp_path / "c"), str(rank), str(tmp_path / "store")) for rank in (0, 1)]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    return [process.returncode for process in processes], outputs
 
 
 def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.manager.folders import names_in
+from tests.manager.folders import names_in, steps_of
 from tests.manager.training import Training
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,48 @@ def test_a_program_that_ends_has_saved(tmp_path: Path, mode: str, end: str, code
     with training.manager as manager:
         assert manager.load()
     assert training.progress.step == (4 if end == "with" else 3)
+
+
+_TOGETHER = """
+import datetime, sys, torch.distributed as dist
+from tests.manager.training import Training
+folder, mode, rank, store, end = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2,
+                        timeout=datetime.timedelta(seconds=60))
+training = Training(folder, interval=1, async_mode=mode)
+training.run(3)
+del training
+if end == "destroy": dist.destroy_process_group()
+"""
+
+
+def _ended_together(folder: Path, mode: str, end: str) -> list[tuple[int, str]]:
+    """Exit codes and errors of two ranks whose program drops its manager while a save is on its way."""
+    command = [sys.executable, "-c", _TOGETHER, str(folder / "run"), mode]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(folder / "store"), end], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=100)[1] for process in processes]
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
+def test_a_dropped_manager_of_several_ranks_has_saved(tmp_path: Path, mode: str) -> None:
+    """Without close(), ranks that end together commit the last save in the background, and say nothing."""
+    for code, errors in _ended_together(tmp_path, mode, "drop"):
+        assert code == 0, errors
+        assert "not finalized" not in errors
+    assert {step.step for step in steps_of(tmp_path / "run").committed()} == {1, 2, 3}
+
+
+def test_what_a_dropped_manager_loses_is_on_stderr(tmp_path: Path) -> None:
+    """Where the process group was destroyed before, the step's path and what to do are said at the end."""
+    for code, errors in _ended_together(tmp_path, "async", "destroy"):
+        assert code == 0, errors
+        assert f"{tmp_path}/run/step-3 is absent" in errors
+        assert "Call close() of its CheckpointManager" in errors
+    assert {step.step for step in steps_of(tmp_path / "run").committed()} == {1, 2}
 
 
 @MODES

@@ -1,0 +1,75 @@
+"""The end of a program with several ranks: whether they can still finish together what one of them has left open."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardckpt.errors import CommunicationError
+from shardckpt.torch_private import group_store
+
+if TYPE_CHECKING:
+    from shardckpt.comm import Comm
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a rank that ends waits for the others to end, too; a job in which one fails ends so much later.
+END_TIMEOUT = 20.0
+
+
+def why_not_together(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
+    """Wait until all ranks of a group are at their ends; why they cannot finish together, or ``""`` if they can.
+
+    By the store through which the ranks have met, not by a collective: ranks that are not at their ends hear nothing.
+
+    Args:
+        name: What is to be finished; the same on all ranks, and used for nothing else.
+        comm: The ranks.
+        group: The group that it was made of.
+    """
+    store = _store(comm, group)
+    if store is None:
+        return "the process group was destroyed before"
+    counter, met = f"shardckpt/{name}/ranks", f"shardckpt/{name}/met"
+    try:
+        if store.add(counter, 1) == comm.world_size:
+            store.set(met, b"1")
+        store.wait([met], dt.timedelta(seconds=END_TIMEOUT))
+    except RuntimeError:  # nobody serves the store any more, or the time is over
+        _leave(store, counter, comm.world_size)
+        return f"another rank has not ended within {END_TIMEOUT:g} s, or ended before"
+    return ""
+
+
+def say(text: str, comm: Comm) -> None:
+    """Tell the user: on stderr whatever logging is set to, and by the other ranks as an error in the log."""
+    if comm.rank == 0 and sys.stderr is not None:
+        sys.stderr.write(f"shardckpt: {text}\n")
+        sys.stderr.flush()
+    else:
+        logger.error("%s", text)
+
+
+def _store(comm: Comm, group: dist.ProcessGroup | None) -> Any:
+    """The store of the group of ranks; None if that was destroyed."""
+    if dist.is_initialized():
+        with suppress(CommunicationError, KeyError):  # KeyError: of a group that someone still refers to
+            comm.members  # noqa: B018 - a default group that was made since is another one
+            return group_store(dist.group.WORLD if group is None else group)
+    return None
+
+
+def _leave(store: Any, counter: str, world_size: int) -> None:
+    """Let a rank that ends later not believe that all are there."""
+    try:
+        store.add(counter, -world_size)
+    except RuntimeError:
+        logger.debug("the store is gone", exc_info=True)
+
+
+__all__ = ["END_TIMEOUT", "say", "why_not_together"]
