@@ -167,7 +167,7 @@ def _check_coverage(index: StoredIndex, source: str) -> None:
     for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):
         if volume < math.prod(shape):
             raise CorruptCheckpointError(
-                f"{source}: of the {math.prod(shape):,} elements of {key!r} it names {volume:,.0f}: the save lost some"
+                f"{source}: of tensor {key!r} of shape {tuple(shape)} it names {volume:,.0f} elements: the save lost some"
             )
 
 
