@@ -48,7 +48,7 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
 def _data_files(index: StoredIndex) -> Iterator[StoredFile]:
     """The data files in the order of their names, with the keys in each and where its last item ends."""
     chunks = index.chunks
-    pairs = torch.stack([chunks.file, chunks.box.whole], 1).unique(dim=0).tolist()
+    pairs = sorted(set(zip(chunks.file.tolist(), chunks.box.whole.tolist(), strict=True)))
     last = torch.zeros(len(index.files), dtype=torch.int64, device="cpu")
     last.scatter_reduce_(0, chunks.file, chunks.start + chunks.length, "amax")
     ends = dict(zip(index.files, last.tolist(), strict=True))
