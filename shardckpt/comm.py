@@ -4,8 +4,8 @@ The rule that makes it safe: each primitive begins by settling. A rank that fail
 settlement, finds the others at theirs, and all raise; no rank is left in a collective that another never enters.
 So what a rank does alone need not be settled each time: a success is known to all with whatever they do together next.
 
-Small things go to the main rank, which tells all. Of a rank that dies it hears at once; the others, in general, when
-its own process ends after that, or by the group's timeout.
+Small things go to the main rank, which tells all. Of a rank that dies it hears at once, and the others from it; of one
+that stops they hear by the group's timeout. They find out together which rank it is: see :mod:`shardckpt.group_failure`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # keeps the default group of the moment it is imported: best before there is one
 
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
+from shardckpt.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_through, moves_by_gloo
 from shardckpt.groups import alive, cpu_group, joined_group, moves
+from shardckpt.raw_memory import packed, view_tensor
 from shardckpt.verdict import Report, verdict
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Comm:
         group = cpu_group(own) if active else None
         # weak: an error's traceback may keep this alive, and a job must be able to end its groups all the same
         self._groups = (ref(own), ref(group)) if active else None
+        self._by_gloo = active and moves_by_gloo(group)
         self.rank: int = dist.get_rank(group) if active else 0
         self.world_size: int = dist.get_world_size(group) if active else 1
         self._phase = "start"
@@ -157,7 +159,8 @@ class Comm:
         if isinstance(error, CheckpointingException) and error.settled_by == self._number:
             raise error
         if isinstance(error, CommunicationError) and error.settled_by is not None:
-            raise error  # a rank did not answer a smaller group: to ask it here is to wait as long once more
+            # a rank did not answer a smaller group: to ask it here is to wait as long once more
+            raise self._lost(self._abandon(error)) from error
         if error is not None and self._told is not None:
             if not isinstance(error, Exception):
                 raise error
@@ -173,7 +176,7 @@ class Comm:
         failed, *combined = self._combined([int(error is not None), *values, *padding], operation)
         if failed:
             report = None if error is None else Report.of(error, self.rank, self._phase)
-            reports = self._all_gather_bytes(bytearray(pickle.dumps(report)))
+            reports = self._all_gather_bytes(pickle.dumps(report))
             shared = verdict([report for report in reports if report is not None])
             shared.settled_by = self._number
             self._told = type(shared)(*shared.args)
@@ -200,11 +203,11 @@ class Comm:
             return self._gathered(data, longest)
         with self.phase(self._phase):
             parts = self._parts(len(data))
-            receives = [(torch.frombuffer(part, dtype=torch.uint8), rank) for rank, part in parts.items() if rank]
-            sends = [(torch.frombuffer(data, dtype=torch.uint8), 0)] if data and not self.is_main else []
+            receives = [(part, rank) for rank, part in parts.items() if rank]
+            sends = [(packed(data), 0)] if data and not self.is_main else []
             transfers = self._transfers(sends, receives, self._group)
         self._transfer(transfers)
-        return [unpickled(part) if rank else value for rank, part in parts.items()]
+        return [_unpacked(part) if rank else value for rank, part in parts.items()]
 
     @_whole
     def broadcast(self, value: _T) -> _T:
@@ -212,10 +215,9 @@ class Comm:
         data, size = self._settled_pickle(value, given=self.is_main)
         if self.world_size == 1:
             return value
-        data = data if self.is_main else bytearray(size)
-        content = torch.frombuffer(data, dtype=torch.uint8)
-        self._call(lambda: dist.broadcast(content, src=self._main(), group=self._group))
-        return value if self.is_main else unpickled(data)
+        content = packed(data) if self.is_main else _memory(size)
+        self._broadcast(content)
+        return value if self.is_main else _unpacked(content)
 
     def broadcast_or(self, value: _T, otherwise: _T) -> _T:
         """The main rank's value, on every rank, or ``otherwise`` where it cannot be pickled."""
@@ -344,34 +346,32 @@ class Comm:
     def _main(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
-    def _settled_pickle(self, value: Any, *, given: bool = True) -> tuple[bytearray, int]:
+    def _settled_pickle(self, value: Any, *, given: bool = True) -> tuple[bytes, int]:
         """The value pickled for the way, once every rank has pickled its own, and the length of the longest.
 
         (torch's own object collectives need numpy, which shardckpt does not.)
         """
         if self.world_size == 1:
-            return bytearray(), 0
+            return b"", 0
         try:
-            data, error = bytearray(pickle.dumps(value) if given else b""), None
+            data, error = pickle.dumps(value) if given else b"", None
         except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
-            data, error = bytearray(), exc
+            data, error = b"", exc
         longest, *_ = self._meet(len(data), error=error)
         return data, longest
 
-    def _all_gather_bytes(self, data: bytearray, longest: int | None = None) -> list[Any]:
+    def _all_gather_bytes(self, data: bytes, longest: int | None = None) -> list[Any]:
         """What all ranks have pickled; ``longest`` has the most bytes, if that is known."""
         if longest is None:
             (longest,) = self._combined([len(data)], dist.ReduceOp.MAX)
-        data.extend(bytes(longest - len(data)))  # a pickle ends where it says: what follows is not read
-        memory = bytearray(longest * self.world_size)
-        mine, everyone = (torch.frombuffer(part, dtype=torch.uint8) for part in (data, memory))
+        mine, everyone = packed(data, longest), _memory(longest * self.world_size)
         parts = list(everyone.view(self.world_size, longest))
-        if len(memory) > BY_MAIN:
-            self._call(lambda: dist.all_gather(parts, mine, group=self._group))
+        if everyone.nbytes > BY_MAIN:
+            self._call(lambda: dist.all_gather(parts, mine, group=self._group, async_op=True))
         else:
-            self._call(lambda: dist.gather(mine, parts if self.is_main else None, dst=self._main(), group=self._group))
-            self._call(lambda: dist.broadcast(everyone, src=self._main(), group=self._group))
-        return [unpickled(memory[start : start + longest]) for start in range(0, len(memory), longest)]
+            self._gather(mine, parts)
+            self._broadcast(everyone)
+        return [_unpacked(part) for part in parts]  # a pickle ends where it says: what follows is not read
 
     def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
         """Settle, and combine the values of all ranks, place by place."""
@@ -387,48 +387,93 @@ class Comm:
             return values
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self.world_size * found.nbytes > BY_MAIN:
-            self._call(lambda: dist.all_reduce(found, op=operation, group=self._group))
+            self._call(lambda: dist.all_reduce(found, op=operation, group=self._group, async_op=True))
             return found.tolist()
         everyone = found.repeat(self.world_size, 1)
-        rows = list(everyone) if self.is_main else None
-        self._call(lambda: dist.gather(found, rows, dst=self._main(), group=self._group))
+        self._gather(found, list(everyone))
         if self.is_main:
             found = everyone.amax(0) if operation == dist.ReduceOp.MAX else everyone.sum(0)
-        self._call(lambda: dist.broadcast(found, src=self._main(), group=self._group))
+        self._broadcast(found)
         return found.tolist()
 
-    def _gathered(self, data: bytearray, longest: int) -> list[Any]:
+    def _gathered(self, data: bytes, longest: int) -> list[Any]:
         """On the main rank, the values of those that have pickled one, from parts filled up with zeros."""
         if not longest:
             return []
-        data.extend(bytes(longest - len(data)))
-        parts = [bytearray(longest) for _ in range(self.world_size if self.is_main else 0)]
-        mine, *into = (torch.frombuffer(part, dtype=torch.uint8) for part in (data, *parts))
-        self._call(lambda: dist.gather(mine, into or None, dst=self._main(), group=self._group))
-        return [unpickled(part) for part in parts if part[0]]  # no pickle begins with 0
+        parts = [_memory(longest) for _ in range(self.world_size if self.is_main else 0)]
+        self._gather(packed(data, longest), parts)
+        return [_unpacked(part) for part in parts if part[0]]  # no pickle begins with 0
 
-    def _parts(self, nbytes: int) -> dict[int, bytearray]:
+    def _parts(self, nbytes: int) -> dict[int, torch.Tensor]:
         """On the main rank, memory for what every rank that has something sends to it, by rank."""
         mine = torch.tensor([nbytes], device="cpu")
         sizes = [torch.empty_like(mine) for _ in range(self.world_size if self.is_main else 0)]
-        self._call(lambda: dist.gather(mine, sizes or None, dst=self._main(), group=self._group))
-        return {rank: bytearray(int(size)) for rank, size in enumerate(sizes) if size}
+        self._gather(mine, sizes)
+        return {rank: _memory(int(size)) for rank, size in enumerate(sizes) if size}
+
+    def _gather(self, mine: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """Fill the parts on the main rank with what each rank has."""
+        into = parts if self.is_main else None
+        self._call(lambda: dist.gather(mine, into, dst=self._main(), group=self._group, async_op=True))
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill the tensor on all ranks with the main rank's."""
+        self._call(lambda: dist.broadcast(tensor, src=self._main(), group=self._group, async_op=True))
 
     def _call(self, collective: Callable[[], Any]) -> None:
+        """Do a collective, or begin it and wait for the work that is returned."""
         try:
-            collective()
+            work = collective()
+            if work is not None:
+                self._wait(work)
         except (RuntimeError, ValueError) as exc:  # a peer died, the timeout passed; or the group is destroyed
-            lost = CommunicationError(
-                f"rank {self.rank}, in {self._phase!r}: a collective of {self.world_size} ranks failed: another rank "
-                f"died, or did not answer within the process group's timeout ({exc})"
-            )
-            lost.settled_by = self._number
-            self._told = CommunicationError(*lost.args)
-            raise lost from exc
+            raise self._lost(self._diagnosis(exc)) from exc
         except BaseException as exc:
             if isinstance(exc, Exception) or not self._depth:
                 raise
             self._interrupt = exc  # it has waited for the message to be through
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective, and look now and then whether it failed on another rank. Ctrl-C waits, too."""
+        failure, interrupt = None, None
+        while True:
+            try:
+                if not self._by_gloo:
+                    work.wait()
+                    break
+                if is_through(work, LOOK_INTERVAL):
+                    break
+                failure = failure or GroupFailure(self._group)
+                if failure.is_announced():
+                    raise RuntimeError("another rank has said so")  # noqa: TRY301 - as if it had failed here
+            except Exception:
+                raise
+            except BaseException as exc:  # noqa: BLE001 - it is raised when the other ranks are not left alone by it
+                interrupt = exc
+        if interrupt is not None:
+            raise interrupt
+
+    def _diagnosis(self, error: Exception) -> Diagnosis:
+        """Which ranks are missing, as all survivors say it."""
+        try:
+            return GroupFailure(self._group).diagnose(error, self._phase)
+        except (RuntimeError, ValueError):  # the group is no more
+            return Diagnosis(f"in {self._phase!r}: a collective failed, and its process group was destroyed ({error})")
+
+    def _abandon(self, error: CommunicationError) -> Diagnosis:
+        """Tell those who wait for this rank here why it does not come."""
+        found = Diagnosis(str(error), error.missing_ranks)
+        if self.world_size > 1:
+            with suppress(RuntimeError, ValueError):  # the group is no more
+                return GroupFailure(self._group).abandon(found)
+        return found
+
+    def _lost(self, found: Diagnosis) -> CommunicationError:
+        """The error of all ranks that are left."""
+        lost = CommunicationError(found.text)
+        lost.missing_ranks, lost.settled_by = found.missing, self._number
+        self._told = copy.copy(lost)
+        return lost
 
     def _local(self, error: BaseException) -> BaseException:
         """The error of a single process: one of the family as it is, any other wrapped with the phase."""
@@ -454,7 +499,7 @@ def can_be_pickled(value: Any) -> bool:
     return pickled(value) is not None
 
 
-def unpickled(data: bytes | bytearray) -> Any:
+def unpickled(data: bytes | memoryview) -> Any:
     """What another process of this job has pickled: never anything that was stored."""
     return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
 
@@ -462,6 +507,14 @@ def unpickled(data: bytes | bytearray) -> Any:
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as bytes: every backend moves those, whatever the dtype."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _unpacked(tensor: torch.Tensor) -> Any:
+    return unpickled(view_tensor(tensor))
 
 
 def _finish(works: Sequence[Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.background.saving import request_save
 from shardckpt.comm import Comm
@@ -25,6 +25,7 @@ from shardckpt.mapping import (
 from shardckpt.plugins import host
 from shardckpt.removing import RemovalReport, remove_keys
 from shardckpt.saving import SaveOptions, find_saver, save_checkpoint
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.filesystem import is_there, read_file
 from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
 
@@ -41,11 +42,14 @@ if TYPE_CHECKING:
     from shardckpt.loading import OpenCheckpoint
     from shardckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
     from shardckpt.strategy import LoadStrategy, SaveStrategy
+    from shardckpt.validation import KeyMismatch
 
     PathLike = str | os.PathLike[str]
     LoadChoice = str | tuple[str, int] | LoadStrategy | None
     SaveChoice = str | tuple[str, int] | SaveStrategy | None
     Preprocess = Callable[[CommonStateDict], CommonStateDict] | None
+
+_T = TypeVar("_T")
 
 
 def save(
@@ -124,8 +128,30 @@ def load(
     *,
     accept: Accept | None = None,
     allow_globals: Iterable[Any] = (),
+    allow_dtype_cast: bool = False,
 ) -> Any:
     """Load what a sharded state dict describes, with any number of ranks and any sharding.
+
+    What is loaded is of one save on all ranks. If another job overwrites the checkpoint meanwhile, all ranks begin
+    again, a few times, and destinations are filled anew.
+
+    Where a wanted tensor has another dtype than the stored one, values are cast as they are loaded, if the dtype can
+    hold them or their nearest; that is logged once a load. Casts that would cut or wrap values are refused by name,
+    before anything is filled:
+
+    =========================== ============================================= ======================================
+    stored                      wanted                                        the load
+    =========================== ============================================= ======================================
+    bool                        any                                           casts, exactly
+    an integer                  an integer that has all its values            casts, exactly
+    an integer                  one that has not (int64 to int32), bool       refuses
+    an integer                  float, complex                                casts; rounds
+    float (float8 too)          float of any width, complex                   casts; rounds, or overflows to infinity
+    float                       an integer, bool                              refuses
+    complex                     complex                                       casts; rounds
+    complex                     any other                                     refuses
+    packed (4 bits, bits8, ...) any other                                     refuses
+    =========================== ============================================= ======================================
 
     Args:
         sharded_state_dict: As for :func:`save`; a ShardedTensor's ``data`` is filled in place where there is one.
@@ -140,6 +166,8 @@ def load(
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         accept: Backends or (backend, version) pairs that the caller is willing to load; by default any.
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
+        allow_dtype_cast: Cast as torch's ``Tensor.to`` does, whatever is lost, where the table says that the load
+            refuses (packed dtypes excepted, which torch does not cast).
 
     Returns:
         The state dict, with the checkpoint's common state in it; for the modes ``return_unexpected`` and
@@ -147,20 +175,28 @@ def load(
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint, or it may not be read.
+        CheckpointReplacedError: other saves replaced it in every attempt.
+        DtypeMismatchError: stored values do not fit a wanted dtype.
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
     with comm.task("reading the arguments"):
-        directory, mode = locate(checkpoint_dir, host()), parse_strict_flag(strict)
-        options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
-    with open_stored(directory, comm, host(), options) as checkpoint:
-        state_dict, keys = load_checkpoint(
-            sharded_state_dict,
-            checkpoint,
-            validate=validate_access_integrity,
-            strict=mode,
-            verify=verify_integrity,
-        )
+        mode, options = parse_strict_flag(strict), LoadOptions(sharded_strategy, accept, tuple(allow_globals))
+
+    def attempt() -> tuple[StateDict, KeyMismatch]:
+        with comm.task("reading the arguments"):
+            directory = locate(checkpoint_dir, host())  # each time: links may lead elsewhere since
+        with open_stored(directory, comm, host(), options) as checkpoint:
+            return load_checkpoint(
+                sharded_state_dict,
+                checkpoint,
+                validate=validate_access_integrity,
+                strict=mode,
+                verify=verify_integrity,
+                allow_dtype_cast=allow_dtype_cast,
+            )
+
+    state_dict, keys = retry_if_replaced(attempt, checkpoint_dir)
     return (state_dict, set(keys.missing), set(keys.unexpected)) if mode.returns_keys else state_dict
 
 
@@ -174,23 +210,29 @@ def open_checkpoint(
 ) -> Iterator[StoredCheckpoint]:
     """A mapping from key to stored tensor, read as far as it is asked for: ``checkpoint["decoder.weight"][:4]``.
 
-    Needs no other rank. The arguments are those of :func:`load`.
+    Needs no other rank. The arguments are those of :func:`load`. What is read is of the save that was there when it was
+    opened, whatever replaces that meanwhile.
+
+    Raises:
+        CheckpointReplacedError: what is asked for is gone, because another save has replaced it: open it again.
     """
     options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
-    with _opened(checkpoint_dir, options) as checkpoint:
-        yield StoredCheckpoint(checkpoint)
+    with ExitStack() as stack:
+        yield StoredCheckpoint(
+            retry_if_replaced(lambda: stack.enter_context(_opened(checkpoint_dir, options)), checkpoint_dir)
+        )
 
 
 def load_common_state_dict(checkpoint_dir: PathLike, *, allow_globals: Iterable[Any] = ()) -> CommonStateDict:
     """The part of a checkpoint that is not sharded; needs no other rank."""
-    with _opened(checkpoint_dir, LoadOptions(allow_globals=tuple(allow_globals))) as checkpoint:
-        return checkpoint.common()
+    options = LoadOptions(allow_globals=tuple(allow_globals))
+    return _read(checkpoint_dir, options, lambda checkpoint: checkpoint.common())
 
 
 def load_sharded_metadata(checkpoint_dir: PathLike, sharded_strategy: LoadChoice = None) -> dict[str, ShardedBase]:
     """What is stored, without data: ShardedTensors of the whole shape by key, ShardedObjects by unique key."""
-    with _opened(checkpoint_dir, LoadOptions(sharded_strategy)) as checkpoint:
-        return {stored_key(shard): shard for shard in checkpoint.index()}
+    index = _read(checkpoint_dir, LoadOptions(sharded_strategy), lambda checkpoint: checkpoint.index())
+    return {stored_key(shard): shard for shard in index}
 
 
 def load_tensors_metadata(checkpoint_dir: PathLike, sharded_strategy: LoadChoice = None) -> dict[str, ShardedTensor]:
@@ -201,9 +243,12 @@ def load_tensors_metadata(checkpoint_dir: PathLike, sharded_strategy: LoadChoice
 
 def load_plain_tensors(checkpoint_dir: PathLike) -> dict[str, torch.Tensor]:
     """Every stored tensor, whole, on the CPU of every rank that calls; needs no other rank."""
-    with _opened(checkpoint_dir, LoadOptions()) as checkpoint:
+
+    def read(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
         tensors: list[ShardedBase] = [s for s in checkpoint.index() if isinstance(s, ShardedTensor)]
         return dict(zip((shard.key for shard in tensors), checkpoint.values(tensors), strict=True))
+
+    return _read(checkpoint_dir, LoadOptions(), read)
 
 
 def load_content_metadata(
@@ -218,11 +263,7 @@ def load_content_metadata(
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise CheckpointingException("load_content_metadata needs a checkpoint_dir or a preloaded_state_dict")
-        with _opened(checkpoint_dir, LoadOptions()) as checkpoint:
-            record = checkpoint.context.reader.manifest.record
-            if record is not None and record.content_metadata is not None:
-                return record.content_metadata  # type: ignore[no-any-return]
-            preloaded_state_dict = checkpoint.common()
+        return _read(checkpoint_dir, LoadOptions(), _content_metadata)
     return preloaded_state_dict.get("content_metadata")
 
 
@@ -280,8 +321,7 @@ def get_default_save_sharded_strategy(backend: str | None = None, version: int |
 
 def get_default_load_sharded_strategy(checkpoint_dir: PathLike) -> LoadStrategy:
     """The strategy that :func:`load` uses for a checkpoint."""
-    with _opened(checkpoint_dir, LoadOptions()) as checkpoint:
-        return checkpoint.strategy
+    return _read(checkpoint_dir, LoadOptions(), lambda checkpoint: checkpoint.strategy)
 
 
 def register_default_strategy(
@@ -296,6 +336,23 @@ def register_default_strategy(
         strategy: A class (a fresh instance serves every operation) or an instance.
     """
     host().unfilled.put(action, backend, version, strategy)
+
+
+def _content_metadata(checkpoint: OpenCheckpoint) -> Any:
+    record = checkpoint.context.reader.manifest.record
+    if record is not None and record.content_metadata is not None:
+        return record.content_metadata
+    return checkpoint.common().get("content_metadata")
+
+
+def _read(checkpoint_dir: PathLike, options: LoadOptions, read: Callable[[OpenCheckpoint], _T]) -> _T:
+    """What this process alone reads of a checkpoint, of one save."""
+
+    def attempt() -> _T:
+        with _opened(checkpoint_dir, options) as checkpoint:
+            return read(checkpoint)
+
+    return retry_if_replaced(attempt, checkpoint_dir)
 
 
 def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:

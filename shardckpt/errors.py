@@ -23,12 +23,20 @@ class ShapeMismatchError(ShardingError):
     """A wanted tensor whose global shape is not the stored one."""
 
 
+class DtypeMismatchError(ShardingError):
+    """A wanted tensor whose dtype cannot hold the stored values: floats as integers, integers as shorter ones."""
+
+
 class KeyMismatchError(CheckpointingException):
     """Keys that are wanted and not stored, or stored and not wanted, where the caller forbids it."""
 
 
 class StorageError(CheckpointingException):
     """A file operation that failed: names the file, the offset and the operating system's reason."""
+
+
+class CheckpointReplacedError(StorageError):
+    """A checkpoint that another save has replaced since it was opened: what was opened is gone, open it again."""
 
 
 class CorruptCheckpointError(CheckpointingException):
@@ -40,7 +48,13 @@ class UnsafePickleError(CheckpointingException):
 
 
 class CommunicationError(CheckpointingException):
-    """A collective that failed: another rank died or did not answer before the group's timeout."""
+    """A collective that failed: another rank died or did not answer before the group's timeout.
+
+    Attributes:
+        missing_ranks: Those ranks, as the whole job numbers them; empty where none could be found out.
+    """
+
+    missing_ranks: tuple[int, ...] = ()
 
 
 class RankFailedError(CheckpointingException):
@@ -102,9 +116,11 @@ def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
 __all__ = [
     "BrokenPluginError",
     "CannotLoadError",
+    "CheckpointReplacedError",
     "CheckpointingException",
     "CommunicationError",
     "CorruptCheckpointError",
+    "DtypeMismatchError",
     "DuplicateStrategyError",
     "IncompleteCheckpointError",
     "KeyMismatchError",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
@@ -26,7 +26,23 @@ if TYPE_CHECKING:
     from shardckpt.comm import Comm
 
 
-def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
+class Described(NamedTuple):
+    """A rank's shards in columns.
+
+    Attributes:
+        wholes: What they are parts of.
+        table: Their boxes.
+        weights: Of the wholes, by :func:`shardckpt.planning.table.weigh`.
+        sums: The fingerprint of the boxes.
+    """
+
+    wholes: list[Whole]
+    table: Table
+    weights: torch.Tensor
+    sums: list[int]
+
+
+def validate_shards(shards: Sequence[ShardedBase], comm: Comm, described: Described | None = None) -> None:
     """Check that the shards of all ranks describe every global tensor and object exactly once.
 
     Each shard by itself was checked before. Grids may be regular or not. Every rank raises the same error, with all
@@ -35,14 +51,13 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm) -> None:
     Args:
         shards: This rank's shards.
         comm: The ranks that save or load together.
+        described: What :func:`describe_shards` gives for them, where that is known already.
 
     Raises:
         ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
     """
     with comm.task("describing shards"):
-        wholes, table = _described(shards)
-        weights = weigh(wholes)
-        sums = fingerprint(table, weights)
+        wholes, _, weights, sums = described or describe_shards(shards)
     if not _fit(wholes, weights, sums, comm):
         everyone = comm.gather([_claim(shard) for shard in shards])
         with comm.phase("checking the shards of all ranks"):
@@ -90,8 +105,8 @@ def _everyones(wholes: list[Whole], mine: list[int], comm: Comm) -> list[Whole]:
     return list(dict.fromkeys(whole for part in told for whole in part))
 
 
-def _described(shards: Sequence[ShardedBase]) -> tuple[list[Whole], Table]:
-    """What the shards are parts of, and the boxes of main replicas."""
+def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> Described:
+    """What the shards are parts of, and the boxes of main replicas; of all, if ``copies`` count as well."""
     numbers: dict[Any, int] = {}
     wholes: list[Whole] = []
     boxes = Boxes()
@@ -102,10 +117,11 @@ def _described(shards: Sequence[ShardedBase]) -> tuple[list[Whole], Table]:
             number = numbers[about] = len(numbers)
             kind, key, dtype, shape = about
             wholes.append(Whole(kind, key, str(dtype), tuple(shape)))
-        if is_main_replica(shard.replica_id):
+        if copies or is_main_replica(shard.replica_id):
             for box in _boxes(shard):
                 boxes.add(number, *box)
-    return wholes, boxes.table()
+    table, weights = boxes.table(), weigh(wholes)
+    return Described(wholes, table, weights, fingerprint(table, weights))
 
 
 def _about(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
@@ -168,7 +184,7 @@ def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]
     overlap = find_overlap(boxes)
     if overlap is not None:
         yield (
-            f"{_region(overlap.common)} is described as the main replica twice, by rank {mains[overlap.first][0]} and "
+            f"{region(overlap.common)} is described as the main replica twice, by rank {mains[overlap.first][0]} and "
             f"rank {mains[overlap.second][0]}: give copies a replica_id other than 0"
         )
         return
@@ -176,7 +192,7 @@ def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]
     if hole is not None:
         part = "no object" if kind == "object" else "no shard"
         hint = "" if boxes else " (no rank holds a main replica: replica_id 0)"
-        yield f"{part} describes {_region(hole)} of the global shape {first.global_shape}{hint}"
+        yield f"{part} describes {region(hole)} of the global shape {first.global_shape}{hint}"
 
 
 def _refuse(faults: Sequence[str]) -> None:
@@ -185,8 +201,9 @@ def _refuse(faults: Sequence[str]) -> None:
         raise ShardingError("shards do not fit together:\n  " + listed(faults, "\n  "))
 
 
-def _region(box: Box) -> str:
+def region(box: Box) -> str:
+    """A box as errors show it: ``[0:4, 2:3]``."""
     return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(box.offset, box.end, strict=True)) + "]"
 
 
-__all__ = ["refuse_misfits", "validate_shards"]
+__all__ = ["Described", "describe_shards", "refuse_misfits", "region", "validate_shards"]

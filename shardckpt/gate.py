@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +24,16 @@ from shardckpt.errors import (
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.registry import parse_key
 from shardckpt.storage.commit import is_staging, replaced_of, staging_of
+from shardckpt.storage.directory import (
+    blaming_replacement,
+    open_directory,
+    real_path,
+    replaced_error,
+    retry_if_replaced,
+    was_replaced,
+)
 from shardckpt.storage.filesystem import naming, read_file
+from shardckpt.storage.identity import is_of_save
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.upload import is_under_way
 from shardckpt.strategy import LoadStrategy, Recognises
@@ -38,19 +48,72 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+#: Seconds to wait for the second of the two renames of an overwrite; one that was interrupted between them is an error.
+_BETWEEN_RENAMES = (0.001, 0.01, 0.05, 0.2, 0.4)
+
 #: Backends, or (backend, version) pairs, that a caller is willing to load.
 Accept = Collection[str | tuple[str, int]]
 
 
-def read_manifest(directory: Path, host: PluginHost) -> Manifest:
-    """What the checkpoint says of itself.
+def read_manifest(directory: Path, host: PluginHost, *, moved: bool = False) -> Manifest:
+    """What the checkpoint says of itself; ``moved``: also of one that an overwrite has moved aside.
 
     Raises:
         NotACheckpointError: there is no checkpoint.
         IncompleteCheckpointError: there is a save that never ended.
         CorruptCheckpointError: its JSON files are damaged.
     """
-    if is_staging(directory):
+    return retry_if_replaced(lambda: hold_checkpoint(directory, host, moved=moved)[1], directory)
+
+
+def hold_checkpoint(directory: Path, host: PluginHost, *, moved: bool = False) -> tuple[Path, Manifest]:
+    """What the checkpoint says of itself, and its directory, held open: what is read through that is of the same save.
+
+    Raises:
+        CheckpointReplacedError: another save came in between; :func:`~shardckpt.storage.directory.retry_if_replaced`
+            begins again.
+        CannotLoadError: as :func:`read_manifest`.
+    """
+    place = open_directory(directory)
+    for pause in _BETWEEN_RENAMES:
+        if not _is_set_aside(place):
+            break
+        time.sleep(pause)
+        place = open_directory(directory)
+    with blaming_replacement(place):
+        manifest = _read_manifest(place, host, moved=moved)
+    if manifest.record is None and was_replaced(place):  # its files are being removed: what is missing was there
+        raise replaced_error(directory, f"it is not known whether {RECORD_NAME} was there")
+    return place, manifest
+
+
+def hold_same(directory: Path, manifest: Manifest) -> Path:
+    """The checkpoint's directory, held open by another rank than the one that has read the manifest.
+
+    Raises:
+        CheckpointReplacedError: it is not of the same save.
+    """
+    place = open_directory(directory)
+    if isinstance(place, RemotePath):
+        return place
+    if _is_set_aside(place):
+        raise replaced_error(directory, "nothing is there at this moment")
+    with blaming_replacement(place):
+        is_same = not place.is_dir() or is_of_save(place, manifest.record)
+    if not is_same:
+        raise replaced_error(
+            directory, "this rank finds another save there than the main rank, which must see the same file system"
+        )
+    return place
+
+
+def _is_set_aside(place: Path) -> bool:
+    """Whether nothing is at the path, and a checkpoint beside it: some file systems take two renames to overwrite."""
+    return not isinstance(place, RemotePath) and not place.exists() and bool(replaced_of(place))
+
+
+def _read_manifest(directory: Path, host: PluginHost, *, moved: bool) -> Manifest:
+    if is_staging(directory) and not moved:
         raise IncompleteCheckpointError(
             f"{directory} is the staging directory of a save that was not committed, or of a checkpoint being removed"
         )
@@ -138,7 +201,7 @@ def _recognised(directory: Path, host: PluginHost) -> Manifest:
         except PluginError as exc:  # another backend's reader may still know the directory
             logger.warning("%s", exc)
             continue
-        version = strategy.recognises(directory) if isinstance(strategy, Recognises) else None
+        version = strategy.recognises(real_path(directory)) if isinstance(strategy, Recognises) else None
         if version is not None:
             return Manifest(backend=entry.backend, version=version, recognised_as=entry.backend)
     with naming("list", directory):
@@ -238,4 +301,4 @@ def _shown(directory: Path, manifest: Manifest) -> str:
     return f"{directory} is a {manifest.backend!r} checkpoint of version {manifest.version}"
 
 
-__all__ = ["Accept", "choose_reader", "parse_file", "read_manifest"]
+__all__ = ["Accept", "choose_reader", "hold_checkpoint", "hold_same", "parse_file", "read_manifest"]

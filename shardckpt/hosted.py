@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.comm import Comm
-from shardckpt.gate import choose_reader, read_manifest
+from shardckpt.gate import choose_reader, hold_checkpoint
 from shardckpt.locations import locate, locate_local
 from shardckpt.operation import Operation
 from shardckpt.plugins import host
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
-    from shardckpt.manifest import FileRecord, Manifest
+    from shardckpt.manifest import FileRecord
     from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 
@@ -120,8 +120,9 @@ def write_part(part: HostedPart, write: Callable[[CheckpointWriter], None]) -> l
     operation = Operation("save", part.target, _alone(part.rank), host())
     with operation.step("writing"), CheckpointWriter(part.staging, part.rank, algorithm=part.algorithm) as writer:
         write(writer)
-        operation.wrote(sum(file.size for file in writer.files))
-        return writer.files
+        files = writer.recorded_files()
+        operation.wrote(sum(file.size for file in files))
+        return files
 
 
 def directory_of(path: str | os.PathLike[str]) -> Path:
@@ -129,8 +130,8 @@ def directory_of(path: str | os.PathLike[str]) -> Path:
     return locate(path, host())
 
 
-def find(path: str | os.PathLike[str], strategy: LoadStrategy) -> tuple[Path, Manifest]:
-    """Where a checkpoint is, and what it says of itself.
+def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> CheckpointReader:
+    """The files of a checkpoint, of one save.
 
     Args:
         path: A directory or URL.
@@ -138,19 +139,19 @@ def find(path: str | os.PathLike[str], strategy: LoadStrategy) -> tuple[Path, Ma
 
     Raises:
         CannotLoadError: it is none that the strategy reads.
+        CheckpointReplacedError: another save came in between.
     """
     directory = directory_of(path)
-    manifest = read_manifest(directory, host())
+    place, manifest = hold_checkpoint(directory, host())
     choose_reader(directory, manifest, host(), wanted=strategy)
-    return directory, manifest
+    return CheckpointReader(place, manifest)
 
 
 @contextmanager
-def reading(directory: Path, manifest: Manifest, rank: int, phase: str) -> Iterator[CheckpointReader]:
-    """The files of a checkpoint, for a step of a load that is reported to ``shardckpt_event``."""
-    operation = Operation("load", directory, _alone(rank), host())
-    with operation.step(phase), CheckpointReader(directory, manifest) as reader:
-        yield reader
+def reading(reader: CheckpointReader, rank: int, phase: str) -> Iterator[None]:
+    """A step of a load, reported to ``shardckpt_event``."""
+    with Operation("load", reader.directory, _alone(rank), host()).step(phase):
+        yield
 
 
 def _alone(rank: int) -> Comm:
@@ -166,4 +167,4 @@ def _abort_here(transaction: Transaction, process: int) -> None:
         transaction.abort()
 
 
-__all__ = ["HostedPart", "HostedSave", "directory_of", "find", "reading", "write_part"]
+__all__ = ["HostedPart", "HostedSave", "directory_of", "open_reader", "reading", "write_part"]

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.comm import Comm
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
-from shardckpt.gate import parse_file, read_manifest
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
+from shardckpt.gate import hold_checkpoint, parse_file
 from shardckpt.locations import locate, locate_local
 from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
 from shardckpt.planning.balance import deal
 from shardckpt.plugins import host
+from shardckpt.storage.directory import blaming_replacement, replaced_error, retry_if_replaced, was_replaced
 from shardckpt.storage.filesystem import check_file_name, file_size, is_there, naming, sync_directory
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.writer import CheckpointWriter
@@ -183,6 +184,14 @@ def read_integrity(directory: Path) -> Integrity | None:
     return found
 
 
+def named_files(directory: Path, manifest: Manifest) -> dict[str, int | None]:
+    """The files that a checkpoint says it has, each with its bytes where it says them; empty where it says nothing."""
+    if manifest.record is not None:
+        return {file.name: file.size for file in manifest.record.files}
+    integrity = read_integrity(directory)
+    return {} if integrity is None else dict.fromkeys(integrity.files)
+
+
 def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write ``integrity.json`` for a checkpoint that has none, over all files beside it; one process calls.
 
@@ -192,7 +201,8 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         CorruptCheckpointError: a file is not as it was written already, by the digests of ``shardckpt.json``.
     """
     directory = locate_local(checkpoint_dir, "write integrity.json into")
-    contents = _Contents(directory, read_manifest(directory, host()))
+    place, manifest = hold_checkpoint(directory, host())
+    contents = _Contents(place, manifest)
     with naming("list", directory):
         (directory / _UNFINISHED).unlink(missing_ok=True)
         found = sorted(path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink())
@@ -200,6 +210,8 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     hashes = contents.reader.map(contents.sha256, names, size=lambda name: _size(directory / name))
     with CheckpointWriter(directory, 0) as writer:
         writer.write(_UNFINISHED, Integrity(files=dict(zip(names, hashes, strict=True))).dump())
+    if was_replaced(place):
+        raise replaced_error(directory, f"{INTEGRITY_NAME} would have digests of another save's files")
     with naming(f"rename {_UNFINISHED} to", directory / INTEGRITY_NAME):
         os.rename(directory / _UNFINISHED, directory / INTEGRITY_NAME)
     sync_directory(directory)
@@ -212,14 +224,19 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         CorruptCheckpointError: names every file that is missing or not as it was written.
         CheckpointingException: there is no ``integrity.json``.
     """
-    directory = locate(checkpoint_dir, host())
-    manifest = read_manifest(directory, host())
-    if not is_there(directory / INTEGRITY_NAME):
-        raise CheckpointingException(
-            f"{directory} has no {INTEGRITY_NAME}: save with verify_integrity=True, or write one for a checkpoint that "
-            "is known to be sound by save_integrity_manifest"
-        )
-    verify_integrity(directory, manifest, Comm(alone=True))
+
+
+    def attempt() -> None:
+        directory, manifest = hold_checkpoint(locate(checkpoint_dir, host()), host())
+        with blaming_replacement(directory):
+            if not is_there(directory / INTEGRITY_NAME):
+                raise CheckpointingException(
+                    f"{directory} has no {INTEGRITY_NAME}: save with verify_integrity=True, or write one for a "
+                    "checkpoint that is known to be sound by save_integrity_manifest"
+                )
+            verify_integrity(directory, manifest, Comm(alone=True))
+
+    retry_if_replaced(attempt, checkpoint_dir)
 
 
 class _Contents:
@@ -245,6 +262,8 @@ class _Contents:
                 self._read(file.name)
                 return None
             found = self.sha256(file.name)
+        except CheckpointReplacedError:
+            raise
         except CheckpointingException as exc:
             return exc
         if found == file.sha256:
@@ -279,6 +298,7 @@ __all__ = [
     "find_faults",
     "find_unfit_files",
     "is_damage",
+    "named_files",
     "read_integrity",
     "save_integrity_manifest",
     "verify_integrity",

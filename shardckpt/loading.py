@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.errors import PluginError, ShardingError
-from shardckpt.gate import Accept, choose_reader, read_manifest
+from shardckpt.errors import PluginError, ShardingError, listed
+from shardckpt.gate import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.integrity import verify_integrity
 from shardckpt.mapping import ShardedTensor
 from shardckpt.operation import Operation
+from shardckpt.planning.dtypes import Casts, casts_text, check_dtypes, is_exact
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.replicas import settle_replicas
 from shardckpt.storage.reader import CheckpointReader
@@ -22,12 +24,15 @@ from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, stor
 from shardckpt.wrappers import fill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from shardckpt.comm import Comm
+    from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
     from shardckpt.plugins import PluginHost
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,17 +75,31 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: LoadOptions) -> Iterator[OpenCheckpoint]:
-    """Read the manifest, pass the version gate and open the files; all ranks do, or all raise the same error."""
+    """Read the manifest, pass the version gate and open the files; all ranks do, or all raise the same error.
+
+    What is read is of one save, on all ranks. Where that is gone before all is read, because another one replaced it,
+    it is a CheckpointReplacedError: :func:`~shardckpt.storage.directory.retry_if_replaced` begins again.
+    """
     operation = Operation("load", directory, comm, host)
     with operation.whole():
+        place = directory
+
+        def read() -> Manifest:
+            nonlocal place
+            place, manifest = hold_checkpoint(directory, host)
+            return manifest
+
         with operation.step("reading the manifest"):
-            manifest = comm.main_runs("reading the manifest", lambda: read_manifest(directory, host))
+            manifest = comm.main_runs("reading the manifest", read)
         with operation.step("choosing a strategy"):
+            if not comm.is_main:
+                place = hold_same(directory, manifest)
             strategy = choose_reader(directory, manifest, host, options.strategy, options.accept)
             operation.dispatched(strategy)
-            reader = CheckpointReader(directory, manifest)
+            reader = CheckpointReader(place, manifest)
         with reader:
             yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
+            reader.check_unchanged()
 
 
 def load_checkpoint(
@@ -90,6 +109,7 @@ def load_checkpoint(
     validate: bool,
     strict: StrictHandling,
     verify: bool = False,
+    allow_dtype_cast: bool = False,
 ) -> tuple[StateDict, KeyMismatch]:
     """Load what is wanted; see :func:`shardckpt.dist_checkpointing.load`."""
     comm = checkpoint.context.comm
@@ -98,27 +118,59 @@ def load_checkpoint(
         for shard in template.shards:
             shard.validate_metadata_integrity()
             _refuse_meta(shard)
-        comm.agree(strict=strict.value, validate_access_integrity=validate, verify_integrity=verify)
+        comm.agree(
+            strict=strict.value,
+            validate_access_integrity=validate,
+            verify_integrity=verify,
+            allow_dtype_cast=allow_dtype_cast,
+        )
         template.shards = settle_replicas(template.shards, comm, compare=False)
     if verify:
         with checkpoint.operation.step("verifying the files"):
-            verify_integrity(checkpoint.context.reader.directory, checkpoint.context.reader.manifest, comm)
+            verify_integrity(checkpoint.context.reader.place, checkpoint.context.reader.manifest, comm)
     if validate:
         with checkpoint.operation.step("validating"):
             validate_shards(template.shards, comm)
     index = checkpoint.index()
     with checkpoint.operation.step("comparing keys"):
-        mismatch = compare_keys(template.shards, map(stored_key, index), strict, comm)
-    is_absent = [bool(mismatch.unexpected) and stored_key(shard) in mismatch.unexpected for shard in template.shards]
+        keys = frozenset(map(stored_key, index))
+        left_out = template.absent(keys, stored_key)
+        wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
+        mismatch = compare_keys(wanted, keys, strict, comm)
+        if left_out and comm.is_main:
+            _log_left_out(left_out, template.optional)
+    is_absent = [
+        number in left_out or (bool(mismatch.unexpected) and stored_key(shard) in mismatch.unexpected)
+        for number, shard in enumerate(template.shards)
+    ]
     available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
     with checkpoint.operation.step("comparing shapes"):
-        check_shapes(available, {s.key: tuple(s.global_shape) for s in index if isinstance(s, ShardedTensor)})
+        stored = [shard for shard in index if isinstance(shard, ShardedTensor)]
+        check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in stored})
+    with checkpoint.operation.step("comparing dtypes"):
+        dtypes = {shard.key: shard.dtype for shard in stored}
+        casts = check_dtypes(available, dtypes, allow_cast=allow_dtype_cast)
+        if casts and comm.is_main:
+            _log_casts(casts)
     common = checkpoint.common()
     loaded = iter(checkpoint.values(available))
     with checkpoint.operation.step("assembling the state dict"):
         values = [MISSING if absent else next(loaded) for absent in is_absent]
         state_dict = template.fill(values, common)
     return state_dict, mismatch
+
+
+def _log_left_out(left_out: Mapping[int, str], optional: int) -> None:
+    """One line a load: a warning only where nothing is stored of all that might be."""
+    level = logging.WARNING if len(left_out) == optional else logging.INFO
+    names = listed(sorted(set(left_out.values())))
+    logger.log(level, "not stored, as it did not exist when it was saved, and left out: %s", names)
+
+
+def _log_casts(casts: Casts) -> None:
+    """One line a load: a warning only where digits are lost."""
+    level = logging.INFO if all(is_exact(*pair) for pair in casts) else logging.WARNING
+    logger.log(level, "stored tensors are cast as they are loaded: %s", casts_text(casts))
 
 
 def _refuse_meta(shard: ShardedBase) -> None:

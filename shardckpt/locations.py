@@ -11,6 +11,7 @@ from urllib.request import url2pathname
 
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage.remote import RemotePath, masked
+from shardckpt.storage.staging_names import NAME_MAX
 
 if TYPE_CHECKING:
     from shardckpt.plugins import PluginHost
@@ -88,7 +89,18 @@ def _local(text: str) -> Path:
             f"{text} looks like a URL of which pathlib has made one slash of two: give URLs as str, not as Path (a "
             f"local directory of that name can be given as ./{text})"
         )
-    return Path(os.path.realpath(text))
+    return _named(Path(os.path.realpath(text)))
+
+
+def _named(path: Path) -> Path:
+    """The path itself, if a file system can have its names: a save would find out when all is written."""
+    for part in path.parts:
+        if len(os.fsencode(part)) > NAME_MAX:
+            raise StorageError(
+                f"{path}: the name {part:.40}... has {len(os.fsencode(part))} bytes, and file systems have names of "
+                f"{NAME_MAX} at most: give a shorter one"
+            )
+    return path
 
 
 def _path_of(url: str) -> str:

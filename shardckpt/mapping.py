@@ -18,7 +18,7 @@ CommonStateDict: TypeAlias = dict[str, Any]
 ShardedStateDict: TypeAlias = dict[str, Any]
 ReplicaId: TypeAlias = int | tuple[int, ...]
 #: Whether ranks that have the same shard settle among themselves whose is the main replica; see ShardedTensor.
-Replicated: TypeAlias = bool | Literal["unchecked"]
+Replicated: TypeAlias = bool | Literal["unchecked", "sampled"]
 FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, "slice | None"], Any]
 FactoryMergeFn: TypeAlias = Callable[[Any], torch.Tensor]
 
@@ -66,7 +66,8 @@ class ShardedTensor(ShardedBase):
             block of shape ``local_shape``.
         replicated: True: whichever ranks have this shard hold the same, and the lowest of them has the main replica;
             ``replica_id`` is not looked at, and a save that validates compares the values. ``"unchecked"``: without
-            the comparison.
+            the comparison. ``"sampled"``: of tensors of two and more axes, a few elements are compared, of which most
+            must be the same on all ranks.
     """
 
     key: str
@@ -349,6 +350,32 @@ class LocalNonpersistentObject:
     def unwrap(self) -> Any:
         """The wrapped value."""
         return self.obj
+
+
+class OptionalEntries(dict[str, Any]):
+    """Entries of a state dict that a checkpoint may lack, each as a whole: an optimizer's state, by parameter.
+
+    A save stores the entries that are there. A load wants those of :meth:`complete`; one of which nothing is stored is
+    left out of what it gives, whatever its strictness, and one of which a part is stored is wanted as any other.
+    Copies and pickles are plain dicts.
+
+    Args:
+        entries: A nest of shards each, by name.
+        prefix: What the keys of an entry's shards begin with, before its name and a dot.
+        make_others: Gives the entries that a load wants besides, by name; called when a load begins.
+    """
+
+    def __init__(self, entries: dict[str, Any], prefix: str, make_others: Callable[[], dict[str, Any]] = dict) -> None:
+        super().__init__(entries)
+        self.prefix = prefix
+        self._make_others = make_others
+
+    def complete(self) -> dict[str, Any]:
+        """The entries that a load wants: those that are there, and those that are made for it."""
+        return {**self._make_others(), **self}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 #: Megatron's name until 0.9.

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 from shardckpt.comm import Comm
 from shardckpt.entries import StrategyAction
 from shardckpt.errors import VersionTooOldError
-from shardckpt.gate import read_manifest
+from shardckpt.gate import hold_checkpoint
 from shardckpt.locations import locate
 from shardckpt.operation import Operation
 from shardckpt.plugins import host
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.transaction import Identity, commit_files
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
     from shardckpt.plugins import PluginHost
     from shardckpt.storage.writer import CheckpointWriter
@@ -37,11 +39,13 @@ def migrate_checkpoint(
     Raises:
         VersionTooOldError: no installed plugin has such a migration.
     """
-    plugins = host()
-    source, target = locate(old, plugins), locate(new, plugins)
+    return retry_if_replaced(lambda: _migrated(locate(old, host()), locate(new, host()), to, host()), old)
+
+
+def _migrated(source: Path, target: Path, to: int | None, plugins: PluginHost) -> tuple[str, int, int]:
     operation = Operation("migrate", target, Comm(alone=True), plugins)
     with operation.whole():
-        manifest = read_manifest(source, plugins)
+        place, manifest = hold_checkpoint(source, plugins)
         choices = plugins.registry.migrations(manifest.backend, manifest.version)
         chosen = next((m for m in choices if to in (None, m.to_version)), None)
         if chosen is None:
@@ -52,10 +56,11 @@ def migrate_checkpoint(
             )
         oldest = _reader_of(manifest.backend, chosen.to_version, plugins)
         identity = Identity(manifest.backend, chosen.to_version, oldest)
-        with CheckpointReader(source, manifest, verify=True) as reader:
+        with CheckpointReader(place, manifest, verify=True) as reader:
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:
                 chosen.create().migrate(reader, writer)
+                reader.check_unchanged()
 
             commit_files(operation, target, identity, write, overwrite=False)
     return manifest.backend, manifest.version, chosen.to_version

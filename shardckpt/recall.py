@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from shardckpt.comm import Comm
+    from shardckpt.completeness import GivenShards
     from shardckpt.mapping import ShardedBase
     from shardckpt.replicas import Replicas
     from shardckpt.strategy import PrepareAgain, SaveStrategy
@@ -67,6 +68,7 @@ class Remembered:
         validated: Whether the shards of all ranks were found to fit together.
         again: Prepares another one.
         replicas: Who has which of the replicated shards.
+        given: The shards, to be compared with what is stored.
         layout: Where its tensors stand in staging memory.
     """
 
@@ -76,6 +78,7 @@ class Remembered:
     validated: bool
     again: PrepareAgain
     replicas: Replicas
+    given: GivenShards
     layout: Any = None
 
 
@@ -125,12 +128,19 @@ class Recall:
         return Sighting(who, description, next((r for r in fitting if _same(r.description, description)), None))
 
     def keep(
-        self, sighting: Sighting, save_id: str, again: PrepareAgain | None, replicas: Replicas, *, validated: bool
+        self,
+        sighting: Sighting,
+        save_id: str,
+        again: PrepareAgain | None,
+        replicas: Replicas,
+        given: GivenShards,
+        *,
+        validated: bool,
     ) -> Remembered | None:
         """Remember a save, if it can be prepared again and nothing in its description can change."""
         if again is None or sighting.description is None or not _is_lasting(sighting.description):
             return None
-        found = Remembered(sighting.who, sighting.description, save_id, validated, again, replicas)
+        found = Remembered(sighting.who, sighting.description, save_id, validated, again, replicas, given)
         self._kept = [found, *self._kept][:_KEPT]
         return found
 

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.gate import choose_reader, read_manifest
+from shardckpt.gate import choose_reader, hold_checkpoint
 from shardckpt.integrity import ExpectedFile, find_faults, read_integrity
 from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME, Integrity
 from shardckpt.operation import Operation
+from shardckpt.pruning import clear_leftovers, supersedes
 from shardckpt.storage import commit
+from shardckpt.storage.directory import replaced_error, retry_if_replaced, was_replaced
 from shardckpt.storage.filesystem import allocated_bytes, is_there, naming
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.rewrite import rewrite_file
+from shardckpt.storage.staging_names import new_save_id
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import RemovesKeys
 
@@ -56,14 +59,18 @@ def remove_keys(directory: Path, prefix: str, comm: Comm, host: PluginHost, *, d
         with operation.step("comparing the arguments"):
             comm.agree(key_prefix=prefix, dry_run=dry_run)
         with operation.step("removing keys"):
-            report = comm.main_runs("removing keys", lambda: _remove(directory, prefix, operation, dry_run=dry_run))
+            report = comm.main_runs(
+                "removing keys",
+                lambda: retry_if_replaced(lambda: _remove(directory, prefix, operation, dry_run=dry_run), directory),
+            )
     return report
 
 
 def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool) -> RemovalReport:
     if not prefix:
         raise CheckpointingException(f"key_prefix={prefix!r}: give the text that the keys to be removed begin with")
-    manifest = read_manifest(directory, operation.host)
+    clear_leftovers(directory, supersedes(operation.host), restore=True)
+    place, manifest = hold_checkpoint(directory, operation.host)
     strategy = choose_reader(directory, manifest, operation.host)
     operation.dispatched(strategy)
     if not isinstance(strategy, RemovesKeys):
@@ -72,13 +79,15 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
             "of one: load what is to be kept, and save that"
         )
     before = allocated_bytes(directory)
-    with CheckpointReader(directory, manifest, verify=True) as reader:
+    with CheckpointReader(place, manifest, verify=True) as reader:
         removal = strategy.remove(prefix, reader)
         if not removal.keys:
             logger.warning(
                 "no tensor or object of %s has a key that begins with %r: nothing is removed", directory, prefix
             )
             return RemovalReport(bytes_before=before, bytes_after=before)
+        if was_replaced(place):
+            raise replaced_error(directory, "what would be removed is of another save than what is there")
         if not dry_run:
             _replace(directory, reader, removal)
     after = before + _growth(directory, removal) if dry_run else allocated_bytes(directory)
@@ -109,7 +118,7 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
     manifest, integrity = reader.manifest, read_integrity(directory)
     if integrity is not None:
         _check_renewed(directory, manifest, integrity, removal)
-    staging = commit.create_staging(directory, commit.new_save_id())
+    staging = commit.create_staging(directory, new_save_id())
     try:
         # what stays has digests of the old record's algorithm
         algorithm = None if manifest.record is None else manifest.record.digest_algorithm

@@ -20,7 +20,7 @@ from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTen
 from shardckpt.state_dict import diff
 from shardckpt.storage.digest import CRC32, digest_function, preferred
 from shardckpt.storage.memory import plain_cpu, tensor_bytes
-from shardckpt.wrappers import is_quantized
+from shardckpt.wrappers import dequantized, is_quantized, movable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -35,6 +35,14 @@ _Seen: TypeAlias = "Mapping[_Mark, Mapping[int, Collection[int]]]"
 
 #: Bytes that are taken from an accelerator at a time.
 _CHUNK = 16 << 20
+
+
+#: Elements of a ``"sampled"`` tensor that are compared: enough to tell most of it from little of it, and a few bytes.
+_SAMPLE = 32
+#: Stands where a rank has no element: smaller than any element's bits.
+_NOTHING = -(1 << 63) + 1
+#: Tensors whose samples travel in one message.
+_SAMPLES_AT_ONCE = 256
 
 
 class _Holders(NamedTuple):
@@ -77,7 +85,8 @@ def settle_replicas(
     Args:
         shards: This rank's, factories built; they stay as they are, replicated ones are copied.
         comm: The ranks that save or load together; all call it.
-        compare: Whether copies must have the same values, unless they are ``"unchecked"``.
+        compare: Whether copies must have the same values, unless they are ``"unchecked"``; of ``"sampled"`` tensors
+            only most of a few elements.
         replicas: Which they are, where all ranks know that already.
 
     Raises:
@@ -88,8 +97,7 @@ def settle_replicas(
         return list(shards)
     if compare:
         mine = ((shards[number], mark) for number, mark in marks.items() if holders[mark].shared)
-        shared = [(shard, mark) for shard, mark in mine if _replicated(shard) is True]
-        _compare(sorted(shared, key=lambda pair: pair[1]), comm)
+        _compare(sorted((pair for pair in mine if _is_compared(pair[0])), key=lambda pair: pair[1]), comm)
     settled = list(shards)
     for number, mark in marks.items():
         settled[number] = _settled(shards[number], holders[mark].first == comm.rank)
@@ -123,20 +131,86 @@ def _settled(shard: Any, is_main: bool) -> Any:
     return settled
 
 
+def _is_compared(shard: Any) -> bool:
+    return _replicated(shard) is True or _is_sampled(shard)
+
+
+def _is_sampled(shard: Any) -> bool:
+    """Whether it is a weight of which a sample is compared: any rank's vector or scalar will do."""
+    if _replicated(shard) != "sampled" or not isinstance(shard, ShardedTensor) or len(shard.global_shape) < 2:  # noqa: PLR2004
+        return False
+    return shard.data is not None and shard.data.layout == torch.strided and not shard.data.is_meta
+
+
 def _compare(shared: list[tuple[Any, _Mark]], comm: Comm) -> None:
     """Raise on all ranks if copies differ; ``shared`` has this rank's of those that others have, too."""
     without_xxhash = comm.largest(preferred() == CRC32)[0]
     with comm.task("comparing replicated shards"):
         digest = digest_function(CRC32 if without_xxhash else preferred())
-        mine = [(mark, _digest(shard.data, digest)) for shard, mark in shared]
+        sampled = [(shard, mark) for shard, mark in shared if _is_sampled(shard)]
+        samples = dict(zip((mark for _, mark in sampled), _samples([shard.data for shard, _ in sampled]), strict=True))
+        mine = [(m, digest(tensor_bytes(samples[m])) if m in samples else _digest(s.data, digest)) for s, m in shared]
     if comm.all_alike(b"".join(mark + value.to_bytes(8, "little") for mark, value in mine)):
         return
     different = _different(comm.all_gather(mine))
     objects = {m: s.data for s, m in shared if m in different and isinstance(s, ShardedObject)}
     equal = _equal_objects(comm.all_gather(objects))  # the same values may be pickled in two ways
+    equal |= _mostly_equal({mark: sample for mark, sample in samples.items() if mark in different}, comm)
     with comm.phase("comparing replicated shards"):
-        keys = {mark: shard.key for shard, mark in shared if mark in different.keys() - equal}
-        _refuse({key: different[mark] for mark, key in keys.items()})
+        faults = {shard.key: (shard, different[mark]) for shard, mark in shared if mark in different.keys() - equal}
+        _refuse(faults)
+
+
+def _samples(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The bits of a few elements of each, as integers on the CPU: those of one dtype and device in one copy."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for number, tensor in enumerate(tensors):
+        groups[tensor.dtype, tensor.device].append(number)
+    found: dict[int, torch.Tensor] = {}
+    for numbers in groups.values():
+        parts = [_sample(tensors[number]) for number in numbers]
+        bits = _bits(torch.cat(parts).cpu())
+        found.update(zip(numbers, bits.split([part.numel() for part in parts]), strict=True))
+    return [found[number] for number in range(len(tensors))]
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A few elements from all over a tensor, the same places for any way to lie in memory."""
+    values = (dequantized(tensor) if is_quantized(tensor) else tensor).detach()
+    step = max(1, values.numel() // _SAMPLE) | 1  # an odd one walks through all columns of most shapes
+    if values.is_contiguous():
+        return movable(values.view(-1))[::step][:_SAMPLE]
+    places = torch.arange(0, values.numel(), step, device=values.device)[:_SAMPLE]
+    return movable(values[torch.unravel_index(places, values.shape)])
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits of elements as integers: of those of 8 bytes the first 63, so that they can be negated."""
+    if values.is_complex():
+        real, imaginary = (_bits(part) for part in torch.view_as_real(values.resolve_conj()).unbind(-1))
+        return (31 * real + imaginary) >> 1
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
+    bits = values.resolve_neg().contiguous().view(width).to(torch.int64)
+    return bits >> 1 if width == torch.int64 else bits
+
+
+def _mostly_equal(samples: Mapping[_Mark, torch.Tensor], comm: Comm) -> set[_Mark]:
+    """Of the samples that differ between ranks, those of which at least half is the same; no rank sends its tensors."""
+    marks = sorted({mark for theirs in comm.all_gather(sorted(samples)) for mark in theirs})
+    equal = set()
+    for first in range(0, len(marks), _SAMPLES_AT_ONCE):
+        batch = marks[first : first + _SAMPLES_AT_ONCE]
+        bits = [samples[mark].tolist() if mark in samples else [] for mark in batch]
+        padded = [value for values in bits for value in (*values, *[None] * (_SAMPLE - len(values)))]
+        numbers = [_NOTHING if value is None else value for value in padded]
+        largest = comm.largest(*numbers)
+        smallest = comm.largest(*(_NOTHING if value is None else -value for value in padded))
+        for number, mark in enumerate(batch):
+            place = slice(number * _SAMPLE, (number + 1) * _SAMPLE)
+            pairs = [pair for pair in zip(largest[place], smallest[place], strict=True) if pair[0] != _NOTHING]
+            if 2 * sum(high != -low for high, low in pairs) <= len(pairs):
+                equal.add(mark)
+    return equal
 
 
 def _different(everyone: list[list[tuple[_Mark, int]]]) -> _Seen:
@@ -156,18 +230,26 @@ def _equal_objects(everyone: list[dict[_Mark, Any]]) -> set[_Mark]:
     return {mark for mark, values in copies.items() if not any(any(diff(values[0], other)) for other in values[1:])}
 
 
-def _refuse(faults: dict[str, Mapping[int, Collection[int]]]) -> None:
+def _refuse(faults: dict[str, tuple[Any, Mapping[int, Collection[int]]]]) -> None:
     if not faults:
         return
-    shown = [f"{key!r}: {_groups(faults[key])}" for key in sorted(faults)]
-    raise ShardingError(
-        "values that should be the same on all ranks that have them differ:\n  "
-        + listed(shown, "\n  ")
-        + "\nDescribe what each rank has as a shard of its own (a DTensor, a ShardedTensor with another offset, "
-        "experts by their layouts; among the states of a CheckpointManager, PerRank) or under another key; or, if any "
-        "copy will do, pass check_replicas=False (to to_sharded_state_dict, or in the CheckpointConfig): then the "
-        "lowest rank's is saved"
+    shown = [f"{key!r}: {_groups(ranks)}" for key, (_, ranks) in sorted(faults.items())]
+    shards = [shard for shard, _ in faults.values()]
+    if any(map(_is_sampled, shards)):
+        what = "most of the values that check_replicas=False would take from one rank for all are other ones elsewhere"
+    else:
+        what = "values that should be the same on all ranks that have them differ"
+    advice = (
+        "Describe what each rank has as a shard of its own: a DTensor; a ShardedTensor with another offset; experts "
+        "that are local tensors by their layouts (shardckpt_ep.expert_layouts and expert_sharded_state_dict); among "
+        "the states of a CheckpointManager, PerRank. Or give it a key of its own"
     )
+    if not any(isinstance(shard, ShardedTensor) and len(shard.global_shape) > 1 for shard in shards):  # no weights
+        advice += (
+            ". If any copy will do, as of BatchNorm's statistics, pass check_replicas=False (to to_sharded_state_dict, "
+            "or in the CheckpointConfig): then the lowest rank's is saved"
+        )
+    raise ShardingError(f"{what}:\n  " + listed(shown, "\n  ") + f"\n{advice}")
 
 
 def _groups(ranks: Mapping[int, Collection[int]]) -> str:

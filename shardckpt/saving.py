@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.completeness import GivenShards
 from shardckpt.entries import StrategyAction
 from shardckpt.errors import UnknownBackendError
+from shardckpt.fit import describe_shards
 from shardckpt.operation import Operation
 from shardckpt.recall import recall
 from shardckpt.registry import parse_key
@@ -49,6 +51,7 @@ class CheckedState:
         saver: The strategy.
         shards: This rank's.
         common: The state that is not sharded.
+        given: The shards, to be compared with what the strategy stores.
         sighting: Whether all ranks have saved these shards before.
         replicas: Who has which of the replicated shards.
     """
@@ -56,6 +59,7 @@ class CheckedState:
     saver: SaveStrategy
     shards: list[ShardedBase]
     common: CommonStateDict
+    given: GivenShards
     sighting: Sighting
     replicas: Replicas
 
@@ -91,6 +95,7 @@ def save_checkpoint(
                 write_prepared(prepared, context)
             else:
                 state.saver.save(state.shards, state.common, context)
+            state.given.compare(writer.shards, comm)
 
         commit_files(
             operation,
@@ -144,12 +149,15 @@ def check_state(
             shards = list(map(checked_copy, shards))
         replicas = find_replicas(shards, comm) if known is None else known.replicas
         shards = settle_replicas(shards, comm, compare=options.validate, replicas=replicas)
+    with comm.task("describing shards"):
+        described = None if known is not None else describe_shards(shards)
+        given = known.given if described is None else GivenShards(described, saver)
     if options.validate:
         with operation.step("validating"):
-            if known is None:
-                validate_shards(shards, comm)
+            if described is not None:
+                validate_shards(shards, comm, described)
             compare_common(common, options.preprocess_common, comm)
-    return CheckedState(saver, shards, common, sighting._replace(known=known), replicas)
+    return CheckedState(saver, shards, common, given, sighting._replace(known=known), replicas)
 
 
 def prepare_save(
@@ -170,7 +178,9 @@ def prepare_save(
             return prepared, known
         shards = list(map(checked_copy, shards))  # the strategy's to keep
     prepared = saver.prepare(shards, state.common, context)
-    kept = recall.keep(state.sighting, context.save_id, prepared.again, state.replicas, validated=validated)
+    kept = recall.keep(
+        state.sighting, context.save_id, prepared.again, state.replicas, state.given, validated=validated
+    )
     return prepared, kept
 
 

@@ -12,6 +12,9 @@ DIRECT_IO = "SHARDCKPT_DIRECT_IO"
 DISABLED_PLUGINS = "SHARDCKPT_DISABLED_PLUGINS"
 #: Threads that read or write files, a rank; 1 does all file work in the calling thread.
 IO_THREADS = "SHARDCKPT_IO_THREADS"
+#: Hours since the last write after which what an interrupted save has left is removed, where it cannot be seen whether
+#: its process lives: it is another host's, or an older release's. What no process of this host has goes at once.
+LEFTOVER_HOURS = "SHARDCKPT_LEFTOVER_HOURS"
 #: Attempts at a request to a remote store, with growing pauses, before it is an error.
 REMOTE_ATTEMPTS = "SHARDCKPT_REMOTE_ATTEMPTS"
 #: Threads that read from a remote store, a rank: more than cores, for they wait.
@@ -38,6 +41,11 @@ def disabled_plugins() -> frozenset[str]:
 def io_threads() -> int:
     """Number of file threads a rank; by default one a core, 2 at least and 4 at most."""
     return _integer(IO_THREADS, default=max(2, min(4, os.cpu_count() or 1)), least=1)
+
+
+def leftover_hours() -> int:
+    """Hours after which an interrupted save of another host is taken for dead."""
+    return _integer(LEFTOVER_HOURS, default=24, least=1)
 
 
 def remote_attempts() -> int:
@@ -78,6 +86,7 @@ __all__ = [
     "DIRECT_IO",
     "DISABLED_PLUGINS",
     "IO_THREADS",
+    "LEFTOVER_HOURS",
     "REMOTE_ATTEMPTS",
     "REMOTE_THREADS",
     "SPOOL_DIR",
@@ -86,6 +95,7 @@ __all__ = [
     "direct_io",
     "disabled_plugins",
     "io_threads",
+    "leftover_hours",
     "remote_attempts",
     "remote_threads",
     "spool_directory",

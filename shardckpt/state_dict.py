@@ -85,8 +85,8 @@ def extract_matching_values(
         else:
             (match if predicate(value) else rest)[key] = value
     if isinstance(x, list):
-        return (match, rest) if return_lists_as_dicts else (list(match.values()), _of_type(x, list(rest.values())))
-    return match, _of_type(x, rest)
+        return (match, rest) if return_lists_as_dicts else (list(match.values()), of_type(x, list(rest.values())))
+    return match, of_type(x, rest)
 
 
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
@@ -116,9 +116,9 @@ def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], lis
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
     """A nest of the same form and types with ``f`` applied to every leaf."""
     if isinstance(x, dict):
-        return _of_type(x, {key: dict_list_map_outplace(f, value) for key, value in x.items()})
+        return of_type(x, {key: dict_list_map_outplace(f, value) for key, value in x.items()})
     if isinstance(x, list):
-        return _of_type(x, [dict_list_map_outplace(f, value) for value in x])
+        return of_type(x, [dict_list_map_outplace(f, value) for value in x])
     return f(x)
 
 
@@ -302,8 +302,8 @@ def _taken_apart(x: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
             _refuse_parts(value, (*path, key))
             rest[key] = value
     if isinstance(x, list):
-        return list(sharded.values()), _of_type(x, list(rest.values()))
-    return sharded, _of_type(x, rest)
+        return list(sharded.values()), of_type(x, list(rest.values()))
+    return sharded, of_type(x, rest)
 
 
 def checked_copy(shard: ShardedBase) -> ShardedBase:
@@ -390,7 +390,7 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, ShardedBase) else value
 
 
-def _of_type(original: Any, content: Any) -> Any:
+def of_type(original: Any, content: Any) -> Any:
     """The content in a container of the original's type: an OrderedDict stays one, a defaultdict keeps its factory."""
     if type(original) in (dict, list):
         return content
@@ -455,6 +455,7 @@ __all__ = [
     "merge",
     "nested_items",
     "nested_values",
+    "of_type",
     "replace_prefix_for_sharding",
     "split_for_save",
     "take_apart",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import (
     FactoryMergeFn,
     LocalNonpersistentObject,
+    OptionalEntries,
     ShardedBase,
     ShardedStateDict,
     ShardedTensorFactory,
     StateDict,
 )
-from shardckpt.state_dict import build_copy, dict_list_map_outplace, nested_values
+from shardckpt.state_dict import build_copy, dict_list_map_outplace, nested_values, of_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
 
 #: Stands for a value that the checkpoint does not have: its place is left out of the result.
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "MISSING"})()
@@ -43,12 +48,42 @@ class _Kept:
     value: Any
 
 
+class _OptionalEntry(NamedTuple):
+    """An entry that the checkpoint may lack: what its keys begin with, and the numbers of its shards."""
+
+    prefix: str
+    numbers: range
+
+
 class LoadTemplate:
     """A wanted state dict, its shards listed flat; the caller's nest and descriptions stay as they are."""
 
     def __init__(self, wanted: ShardedStateDict) -> None:
         self.shards: list[ShardedBase] = []
-        self._tree = dict_list_map_outplace(self._slot, wanted)
+        self._optional: list[_OptionalEntry] = []
+        self._tree = self._slots(wanted)
+
+    def absent(self, stored: Collection[str], key_of: Callable[[ShardedBase], str]) -> dict[int, str]:
+        """The shards of optional entries of which the checkpoint has nothing: their numbers, with the entry's name.
+
+        Args:
+            stored: The names of what is stored.
+            key_of: The name under which a shard is stored.
+        """
+        found: dict[int, str] = {}
+        if all(key_of(self.shards[number]) in stored for entry in self._optional for number in entry.numbers):
+            return found
+        ordered = sorted(stored)
+        for prefix, numbers in self._optional:
+            place = bisect_left(ordered, prefix)
+            if place == len(ordered) or not ordered[place].startswith(prefix):
+                found.update(dict.fromkeys(numbers, prefix.removesuffix(".")))
+        return found
+
+    @property
+    def optional(self) -> int:
+        """The number of shards of optional entries."""
+        return sum(len(entry.numbers) for entry in self._optional)
 
     def fill(self, values: list[Any], common: StateDict) -> StateDict:
         """The state dict of the wanted form.
@@ -62,6 +97,23 @@ class LoadTemplate:
         """
         filled = _assemble(dict_list_map_outplace(lambda leaf: _filled(leaf, values), self._tree), common, "")
         return filled if isinstance(filled, dict) else {}
+
+    def _slots(self, wanted: Any) -> Any:
+        """The nest with slots in the places of its leaves."""
+        if isinstance(wanted, OptionalEntries):
+            return {name: self._entry(f"{wanted.prefix}{name}.", value) for name, value in wanted.complete().items()}
+        if isinstance(wanted, dict):
+            return of_type(wanted, {key: self._slots(value) for key, value in wanted.items()})
+        if isinstance(wanted, list):
+            return of_type(wanted, [self._slots(value) for value in wanted])
+        return self._slot(wanted)
+
+    def _entry(self, prefix: str, wanted: Any) -> Any:
+        first = len(self.shards)
+        slots = self._slots(wanted)
+        if all(shard.key.startswith(prefix) for shard in self.shards[first:]):  # else its keys were changed since
+            self._optional.append(_OptionalEntry(prefix, range(first, len(self.shards))))
+        return slots
 
     def _slot(self, leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensorFactory):

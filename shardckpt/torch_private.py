@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     import datetime as dt
+    from types import ModuleType
     from typing import TypeGuard
 
-    import torch
+
+def _forget_default_group(module: ModuleType) -> None:
+    """Let the functions of a module have no process group as a default: None means the default group to them, too.
+
+    Of what was imported when there was a group already, the functions would keep that group for ever:
+    ``destroy_process_group`` would end none of its threads, and they would abort the interpreter when it ends.
+    """
+    for function in filter(isfunction, vars(module).values()):
+        defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+        if any(isinstance(value, dist.ProcessGroup) for value in (*defaults, *keywords.values())):
+            function.__defaults__ = tuple(map(_no_group, defaults))
+            function.__kwdefaults__ = {name: _no_group(value) for name, value in keywords.items()}
+
+
+def _no_group(default: Any) -> Any:
+    return None if isinstance(default, dist.ProcessGroup) else default
+
+
+if dist.is_available():
+    # The one module of torch's with such defaults that we, torch.distributed.checkpoint, FSDP and torch._dynamo import.
+    # Whoever imports it later finds it as it is left here.
+    import torch.distributed.nn.functional
+
+    _forget_default_group(torch.distributed.nn.functional)
 
 
 def group_timeout(group: Any) -> dt.timedelta:
     """How long a rank waits in the group's collectives: torch tells no one, and a gloo twin needs the same."""
     backend = group._get_backend(group._device_types[0])  # noqa: SLF001
     return backend.options._timeout  # type: ignore[no-any-return]  # noqa: SLF001
+
+
+def group_store(group: Any) -> Any:
+    """The store through which the group's ranks have found each other; None of a group that was destroyed."""
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))  # noqa: SLF001
+    return store
 
 
 def split_factor(placement: Any) -> int | None:
@@ -59,10 +93,16 @@ def empty_sharded_tensor_like(value: Any, dtype: torch.dtype) -> Any:
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors, each into one of the same shape, by one call: a call for each costs more than to copy a few KiB."""
-    import torch
-
     with torch.inference_mode():  # neither gradients nor tangents
         torch._foreach_copy_(targets, sources)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """One step of an optimizer, without what its user has hung on steps: torch offers no way past that."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch has put a function around the class's own that runs the hooks
+        step = getattr(step, "__wrapped__", step)
+    step(optimizer, closure=None)
 
 
 def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
@@ -74,8 +114,10 @@ def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
 __all__ = [
     "copy_each",
     "empty_sharded_tensor_like",
+    "group_store",
     "group_timeout",
     "is_sharded_tensor",
     "sharded_along",
     "split_factor",
+    "step_without_hooks",
 ]

@@ -5,20 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.gate import choose_reader, read_manifest
+from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
+from shardckpt.pruning import clear_leftovers, owned_files, supersedes
 from shardckpt.storage import commit
 from shardckpt.storage.digest import CRC32, preferred
+from shardckpt.storage.owner import Owner
 from shardckpt.storage.remote import RemotePath
+from shardckpt.storage.staged_files import refuse_unrecorded
+from shardckpt.storage.staging_names import new_save_id
 from shardckpt.storage.upload import Upload
 from shardckpt.storage.writer import CheckpointWriter
-from shardckpt.strategy import OwnsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A save's name travels as numbers of so many bits, which have these places in it.
-_BITS = 43
-_PLACES = (0, _BITS, 2 * _BITS)
+#: A save's name and owner, 128 bits each, travel as numbers of so many bits, which have these places in them.
+_BITS = 52
+_PLACES = tuple(_BITS * number for number in range(5))
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Identity(NamedTuple):
@@ -83,13 +88,13 @@ class Transaction:
                 if isinstance(target, RemotePath):
                     self._upload = Upload(target.folder, MARKER_NAME)
                 if operation.comm.is_main:
-                    self.save_id = commit.new_save_id()
+                    self.save_id = new_save_id()
                     self._take_target()
-            self._tell()
+            owner = self._tell()
             if self._upload is not None:
                 self.staging, self._upload.save_id = self._upload.spool, self.save_id
             else:
-                self.staging = commit.staging_path(target, self.save_id)
+                self.staging = commit.staging_path(target, self.save_id, owner)
         except BaseException:
             self.abort()
             raise
@@ -115,15 +120,20 @@ class Transaction:
             content: The caller's ``content_metadata``.
         """
         comm = self.operation.comm
-        files, sha256 = before or ([], {})
+        with comm.task("looking at the files of this rank"):
+            added = writer.recorded_files()
+        files = added if before is None else before.files + added
+        sha256 = writer.sha256 if before is None else {**before.sha256, **writer.sha256}
         if self._upload is not None:
             with self.operation.step("uploading"):
-                self._upload.put([file.name for file in writer.files])
+                self._upload.check([file.name for file in files])
+                self._upload.put([file.name for file in added])
             self._upload.hand_over()
-        everyone = comm.gather(Written(files + writer.files, {**sha256, **writer.sha256}))
-        self.operation.wrote(sum(file.size for file in files + writer.files))
+        everyone = comm.gather(Written(files, sha256))
+        self.operation.wrote(sum(file.size for file in files))
         with self.operation.step("committing"):
             if comm.is_main:
+                _check_records([file for part in everyone for file in part.files])
                 self._write_markers(writer, everyone, content)
                 self._publish(writer, everyone)
         if self._upload is not None:
@@ -136,13 +146,18 @@ class Transaction:
         elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
             commit.discard(self.staging)
 
-    def _tell(self) -> None:
-        """Let all ranks know the save's name, and whether one of them lacks the preferred digest: in one message."""
-        number = int(self.save_id or "0", 16)
+    def _tell(self) -> Owner:
+        """Let all ranks know the save's name and its owner, the main rank's process, which commits it.
+
+        In the same message they learn whether one of them lacks the preferred digest.
+        """
+        number = int(self.save_id + Owner.current().text, 16) if self.save_id else 0
         parts = (number >> place & (1 << _BITS) - 1 for place in _PLACES)
         lacks, *found = self.operation.comm.largest(preferred() == CRC32, *parts)
-        self.save_id = f"{sum(part << place for part, place in zip(found, _PLACES, strict=True)):032x}"
+        number = sum(part << place for part, place in zip(found, _PLACES, strict=True))
+        self.save_id = f"{number >> 128:032x}"
         self.algorithm = CRC32 if lacks else preferred()
+        return Owner.from_number(number & (1 << 128) - 1)
 
     def _take_target(self) -> None:
         """On the main rank: see that the target may be saved to, and begin."""
@@ -150,6 +165,7 @@ class Transaction:
             self._upload.begin(self.save_id, overwrite=self._overwrite)
             return
         self._check_target()
+        clear_leftovers(self.target, supersedes(self.operation.host), restore=self._overwrite)
         self.staging = commit.create_staging(self.target, self.save_id)
 
     def _check_target(self) -> None:
@@ -181,19 +197,20 @@ class Transaction:
             writer.write(INTEGRITY_NAME, Integrity(files={**hashes, **writer.sha256}).dump(), keys=0)
 
     def _publish(self, writer: CheckpointWriter, everyone: list[Written]) -> None:
+        files = [file for part in everyone for file in part.files]
+        known = {file.name for file in files}
         if self._upload is not None:
-            files = [file for part in everyone for file in part.files]
-            known = {MARKER_NAME, *(file.name for file in files)}
-            added = [file for file in writer.files if file.name not in known]
+            added = [file for file in writer.files if file.name not in {*known, MARKER_NAME}]
             self._upload.put([file.name for file in added])
             self._upload.commit(files + added)
             return
         staging = self.staging or Path()
+        refuse_unrecorded(staging, known.union(file.name for file in writer.files))
         if commit.is_free(self.target):
             commit.publish(staging, self.target)
             return
         self._check_target()  # another save may have come first
-        commit.replace(staging, self.target, _owned_files(self.target, self.operation))
+        commit.replace(staging, self.target, owned_files(self.target, self.operation.host))
 
 
 def commit_files(
@@ -238,18 +255,17 @@ def as_json(content: Any) -> Any:
     return copy if copy == content else None
 
 
-def _owned_files(target: Path, operation: Operation) -> set[str]:
-    """The files of the checkpoint at ``target``; what is not among them is kept by an overwrite."""
-    owned = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME}
-    try:
-        manifest = read_manifest(target, operation.host)
-        if manifest.record is not None:
-            return owned | {file.name for file in manifest.record.files}
-        reader = choose_reader(target, manifest, operation.host)
-    except CheckpointingException as exc:
-        logger.warning("overwriting %s, which is no readable checkpoint: all its files are kept (%s)", target, exc)
-        return owned
-    return owned | (reader.owned_files(target) if isinstance(reader, OwnsFiles) else set())
+def _check_records(files: list[FileRecord]) -> None:
+    """Whether every file of all ranks has one record, with digests."""
+    counts = Counter(file.name for file in files)
+    twice = [f"{file.name!r} by rank {file.rank}" for file in files if counts[file.name] > 1]
+    if twice:
+        raise StorageError(f"files were recorded twice: {listed(twice)}; put the rank's number into their names")
+    bare = [repr(file.name) for file in files if not (_DIGEST.fullmatch(file.digest) and file.segments)]
+    if bare:
+        raise StorageError(
+            f"files were recorded without digests: {listed(bare)}; write them by the checkpoint's writer, or adopt them"
+        )
 
 
 __all__ = ["Identity", "Transaction", "Written", "as_json", "commit_files"]

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import CannotLoadError, CheckpointingException
-from shardckpt.gate import choose_reader, read_manifest
+from shardckpt.gate import choose_reader, hold_checkpoint
 from shardckpt.integrity import digested_files, find_faults, is_damage
 from shardckpt.locations import locate
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
 from shardckpt.plugins import host
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.filesystem import file_size
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import ChecksFiles
@@ -67,8 +68,11 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
         CheckpointingException: there is no answer: no digests, and a reader that cannot tell without; or a file that
             names the others cannot be read.
     """
-    path = locate(directory, host())
-    manifest = read_manifest(path, host())
+    return retry_if_replaced(lambda: _verified(locate(directory, host())), directory)
+
+
+def _verified(directory: Path) -> list[FileResult]:
+    path, manifest = hold_checkpoint(directory, host())
     digested = digested_files(path, manifest)
     found: dict[str, FileResult] = {}
     if digested is not None:

@@ -37,7 +37,7 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
         main(arguments)
     out = capsys.readouterr().out
     expected = {
-        "--help": ("demo", "strategies", "inspect", "verify", "migrate", "remove", "export"),
+        "--help": ("demo", "strategies", "inspect", "verify", "migrate", "remove", "prune", "export"),
         "--version": (__version__,),
     }
     assert all(text in out for text in expected.get(arguments[0], ("usage",)))

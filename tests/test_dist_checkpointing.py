@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import warnings
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import (
     CheckpointingException,
+    DtypeMismatchError,
     KeyMismatchError,
     ShapeMismatchError,
     ShardingError,
@@ -231,6 +234,86 @@ def test_dtypes_are_cast_on_load(tmp_path: Path) -> None:
     assert torch.equal(dc.load({"w": wanted}, tmp_path / "c")["w"], torch.full((3, 2), 1.5, dtype=torch.bfloat16))
 
 
+def _load_cast(directory: str, **options: Any) -> tuple[str, str, float]:
+    """Rank 0 wants fitting dtypes, rank 1 one that does not fit; what is raised, and the sum of what was filled."""
+    fine = torch.zeros(3, 2, dtype=torch.float64)
+    bad = torch.zeros(3, 2, dtype=torch.int32 if dist.get_rank() else torch.float16)
+    wanted = {"a": fine, "b": bad}
+    described = {key: ShardedTensor.from_rank_offsets(key, data, replicated=True) for key, data in wanted.items()}
+    try:
+        dc.load(described, directory, validate_access_integrity=False, **options)
+    except CheckpointingException as exc:
+        return type(exc).__name__, str(exc), float(fine.sum() + bad.sum())
+    return "", "", float(fine.sum() + bad.sum())
+
+
+def test_casts_that_cut_values_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """Floats wanted as integers on one rank: the same error on all, with key and dtypes, before anything is filled."""
+    dc.save({"a": _tensor("a", 1.5), "b": _tensor("b", 2.7)}, tmp_path / "c")
+    refused = ranks.run(2, _load_cast, str(tmp_path / "c"))
+    assert len(set(refused)) == 1
+    kind, message, filled = refused[0]
+    assert (kind, filled) == ("DtypeMismatchError", 0)
+    assert "'b': stored torch.float32, wanted torch.int32" in message
+    assert "'a'" not in message
+    cast = _load_cast_with_leave(ranks, tmp_path / "c")
+    assert cast == [("", "", pytest.approx(6 * (1.5 + 2.7), rel=1e-3)), ("", "", 6 * (1.5 + 2))]
+
+
+def _load_cast_with_leave(ranks: RankPool, directory: Path) -> list[Any]:
+    return ranks.run(2, functools.partial(_load_cast, allow_dtype_cast=True), str(directory))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "expected"),
+    [
+        (torch.tensor([0.7, float("nan")]), torch.int64, None),
+        (torch.tensor([0.7, 300.0]), torch.uint8, None),
+        (torch.tensor([0.0, 0.7]), torch.bool, None),
+        (torch.tensor([1 + 2j]), torch.float32, None),
+        (torch.tensor([1 << 40]), torch.int32, None),
+        (torch.tensor([-1], dtype=torch.int8), torch.uint8, None),
+        (torch.tensor([2], dtype=torch.uint8), torch.bool, None),
+        (torch.tensor([True, False]), torch.float32, [1.0, 0.0]),
+        (torch.tensor([7, 8]), torch.float32, [7.0, 8.0]),
+        (torch.tensor([7], dtype=torch.uint8), torch.int16, [7]),
+        (torch.tensor([0.5]), torch.complex64, [0.5 + 0j]),
+        (torch.tensor([0.5]).to(torch.float8_e5m2), torch.float32, [0.5]),
+        (torch.tensor([0.5]), torch.float8_e5m2, [0.5]),
+    ],
+)
+def test_a_cast_keeps_what_values_mean(
+    tmp_path: Path, stored: torch.Tensor, wanted: torch.dtype, expected: list[Any] | None
+) -> None:
+    """The table of casts: what would be cut or wrapped is refused, and done with allow_dtype_cast as torch does it."""
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", stored)}, tmp_path / "c")
+    into = torch.zeros(stored.shape, dtype=torch.float32).to(wanted)
+    described = {"w": ShardedTensor.from_rank_offsets("w", into)}
+    if expected is None:
+        with pytest.raises(DtypeMismatchError, match=f"'w': stored {stored.dtype}, wanted {wanted}"):
+            dc.load(described, tmp_path / "c")
+        assert not into.any()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says of complex numbers what it drops
+            assert torch.equal(dc.load(described, tmp_path / "c", allow_dtype_cast=True)["w"], stored.to(wanted))
+    else:
+        assert dc.load(described, tmp_path / "c")["w"].to(torch.complex64).tolist() == expected
+        assert into.dtype == wanted
+
+
+def test_casts_are_logged_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However many tensors are cast: one line, a warning where digits are lost, and none where nothing is cast."""
+    dc.save({str(n): _tensor(str(n), 1.5) for n in range(9)}, tmp_path / "c")
+    for dtype, level in ((torch.bfloat16, "WARNING"), (torch.float64, "INFO"), (torch.float32, None)):
+        caplog.clear()
+        with caplog.at_level("INFO", "shardckpt.loading"):
+            wanted = {str(n): torch.zeros(3, 2, dtype=dtype) for n in range(9)}
+            dc.load({key: ShardedTensor.from_rank_offsets(key, data) for key, data in wanted.items()}, tmp_path / "c")
+        lines = [record for record in caplog.records if "cast" in record.getMessage()]
+        assert [record.levelname for record in lines] == ([] if level is None else [level])
+        assert all(f"torch.float32 to {dtype} (9: '0', ...)" in record.getMessage() for record in lines)
+
+
 def test_shape_mismatches_are_all_named(tmp_path: Path) -> None:
     """Other global shapes are one error with every key and both shapes, and nothing is filled."""
     dc.save({"a": _tensor("a"), "b": _tensor("b"), "c": _tensor("c")}, tmp_path / "c")
@@ -255,7 +338,7 @@ def test_allow_shape_mismatch_loads_what_is_common(tmp_path: Path, rows: int) ->
 def test_strict_modes_at_the_front_door(tmp_path: Path) -> None:
     """Keys that do not match are dropped and returned, or raised, as the mode says."""
     dc.save({"have": _tensor("have"), "both": _tensor("both")}, tmp_path / "c")
-    wanted = {"both": _tensor("both", 0), "want": _tensor("want", 0)}
+    wanted = {"both": _tensor("both", 0.0), "want": _tensor("want", 0.0)}
     with pytest.raises(KeyMismatchError, match="want"):
         dc.load(wanted, tmp_path / "c")
     loaded, missing, unexpected = dc.load(wanted, tmp_path / "c", strict=dc.StrictHandling.RETURN_ALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -112,6 +113,77 @@ def test_unchecked_copies_are_not_compared(ranks: RankPool) -> None:
     """``"unchecked"`` has its main replica on the lowest rank, whatever the others have."""
     shards: list[list[ShardedBase]] = [[], *([_tensor("a", float(n), replicated="unchecked")] for n in (1, 2))]
     assert _outcome(ranks, shards) == [[], [0], [1]]
+
+
+def _weight(differing: int, *, shape: tuple[int, ...] = (8, 16), replicated: Replicated = "sampled") -> Any:
+    """Of a weight, the first elements differ on rank 1 and later ones."""
+    data = torch.zeros(shape)
+    data.view(-1)[:differing] = float(dist.get_rank() > 0) if dist.is_initialized() else 0.0
+    return ShardedTensor.from_rank_offsets("w", data, replicated=replicated)
+
+
+def _settle_weight(differing: int, shape: tuple[int, ...], form: str) -> tuple[str, str]:
+    shard = _weight(differing, shape=shape)
+    if form == "transposed" and dist.get_rank():
+        shard.data = shard.data.t().contiguous().t()
+    if form == "elsewhere" and dist.get_rank() == 2:
+        shard.key = "other"
+    if form == "half":
+        shard = ShardedTensor.from_rank_offsets("w", shard.data.bfloat16(), replicated="sampled")
+    if form == "double":
+        shard = ShardedTensor.from_rank_offsets("w", shard.data.double(), replicated="sampled")
+    if form == "complex":
+        shard = ShardedTensor.from_rank_offsets("w", shard.data * 1j, replicated="sampled")
+    try:
+        settle_replicas([shard], Comm(), compare=True)
+    except ShardingError as exc:
+        return type(exc).__name__, str(exc)
+    return "", ""
+
+
+@pytest.mark.parametrize("form", ["plain", "transposed", "elsewhere", "half", "double", "complex"])
+@pytest.mark.parametrize(("shape", "share"), [((8, 16), 128), ((300, 70), 21000), ((2, 3), 6)])
+def test_what_differs_on_most_of_a_weight_is_no_copy(
+    ranks: RankPool, shape: tuple[int, ...], share: int, form: str
+) -> None:
+    """A sampled weight that differs on most elements is refused on all ranks; one that differs on a third is not."""
+    assert set(ranks.run(3, _settle_weight, share // 3, shape, form)) == {("", "")}
+    refused = ranks.run(3, _settle_weight, share * 2 // 3 + 1, shape, form)
+    assert len(set(refused)) == 1
+    kind, message = refused[0]
+    assert kind == "ShardingError"
+    assert "most of the values that check_replicas=False would take from one rank" in message
+    assert f"'w': one value on rank 0 / one value on rank 1{'' if form == 'elsewhere' else ', 2'}" in message
+    assert "shardckpt_ep.expert_layouts" in message
+
+
+def test_any_ranks_vector_will_do(ranks: RankPool) -> None:
+    """Sampled vectors, scalars and objects are not compared: statistics differ on all elements."""
+    shards: list[list[ShardedBase]] = [
+        [_tensor("a", float(n), replicated="sampled"), _object("o", n, replicated="sampled")] for n in (1, 2)
+    ]
+    assert _outcome(ranks, shards) == [[0, 0], [1, 1]]
+
+
+def test_many_samples_travel_in_parts(ranks: RankPool) -> None:
+    """Of more weights than go into one message each is judged by its own sample."""
+    assert ranks.run(2, _settle_many, 7) == [["w1", "w4"]] * 2
+
+
+def _settle_many(count: int) -> list[str]:
+    replicas._SAMPLES_AT_ONCE, before = 2, replicas._SAMPLES_AT_ONCE
+    shards = []
+    for number in range(count):
+        data = torch.zeros(4, 4)
+        data[: 4 if number % 3 == 1 else 1] = dist.get_rank()
+        shards.append(ShardedTensor.from_rank_offsets(f"w{number}", data, replicated="sampled"))
+    try:
+        settle_replicas(shards, Comm(), compare=True)
+    except ShardingError as exc:
+        return [f"w{number}" for number in range(count) if f"'w{number}'" in str(exc)]
+    finally:
+        replicas._SAMPLES_AT_ONCE = before
+    return []
 
 
 def _differently_pickled() -> list[Any]:

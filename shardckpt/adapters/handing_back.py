@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from shardckpt.adapters.modules import owner
+from shardckpt.adapters.modules import owner, without_initial_state
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 def groups_of(parts: Sequence[Module], optimizer: Optimizer, number: int) -> list[dict[str, Any]]:
     """The groups of an optimizer as they are, with the full names of their parameters under ``params``."""
-    with _without_initial_state(optimizer):
+    with without_initial_state(optimizer):
         found: Any = get_optimizer_state_dict(owner(parts, optimizer, number), optimizer)
     return found["param_groups"]  # type: ignore[no-any-return]
 
@@ -57,27 +56,13 @@ def set_optimizer(
 ) -> None:
     """Give an optimizer the state of its parameters, and its groups."""
     mine = {name: dict(states[name]) for group in groups for name in group["params"] if name in states}
-    with _without_initial_state(optimizer):
+    with without_initial_state(optimizer):
         set_optimizer_state_dict(
             part,
             optimizer,
             {"state": mine, "param_groups": [dict(group) for group in groups]},  # type: ignore[dict-item]
             options=StateDictOptions(strict=False),
         )
-
-
-@contextmanager
-def _without_initial_state(optimizer: Optimizer) -> Iterator[None]:
-    """Keep torch from making state for an optimizer that has none: it would take as much memory as what was loaded."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    is_fresh = not optimizer.state
-    if is_fresh:
-        optimizer.state.update({param: {} for param in params})
-    try:
-        yield
-    finally:
-        if is_fresh and not any(optimizer.state.values()):
-            optimizer.state.clear()
 
 
 def _is_equal(one: Any, other: Any) -> bool:

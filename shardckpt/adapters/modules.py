@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import ShardingError
+from shardckpt.torch_private import step_without_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -42,25 +45,55 @@ def model_state(parts: Sequence[Module]) -> dict[str, Any]:
     return merged.values
 
 
+def buffers_among(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
+    """The names of those values of :func:`model_state` that are buffers: they lie in a buffer's memory."""
+    places = {_place(buffer) for part in parts for buffer in part.buffers()} - {0}
+    return frozenset(name for name, value in values.items() if _place(value) in places)
+
+
 def optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
     """State and group options of every parameter by full name: ``({name: state}, {name: options})``.
 
-    An optimizer that has made no step gives the state with which it begins (zeros, by torch's API); it keeps none.
+    A parameter that has no state yet (no step was made, or it had no gradient) is not among the states.
 
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
     states, options = _Merged("optimizer"), _Merged("optimizer")
     for number, optimizer in enumerate(optimizers):
-        with _initial_state(optimizer) as is_fresh:
+        with without_initial_state(optimizer):
             found: Any = get_optimizer_state_dict(owner(parts, optimizer, number), optimizer)
-        if is_fresh:
-            _forget_the_step(found["state"])
-        states.add(number, found["state"])
+        states.add(number, {name: state for name, state in found["state"].items() if state})
         for group in found["param_groups"]:
             given = {name: value for name, value in group.items() if name != "params"}
             options.add(number, dict.fromkeys(group["params"], given))
     return states.values, options.values
+
+
+def initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """State as the optimizers make it for parameters that have none yet, by full name: memory that a load can fill.
+
+    Its values mean nothing, and the optimizers do not keep it. FSDP1 gives one state for parameters that it has made
+    one, so under it only an optimizer without any state counts.
+
+    Raises:
+        ShardingError: two optimizers have the same parameter, or one has those of several parts.
+    """
+    states = _Merged("optimizer")
+    for number, optimizer in enumerate(optimizers):
+        part = owner(parts, optimizer, number)
+        if optimizer.state and FullyShardedDataParallel.fsdp_modules(part):
+            continue
+        lacking = [
+            param
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.requires_grad and not optimizer.state.get(param)
+        ]
+        with _made_state(optimizer, lacking) as is_made:
+            found: Any = get_optimizer_state_dict(part, optimizer)["state"] if is_made else {}
+        states.add(number, {name: state for name, state in found.items() if state})
+    return states.values
 
 
 def owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
@@ -115,33 +148,70 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (here.is_set_to(there) if type(here) is torch.Tensor else False)
 
 
-@contextmanager
-def _initial_state(optimizer: Optimizer) -> Iterator[bool]:
-    """Let torch make the state of an optimizer that has none, and take it away again; tells whether it had none.
+def _place(value: Any) -> int:
+    """Where in memory the values of a tensor begin, of a DTensor this rank's; 0 for any other value."""
+    with torch.no_grad():
+        local = value.to_local() if isinstance(value, DTensor) else value
+    return local.data_ptr() if type(local) in (torch.Tensor, torch.nn.Buffer) else 0
 
-    (torch makes it by a step without gradients, which it does not where there are some.)
+
+@contextmanager
+def without_initial_state(optimizer: Optimizer) -> Iterator[None]:
+    """Keep torch from making state for an optimizer that has none: it takes memory, and is not the true initial state.
+
+    (It comes of a step with a learning rate of 0, which Rprop and NAdam remember.)
     """
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     is_fresh = not optimizer.state
-    params = [param for group in optimizer.param_groups for param in group["params"]] if is_fresh else []
-    gradients = [param.grad for param in params]
-    for param in params:
-        param.grad = None
+    if is_fresh:
+        optimizer.state.update({param: {} for param in params})
     try:
-        yield is_fresh
+        yield
     finally:
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-        if is_fresh:
+        if is_fresh and not any(optimizer.state.values()):
             optimizer.state.clear()
 
 
-def _forget_the_step(states: dict[str, dict[str, Any]]) -> None:
-    """Set the step count of state that one step without gradients has made back to 0."""
-    for state in states.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].zero_()
-        elif "step" in state:
-            state["step"] = 0
+@contextmanager
+def _made_state(optimizer: Optimizer, lacking: Sequence[Any]) -> Iterator[bool]:
+    """Have an optimizer make the state of parameters that lack it, and take it away again; tells whether it has any.
+
+    As torch does it for an optimizer without any state: by a step with gradients of zero and a learning rate of 0,
+    which changes no parameter. Parameters with state have no gradient in it, so theirs stays.
+    """
+    before = {param: optimizer.state[param] for param in lacking if param in optimizer.state}
+    params = [param for group in optimizer.param_groups for param in group["params"]] if lacking else []
+    gradients = [param.grad for param in params]
+    options = [dict(group) for group in optimizer.param_groups]
+    counted = [(value, value.clone()) for group in options for value in group.values() if torch.is_tensor(value)]
+    try:
+        if lacking:
+            _make_state(optimizer, params, lacking)
+        yield any(optimizer.state.get(param) for param in lacking)
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        for group, saved in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(saved)
+        for value, saved_value in counted:
+            value.copy_(saved_value)
+        for param in lacking:
+            optimizer.state.pop(param, None)
+        optimizer.state.update(before)
 
 
-__all__ = ["model_state", "optimizer_state", "owner", "parts_of"]
+def _make_state(optimizer: Optimizer, params: Sequence[Any], lacking: Sequence[Any]) -> None:
+    for param in params:
+        param.grad = None
+    for param in lacking:
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
+    step_without_hooks(optimizer)
+    for param in lacking:
+        param.grad = None
+
+
+__all__ = ["initial_state", "model_state", "optimizer_state", "owner", "parts_of", "without_initial_state"]

@@ -9,6 +9,7 @@ import torch
 
 from shardckpt.adapters.leaves import describe_leaf, describe_nest, describe_object
 from shardckpt.errors import KeyMismatchError, ShardingError, listed
+from shardckpt.mapping import OptionalEntries
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -37,18 +38,26 @@ def to_sharded_state_dict(
     ``optimizer.state.<name>.exp_avg`` and, for the options of its group, ``optimizer.param_groups.<name>``. Hand what
     was loaded to :func:`load_into`.
 
+    A parameter may have no state yet: no step was made, or it never had a gradient (an unused branch, an expert that no
+    token reached). Then a save stores none, and a load leaves it out where none is stored: the optimizer makes it at
+    the parameter's next step, as it would have. A load fills what is stored, whether the optimizer has state of the
+    parameter already or not. State of which a part is missing is an error.
+
     Args:
         model_or_dict: A nest of dicts and lists, a module, or a list of the modules of this rank (pipeline or virtual
             stages); it stays as it is.
         optimizers: Of the modules; each has parameters of one of them.
         prefix: Put before every key as it is: ``"model."``.
         check_replicas: Whether a save compares what several ranks have under one key without a mesh to say that these
-            are replicas, and raises where values differ. (It reads all of them; without, the lowest rank's is saved.)
+            are replicas, and raises where values differ; it reads all of them. Without, the lowest rank's is saved
+            where any rank's will do: vectors and scalars (BatchNorm's statistics), objects, a module's buffers. A
+            weight, of two and more axes, of which more than half of 32 elements spread over it differ between ranks is
+            still an error: it is no copy (an expert of this rank's), and the others' would be lost.
 
     Raises:
         ShardingError: two modules or two optimizers have different things under one name, or arguments do not fit.
     """
-    replicated: Replicated = True if check_replicas else "unchecked"
+    replicated: Replicated = True if check_replicas else "sampled"
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ShardingError(
@@ -106,21 +115,31 @@ def _describe_modules(
 
     parts = modules.parts_of(model)
     values = modules.model_state(parts)
+    buffers = modules.buffers_among(values, parts) if replicated == "sampled" else frozenset()
+
+    def described_model(prefix: str) -> ShardedStateDict:
+        kinds: dict[str, Replicated] = dict.fromkeys(buffers, "unchecked")
+        return {n: describe_leaf(value, f"{prefix}{n}", kinds.get(n, replicated)) for n, value in values.items()}
+
     if not optimizers:
-        return _describe_model(values, prefix, replicated)
+        return described_model(prefix)
     states, options = modules.optimizer_state(parts, optimizers)
     state, groups = f"{prefix}optimizer.state", f"{prefix}optimizer.param_groups"
+
+    def described(found: dict[str, Any]) -> dict[str, Any]:
+        return describe_nest(found, state, replicated, objects=True)  # type: ignore[no-any-return]
+
+    def lacking() -> dict[str, Any]:
+        made = modules.initial_state(parts, optimizers)
+        return described({name: values for name, values in made.items() if name not in states})
+
     return {
-        "model": _describe_model(values, f"{prefix}model.", replicated),
+        "model": described_model(f"{prefix}model."),
         "optimizer": {
-            "state": describe_nest({n: s for n, s in states.items() if s}, state, replicated, objects=True),
+            "state": OptionalEntries(described(states), f"{state}.", lacking),
             "param_groups": {n: _describe_options(o, f"{groups}.{n}", replicated) for n, o in options.items()},
         },
     }
-
-
-def _describe_model(model: dict[str, Any], prefix: str, replicated: Replicated) -> ShardedStateDict:
-    return {name: describe_leaf(value, f"{prefix}{name}", replicated) for name, value in model.items()}
 
 
 def _describe_options(options: dict[str, Any], key: str, replicated: Replicated) -> dict[str, Any]:

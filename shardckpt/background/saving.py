@@ -14,6 +14,7 @@ from shardckpt.locations import open_folder
 from shardckpt.operation import Operation
 from shardckpt.recall import recall
 from shardckpt.saving import check_state, prepare_save
+from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.upload import upload_files
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.comm import Comm
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.completeness import GivenShards
+    from shardckpt.mapping import ShardedBase, ShardedStateDict
     from shardckpt.plugins import PluginHost
     from shardckpt.recall import Remembered
     from shardckpt.saving import SaveOptions
@@ -43,10 +45,11 @@ class _Job(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What a rank has written, for which save."""
+    """What a rank has written, for which save, and of which shards."""
 
     save_id: str
     written: Written
+    shards: list[ShardedBase | PackedShards]
     result: Any
 
 
@@ -55,6 +58,7 @@ class _BackgroundSave:
     """A save in flight, on this rank."""
 
     transaction: Transaction
+    given: GivenShards
     prepared: PreparedSave
     context: PlanContext
     content: Any
@@ -117,6 +121,7 @@ class _BackgroundSave:
             if self.prepared.finish is not None:
                 context = SaveContext(**vars(self.context), writer=writer)
                 self.prepared.finish(comm.gather(self.result.result), context)
+            self.given.compare([*self.result.shards, *writer.shards], comm)
             transaction.commit(writer, self.result.written, self.content)
         comm.settle()
         operation.ended()
@@ -158,7 +163,8 @@ def request_save(
         except BaseException:
             transaction.abort()
             raise
-    return _BackgroundSave(transaction, prepared, context, as_json(options.content_metadata), remembered).request()
+    content = as_json(options.content_metadata)
+    return _BackgroundSave(transaction, state.given, prepared, context, content, remembered).request()
 
 
 def release_memory() -> None:
@@ -183,11 +189,11 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
         CheckpointWriter(job.staging, job.rank, sha256=job.sha256, algorithm=job.algorithm) as writer,
     ):
         result = work.write(writer)
+        files = writer.recorded_files()
         if job.url:
-            upload_files(
-                open_folder(job.url, plugins.host()), job.staging, [file.name for file in writer.files], job.save_id
-            )
-        return _Result(job.save_id, Written(writer.files, writer.sha256), result)
+            upload_files(open_folder(job.url, plugins.host()), job.staging, [file.name for file in files], job.save_id)
+        shards = [shard if isinstance(shard, PackedShards) else shard.without_data() for shard in writer.shards]
+        return _Result(job.save_id, Written(files, writer.sha256), shards, result)
 
 
 __all__ = ["release_memory", "request_save"]

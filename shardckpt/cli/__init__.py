@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shardckpt import __version__
-from shardckpt.cli import demo, export, inspect, migrate, remove, strategies, verify
+from shardckpt.cli import demo, export, inspect, migrate, prune, remove, strategies, verify
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardckpt", description="Sharded checkpoints for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardckpt {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (demo, strategies, inspect, verify, migrate, remove, export):
+    for verb in (demo, strategies, inspect, verify, migrate, remove, prune, export):
         verb.add(verbs)
     try:
         host().hook.shardckpt_commands(subparsers=verbs)

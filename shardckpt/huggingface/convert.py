@@ -17,6 +17,7 @@ from shardckpt.loading import LoadOptions, open_checkpoint
 from shardckpt.locations import locate
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import host
+from shardckpt.storage.directory import retry_if_replaced
 
 if TYPE_CHECKING:
     import os
@@ -49,7 +50,11 @@ def dcp_to_torch_state_dict(checkpoint_dir: PathLike, *, prefix: str = "") -> St
         CannotLoadError: no installed strategy reads the checkpoint.
         CheckpointingException: any other failure, such as a prefix that no key has.
     """
-    with open_checkpoint(locate(checkpoint_dir, host()), Comm(alone=True), host(), LoadOptions()) as checkpoint:
+    return retry_if_replaced(lambda: _state_dict(locate(checkpoint_dir, host()), prefix), checkpoint_dir)
+
+
+def _state_dict(directory: Path, prefix: str) -> StateDict:
+    with open_checkpoint(directory, Comm(alone=True), host(), LoadOptions()) as checkpoint:
         index = checkpoint.index()
         if prefix:
             return _under(prefix, index, checkpoint)

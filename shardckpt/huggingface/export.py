@@ -13,6 +13,7 @@ from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.blocks import BlockWriter
 from shardckpt.huggingface.dtypes import parse_dtype
+from shardckpt.huggingface.folder import read_folder
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, is_asset, is_weights, parse_size
 from shardckpt.huggingface.planning import Choice, Plan, plan_export
@@ -23,8 +24,11 @@ from shardckpt.locations import locate, locate_local
 from shardckpt.operation import Operation
 from shardckpt.planning.balance import deal
 from shardckpt.plugins import host
+from shardckpt.pruning import clear_leftovers
 from shardckpt.storage import commit
-from shardckpt.storage.filesystem import naming
+from shardckpt.storage.directory import replaced_error, retry_if_replaced
+from shardckpt.storage.filesystem import is_there, naming
+from shardckpt.storage.staging_names import new_save_id
 
 if TYPE_CHECKING:
     import os
@@ -107,13 +111,23 @@ def export_to_huggingface(
         )
         extra = [] if assets is None else _assets(Path(assets))
     comm.agree(checkpoint_dir=str(source), target=str(folder))
-    operation = Operation("export", folder, comm, host())
-    with operation.whole(), ExitStack() as stack:
-        with operation.step("opening the checkpoint"):
-            checkpoint = stack.enter_context(open_checkpoint(source, Comm(alone=True), host(), LoadOptions()))
-        with operation.step("planning the export"):
-            plan = comm.main_runs("planning the export", lambda: plan_export(checkpoint.index(), choice, str(source)))
-        _Export(operation, folder, plan, checkpoint, overwrite=overwrite).run(extra)
+
+    def attempt() -> Plan:
+        operation = Operation("export", folder, comm, host())
+        with operation.whole(), ExitStack() as stack:
+            with operation.step("opening the checkpoint"):
+                checkpoint = stack.enter_context(open_checkpoint(source, Comm(alone=True), host(), LoadOptions()))
+                mine = _save_of(checkpoint)
+            with operation.step("planning the export"):
+                plan, save = comm.main_runs(
+                    "planning the export", lambda: (plan_export(checkpoint.index(), choice, str(source)), mine)
+                )
+                if save != mine:
+                    raise replaced_error(source, "this rank has opened another save than the main rank")
+            _Export(operation, folder, plan, checkpoint, overwrite=overwrite).run(extra)
+        return plan
+
+    plan = retry_if_replaced(attempt, source)
     files = ((name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in plan.files)
     return Exported(tuple(files), plan.total_size)
 
@@ -138,7 +152,8 @@ class _Export:
             with self._operation.step("staging"):
                 if self._comm.is_main:
                     self._check_target()
-                    self._staging = commit.create_staging(self._target, commit.new_save_id())
+                    clear_leftovers(self._target, _is_superseded, restore=self._overwrite)
+                    self._staging = commit.create_staging(self._target, new_save_id())
             staging = self._comm.broadcast(self._staging)
             with self._operation.step("writing"):
                 self._write(staging)
@@ -199,11 +214,27 @@ class _Export:
         commit.replace(self._staging, self._target, replaced)
 
 
+def _save_of(checkpoint: OpenCheckpoint) -> str:
+    """What tells the save from every other; ``""`` for another library's."""
+    record = checkpoint.context.reader.manifest.record
+    return "" if record is None else record.self_digest
+
+
 def _index_json(plan: Plan) -> bytes:
     """Which tensor is in which file, as transformers reads it."""
     weight_map = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
     content = {"metadata": {"total_size": plan.total_size}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _is_superseded(aside: Path, target: Path) -> bool:
+    """Whether a folder is whole, and has all but the weights of one that an export has moved aside."""
+    try:
+        read_folder(target)
+        others = [path.name for path in aside.iterdir() if not is_weights(path.name)]
+    except (CheckpointingException, OSError):
+        return False
+    return all(is_there(target / name) for name in others)
 
 
 def _assets(folder: Path) -> list[Path]:

@@ -12,10 +12,19 @@ from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface.header import HEADER_LIMIT, LENGTH_BYTES, FileTensor, header_length, parse_header
 from shardckpt.huggingface.names import SAFETENSORS, file_names, index_name
 from shardckpt.locations import is_remote
-from shardckpt.storage.filesystem import check_file_name, close_file, is_there, open_existing, read_file, read_into
+from shardckpt.storage.directory import blaming_replacement, real_path, replaced_error, was_replaced
+from shardckpt.storage.filesystem import (
+    check_file_name,
+    close_file,
+    is_there,
+    naming,
+    open_existing,
+    read_file,
+    read_into,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 16 << 20
@@ -44,12 +53,15 @@ class Folder:
         names: The name of every file there, by its name in the folder.
         tensors: Every tensor by name.
         config: What ``config.json`` says; empty without one.
+        stamp: Number, size and time of writing of the first file of weights, which an export writes anew; None on a
+            store.
     """
 
     directory: str
     names: dict[str, str]
     tensors: dict[str, Place]
     config: dict[str, Any]
+    stamp: tuple[int, int, int] | None = None
 
 
 def read_folder(folder: Path) -> Folder:
@@ -62,13 +74,47 @@ def read_folder(folder: Path) -> Folder:
     Raises:
         NotACheckpointError: it is no such folder.
         CorruptCheckpointError: a file is missing, cut short, or not what the index says.
+        CheckpointReplacedError: it is held open, and an export has replaced it meanwhile.
     """
+    with blaming_replacement(folder):
+        found = _read_folder(folder)
+    if was_replaced(folder):  # without config.json, perhaps, which was there
+        raise replaced_error(folder, "it is not known whether all its files were there")
+    return found
+
+
+def check_same(folder: Path, found: Folder) -> None:
+    """Raise unless the folder is the one that another rank has read.
+
+    (The number of a file, or the time of its writing, may be another on another node: not both.)
+
+    Raises:
+        CheckpointReplacedError: an export has replaced it meanwhile.
+    """
+    if found.stamp is None or found.directory:  # the cache's files are named by their content
+        return
+    with blaming_replacement(folder):
+        stamp = _stamp(folder, sorted(found.names))
+    if stamp is not None and (stamp[1] != found.stamp[1] or (stamp[0] != found.stamp[0] and stamp[2] != found.stamp[2])):
+        raise replaced_error(folder, "this rank finds another folder there than the main rank")
+
+
+def _stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | None:
+    if is_remote(folder):
+        return None
+    path = folder / files[0]
+    with naming("look at", path):
+        found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read_folder(folder: Path) -> Folder:
     weight_map = _weight_map(folder)
     files = sorted(set(weight_map.values())) or [_only_file(folder)]
     real = {file: _real(folder, file) for file in files}
     headers = {file: _read_header(path) for file, path in real.items()}
     names = {file: path.name for file, path in real.items()}
-    return Folder(_directory(folder, real), names, _places(headers, weight_map, folder), _config(folder))
+    return Folder(_directory(folder, real), names, _places(headers, weight_map, folder), _config(folder), _stamp(folder, files))
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -118,8 +164,8 @@ def _real(folder: Path, file: str) -> Path:
     path = folder / file
     if is_remote(folder) or not path.is_symlink():
         return path
-    target = Path(os.path.realpath(path))
-    return target if target.parent == Path(os.path.realpath(folder / _BLOBS)) else path
+    target, blobs = (Path(os.path.realpath(real_path(link))) for link in (path, folder / _BLOBS))
+    return target if target.parent == blobs else path
 
 
 def _read_header(path: Path) -> dict[str, FileTensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.comm import Comm
 from shardckpt.errors import KeyMismatchError, listed
-from shardckpt.huggingface.folder import Folder, read_folder
+from shardckpt.huggingface.folder import Folder, check_same, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.loading import OpenCheckpoint, load_checkpoint
@@ -15,6 +15,7 @@ from shardckpt.locations import locate
 from shardckpt.manifest import Manifest
 from shardckpt.operation import Operation
 from shardckpt.plugins import host
+from shardckpt.storage.directory import open_directory, retry_if_replaced
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext
 from shardckpt.template import LoadTemplate
@@ -65,27 +66,38 @@ def load_from_huggingface(
 
     Raises:
         NotACheckpointError: it is no such folder.
+        CheckpointReplacedError: exports replaced it in every attempt.
         KeyMismatchError: a wanted tensor is not in it.
         ShapeMismatchError: it has another shape there.
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
     with comm.task("reading the arguments"):
-        path, names = locate(folder, host()), find_mapping(mapping)
-    operation = Operation("load", path, comm, host())
-    with operation.whole():
-        with operation.step("reading the headers"):
-            found = comm.main_runs("reading the headers", lambda: read_folder(path))
-        with operation.step("preparing the state dict"):
-            strategy = HuggingFaceLoadStrategy(found, names, prefix, LoadTemplate(sharded_state_dict).shards)
-            if strict:
-                _refuse_missing(strategy, path)
-        with _reader(path, found) as reader:
-            checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
-            loaded, _ = load_checkpoint(
-                sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=_MODES[strict]
-            )
-    return loaded
+        names = find_mapping(mapping)
+
+    def attempt() -> Any:
+        with comm.task("reading the arguments"):
+            path = locate(folder, host())
+        operation = Operation("load", path, comm, host())
+        with operation.whole():
+            with operation.step("opening the folder"):
+                place = open_directory(path)
+            with operation.step("reading the headers"):
+                found = comm.main_runs("reading the headers", lambda: read_folder(place))
+            with operation.step("preparing the state dict"):
+                check_same(place, found)
+                strategy = HuggingFaceLoadStrategy(found, names, prefix, LoadTemplate(sharded_state_dict).shards)
+                if strict:
+                    _refuse_missing(strategy, path)
+            with _reader(place, found) as reader:
+                checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
+                loaded, _ = load_checkpoint(
+                    sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=_MODES[strict]
+                )
+                reader.check_unchanged()
+        return loaded
+
+    return retry_if_replaced(attempt, folder)
 
 
 def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
@@ -97,7 +109,8 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
     Raises:
         CheckpointingException: as for :func:`load_from_huggingface`.
     """
-    tensors = read_folder(locate(folder, host())).tensors
+    found = retry_if_replaced(lambda: read_folder(open_directory(locate(folder, host()))), folder)
+    tensors = found.tensors
     return {name: (place.tensor.dtype, place.tensor.shape) for name, place in tensors.items()}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMismatchError, ShardingError
 from shardckpt.huggingface.dtypes import is_castable, is_real
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
@@ -20,6 +18,8 @@ from shardckpt.wrappers import is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
+
+    import torch
 
     from shardckpt.huggingface.folder import Folder
     from shardckpt.key_mapping import KeyMapping
@@ -63,6 +63,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         self._prefix = prefix
         shards = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
         self._wanted = {shard.key: tuple(shard.global_shape) for shard in shards}
+        self._dtypes = {shard.key: shard.dtype for shard in shards}
         self._absent = {key for key in self._wanted if self._lacks(key)}
         filled = {_identity(shard) for shard in shards if shard.key not in self._absent}
         unfilled = [s for s in shards if s.key in self._absent and _identity(s) not in filled and 0 not in s.data_shape]
@@ -91,7 +92,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def load_index(self, context: LoadContext) -> list[ShardedBase]:  # noqa: ARG002 - the headers have been read
         """The wanted tensors that are there."""
         found = self._wanted.keys() - self._missing
-        return [ShardedTensor.whole(key, torch.float32, self._shape(key)) for key in found]
+        return [ShardedTensor.whole(key, self._dtype(key), self._shape(key)) for key in found]
 
     def missing(self) -> list[str]:
         """What the wanted tensors need and the folder lacks, by its names."""
@@ -114,6 +115,16 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         if key in self._absent or not _is_itself(links):
             return self._wanted[key]
         return self._folder.tensors[links[0].name].tensor.shape
+
+    def _dtype(self, key: str) -> torch.dtype:
+        """The dtype of a wanted tensor in the folder, among those that are cast; else the wanted one.
+
+        What is quantized is not what it stands for, and what cannot be cast is refused by :meth:`_source`.
+        """
+        wanted = self._dtypes[key]
+        links = self._links(key) if key not in self._absent else ()
+        stored = self._folder.tensors[links[0].name].tensor.dtype if links else None
+        return stored if stored is not None and is_castable(stored) and is_castable(wanted) else wanted
 
     def _reads(self, shard: ShardedTensor) -> Iterator[_Read]:
         """What fills a shard; nothing if it is tied to another, or empty."""

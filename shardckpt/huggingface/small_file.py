@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.storage.commit import new_save_id
+from shardckpt.pruning import clear_leftovers
 from shardckpt.storage.filesystem import naming, open_new, sync_directory, sync_file
 from shardckpt.storage.new_file import NewFile
+from shardckpt.storage.owner import claim, release
+from shardckpt.storage.staging_names import STAGING, new_save_id, temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A new file's name beside a path, to be written and made durable; at the end it takes the path's place."""
-    staged = path.with_name(f".{path.name}.shardckpt-staging-{new_save_id()}")
+    staged = path.with_name(temporary_name(path.name, STAGING, new_save_id()))
+    clear_leftovers(path, lambda *_: False, restore=False)
+    claim(staged.name)
     try:
         yield staged
         with naming(f"rename {staged} to", path):
@@ -28,6 +32,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
+    finally:
+        release(staged.name)
     sync_directory(path.parent)
 
 

@@ -21,8 +21,10 @@ from shardckpt.manager.plain_state import describe_form, describe_tensors, put_t
 from shardckpt.plugins import host
 from shardckpt.saving import SaveOptions, save_checkpoint
 from shardckpt.state_dict import dict_list_map_outplace
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, retire
+from shardckpt.storage.staging_names import stem
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
@@ -102,13 +104,16 @@ class ShardedCheckpointIO(CheckpointIO):
         """
         if not isinstance(map_location, (str, torch.device, type(None))):
             raise CheckpointingException(f"{path}: map_location={map_location!r} is not taken: give one device")
+        checkpoint = retry_if_replaced(lambda: self._read(path), path)
+        return checkpoint if map_location is None else dict_list_map_outplace(_mover(map_location), checkpoint)
+
+    def _read(self, path: PathLike) -> dict[str, Any]:
         options = LoadOptions(allow_globals=self._allow_globals)
         with open_checkpoint(locate(path, host()), Comm(alone=True), host(), options) as stored:
             _check_kind(path, stored)
             form = _load({"form": describe_form(_NAME, None, "unchecked")}, stored)["form"]
             loaded = _load({"tensors": wanted_tensors(_NAME, form, None, set())}, stored)
-        checkpoint: dict[str, Any] = put_together(form, loaded.get("tensors", {}))
-        return checkpoint if map_location is None else dict_list_map_outplace(_mover(map_location), checkpoint)
+        return put_together(form, loaded.get("tensors", {}))
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove a Trainer's checkpoint: in one step it is one no more; of a link to one, the link.
@@ -151,7 +156,7 @@ def _remove(directory: Path) -> None:
         delete_checkpoint(directory.folder)
         return
     retire(directory)
-    clear_tombstones(directory.parent, lambda name: name == directory.name)
+    clear_tombstones(directory.parent, lambda name: name == stem(directory.name))
 
 
 __all__ = ["ShardedCheckpointIO"]

@@ -10,6 +10,7 @@ import torch
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.local.copies import Head, Incoming, Outgoing
+from shardckpt.raw_memory import packed, view_tensor
 from shardckpt.storage.commit import is_free
 
 if TYPE_CHECKING:
@@ -82,13 +83,16 @@ class _Trip:
         lengths: dict[PartId, tuple[int, int]] = {}
         for found in self._comm.all_gather({part: out.head.lengths for part, out in self._outgoing.items()}):
             lengths.update(found)
-        arriving = {route: bytearray(sum(lengths[route.part])) for route in self._received()}
+        arriving = {
+            route: torch.empty(sum(lengths[route.part]), dtype=torch.uint8, device="cpu") for route in self._received()
+        }
         self._comm.exchange(
-            [(_tensor(bytearray().join(self._outgoing[route.part].head)), route.target) for route in self._sent()],
-            [(_tensor(memory), route.source) for route, memory in arriving.items()],
+            [(packed(b"".join(self._outgoing[route.part].head)), route.target) for route in self._sent()],
+            [(tensor, route.source) for route, tensor in arriving.items()],
         )
-        for route, memory in arriving.items():
+        for route, tensor in arriving.items():
             length = lengths[route.part][0]
+            memory = view_tensor(tensor)
             self._heads[route] = Head(bytes(memory[:length]), bytes(memory[length:]))
 
     def begin(self) -> None:
@@ -183,10 +187,6 @@ class _Trip:
             for route, why in found.items():
                 known = self.faults.get(route, "")
                 self.faults[route] = known if why in known else f"{known}; {why}".removeprefix("; ")
-
-
-def _tensor(data: bytearray) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 __all__ = ["Route", "carry"]

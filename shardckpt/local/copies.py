@@ -12,6 +12,7 @@ from shardckpt.storage.digest import digest_function
 from shardckpt.storage.filesystem import check_file_name, close_file, open_existing, read_file, read_into
 from shardckpt.storage.memory import LARGE, PAGE
 from shardckpt.storage.new_file import NewFile
+from shardckpt.storage.staging_names import new_save_id
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +73,7 @@ class Incoming:
         self.buffers = Buffers(self.pieces)
         self._waiting = list(record.files)
         self._file: _PagedFile | None = None
-        self._staging: Path | None = commit.create_staging(target, commit.new_save_id())
+        self._staging: Path | None = commit.create_staging(target, new_save_id())
 
     def write(self, number: int) -> None:
         """Check a piece that is in the buffers, and write it; pieces come in their order."""

@@ -15,11 +15,13 @@ from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.plugins import host
 from shardckpt.saving import SaveOptions, save_checkpoint
 from shardckpt.state_dict import dict_list_map_outplace, nested_values
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
+    from pathlib import Path
 
 _KINDS: dict[str, type[ShardedBase]] = {"tensor": ShardedTensor, "object": ShardedObject}
 
@@ -70,9 +72,12 @@ def load_local(directory: str | os.PathLike[str], *, allow_globals: Iterable[Any
         CorruptCheckpointError: its bytes are not those that were written.
     """
     options = LoadOptions(allow_globals=tuple(allow_globals))
-    with open_checkpoint(
-        locate_local(directory, "load a local checkpoint from"), Comm(alone=True), host(), options
-    ) as checkpoint:
+    place = locate_local(directory, "load a local checkpoint from")
+    return retry_if_replaced(lambda: _loaded(place, options), place)
+
+
+def _loaded(directory: Path, options: LoadOptions) -> TensorAwareStateDict:
+    with open_checkpoint(directory, Comm(alone=True), host(), options) as checkpoint:
         content = checkpoint.common().get("local")
         if not isinstance(content, dict):
             raise CheckpointingException(f"{directory} is no local checkpoint: dist_checkpointing.load() reads it")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.gate import read_manifest
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.plugins import host
-from shardckpt.storage.commit import is_staging_for
 from shardckpt.storage.filesystem import file_size, naming
+from shardckpt.storage.leftovers import Leftover, remove_free, why_kept
 from shardckpt.storage.removal import clear_tombstones, retire
+from shardckpt.storage.staging_names import STAGING, parse_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,11 +66,11 @@ class Listing(NamedTuple):
 
     Attributes:
         parts: What is wrong with each; ``""`` for nothing.
-        leftovers: What saves and copies left that did not end.
+        leftovers: What saves and copies left that did not end, and that no living process of this host has.
     """
 
     parts: dict[PartId, str]
-    leftovers: list[Path]
+    leftovers: list[Leftover]
 
 
 class PartFolder:
@@ -100,8 +100,8 @@ class PartFolder:
                 fault = _fault(path)
                 if not fault or path.is_dir():  # else another rank of this node has just removed it
                     listing.parts[part] = fault
-            elif _is_leftover(path.name):
-                listing.leftovers.append(path)
+            elif (leftover := _leftover(path)) is not None:
+                listing.leftovers.append(leftover)
         return listing
 
     def remove(self, parts: Iterable[PartId]) -> None:
@@ -116,12 +116,9 @@ class PartFolder:
                     logger.warning("cannot remove %s, which is no longer needed: %s", path, exc)
         self.clear()
 
-    def clear(self, leftovers: Iterable[Path] = ()) -> None:
+    def clear(self, leftovers: Iterable[Leftover] = ()) -> None:
         """Remove what is left of removals, and the given leftovers; what cannot be removed is a warning."""
-        for left in leftovers:
-            shutil.rmtree(left, ignore_errors=True)
-            if left.exists():
-                logger.warning("cannot remove %s, which is no longer needed", left)
+        remove_free(leftovers, _why_kept)
         try:
             if self.root.exists():
                 clear_tombstones(self.root, _is_part)
@@ -133,10 +130,18 @@ def _is_part(name: str) -> bool:
     return PartId.parse(name) is not None
 
 
-def _is_leftover(name: str) -> bool:
-    """Whether it is what a save or a copy of a part fills."""
-    target = name[1:].partition(".")[0]
-    return _is_part(target) and is_staging_for(name, target)
+def _leftover(path: Path) -> Leftover | None:
+    """What a save or a copy of a part has left there, if it is that."""
+    name = parse_temporary(path.name)
+    if name is None or name.kind != STAGING or not _is_part(name.stem):
+        return None
+    found = Leftover(path, *name)
+    return None if _why_kept(found) else found
+
+
+def _why_kept(leftover: Leftover) -> str:
+    """Why a leftover must stay: the folder is one job's, so that nothing on another host can have it."""
+    return why_kept(leftover, hours=0)
 
 
 def _fault(path: Path) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shardckpt.raw_memory import view_tensor
 from shardckpt.storage.digest import Segments
 from shardckpt.storage.memory import PAGE
 from shardckpt.storage.spans import Elements, Span, cut
@@ -54,20 +54,27 @@ class Buffers:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
         nbytes = max((piece.nbytes for piece in pieces), default=0) + PAGE
-        self._memory = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(min(len(pieces), 2))]
+        self._memory = [_page_aligned(nbytes) for _ in range(min(len(pieces), 2))]
 
     def pages(self, number: int) -> memoryview:
         """The memory of a piece from the beginning of its first page on."""
-        return self._memory[number % 2]
+        return view_tensor(self._memory[number % 2])
 
     def view(self, number: int) -> memoryview:
         """The memory of a piece."""
-        piece = self._pieces[number]
-        return self.pages(number)[piece.lead : piece.lead + piece.nbytes]
+        return view_tensor(self.tensor(number))
 
     def tensor(self, number: int) -> torch.Tensor:
         """The same as a tensor."""
-        return torch.frombuffer(self.view(number), dtype=torch.uint8)
+        piece = self._pieces[number]
+        return self._memory[number % 2][piece.lead : piece.lead + piece.nbytes]
+
+
+def _page_aligned(nbytes: int) -> torch.Tensor:
+    """Memory that torch owns, since a thread of gloo may be the last to let go of it, from the start of a page on."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + nbytes]
 
 
 def _spans(file: FileRecord, algorithm: str) -> list[Span]:

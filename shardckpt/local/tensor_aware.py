@@ -8,6 +8,7 @@ from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.local.holdings import check_exchange, deal_shards, drop_others, fetch_shards, shard_id
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.planning.dtypes import check_dtypes
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.replicas import settle_replicas
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
@@ -100,6 +101,8 @@ class TensorAwareStateDict:
         parallelization_group: ProcessGroup | None = None,
         strict: str | bool | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
         return_mismatch_keys: bool = False,
+        *,
+        allow_dtype_cast: bool = False,
     ) -> Any:
         """The state dict again, of the form that is asked for; all ranks call it.
 
@@ -115,6 +118,7 @@ class TensorAwareStateDict:
             parallelization_group: The group that was given to :meth:`from_state_dict`.
             strict: What to do about keys that do not match.
             return_mismatch_keys: Give back ``(state_dict, missing_keys, unexpected_keys)``.
+            allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
 
         Raises:
             CheckpointingException: the same on every rank.
@@ -132,18 +136,25 @@ class TensorAwareStateDict:
             template.shards = settle_replicas(template.shards, comm, compare=False)
             if validate_access_integrity:
                 validate_shards(template.shards, comm)
-            kept_keys = map(stored_key, nested_values(self.sharded_state_dict))
-            mismatch = compare_keys(template.shards, kept_keys, mode, comm)
-            available = [shard for shard in template.shards if stored_key(shard) not in mismatch.unexpected]
+            kept_keys = frozenset(map(stored_key, nested_values(self.sharded_state_dict)))
+            left_out = template.absent(kept_keys, stored_key)
+            wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
+            mismatch = compare_keys(wanted, kept_keys, mode, comm)
+            available = [shard for shard in wanted if stored_key(shard) not in mismatch.unexpected]
             with comm.phase("comparing shapes"):
-                check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in self._described_tensors()})
+                described = list(self._described_tensors())
+                check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in described})
+                check_dtypes(available, {shard.key: shard.dtype for shard in described}, allow_cast=allow_dtype_cast)
             with comm.phase("collecting shards"):
                 group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
                 with group.phase("collecting shards"):
                     collected = self._collected(available, group, exchange_algo)
             with comm.phase("assembling the state dict"):
                 found = iter([_delivered(shard, collected) for shard in available])
-                values = [MISSING if stored_key(s) in mismatch.unexpected else next(found) for s in template.shards]
+                values = [
+                    MISSING if number in left_out or stored_key(shard) in mismatch.unexpected else next(found)
+                    for number, shard in enumerate(template.shards)
+                ]
                 state_dict = template.fill(values, self.common)
         return (state_dict, set(mismatch.missing), set(mismatch.unexpected)) if return_mismatch_keys else state_dict
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage.commit import is_staging_for
-from shardckpt.storage.filesystem import naming
+from shardckpt.pruning import supersedes, why_kept_beside
+from shardckpt.storage.leftovers import find_leftovers, remove_free
 from shardckpt.storage.remote import ListsFolders, RemotePath
-from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, retire
+from shardckpt.storage.removal import delete_checkpoint, is_half_deleted, retire
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -27,15 +26,13 @@ logger = logging.getLogger(__name__)
 #: Seconds that ``close`` waits for removals before it leaves the rest to the next purge.
 CLOSE_TIMEOUT = 600.0
 
-#: What lies in a staging directory: names, sizes, and times of the last write.
-_Look: TypeAlias = "list[tuple[str, int, int]]"
-
 
 def purge(folder: StepFolder, retention: Retention, protected: Collection[int] = ()) -> list[int]:
     """Remove the checkpoints that the policy does not keep, as the folder has them now.
 
     Only what is committed, whole and readable counts, and only that is removed; no link to a directory elsewhere.
-    What cannot be removed is said in a warning, and removed by the next purge that can.
+    What killed saves and removals of steps have left goes too, if no living process has it. What cannot be removed is
+    said in a warning, and removed by the next purge that can.
 
     Args:
         folder: Where they are.
@@ -54,16 +51,13 @@ def purge(folder: StepFolder, retention: Retention, protected: Collection[int] =
     for each in found:
         if each.error is not None and is_half_deleted(folder.path(each.step)):
             _is_removed(folder, each.step)
-    if not isinstance(folder.place, RemotePath) and folder.place.is_dir():
-        clear_tombstones(folder.place, functools.partial(_is_owned, folder))
+    if not isinstance(folder.place, RemotePath):
+        _clear(folder, folder.place)
     return gone
 
 
 class Purger:
     """Purges in a thread of its own; one process has one for a folder.
-
-    The staging directories of saves that were killed before this began are removed by its first purge, if nothing has
-    been written to them in between.
 
     Args:
         folder: Where the checkpoints are.
@@ -73,7 +67,6 @@ class Purger:
     def __init__(self, folder: StepFolder, retention: Retention) -> None:
         self._folder = folder
         self._retention = retention
-        self._left = _staging(folder)
         self._orders: queue.Queue[Collection[int] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -118,12 +111,21 @@ class Purger:
 
     def _purge(self, protected: Collection[int]) -> None:
         try:
-            if self._left:
-                _retire_dead(self._left, _staging(self._folder))
-                self._left = {}
             purge(self._folder, self._retention, protected)
         except Exception:  # whatever it is, the training goes on, and the next purge tries again
             logger.warning("cannot remove old checkpoints from %s", self._folder, exc_info=True)
+
+
+def _clear(folder: StepFolder, place: Path) -> None:
+    """Remove what removals and killed saves of steps have left; what a living process has, or may have, stays."""
+    leftovers = find_leftovers(place, lambda stem: _is_step(stem, folder))
+    is_superseded = supersedes(folder.host)
+    remove_free(leftovers, lambda leftover: why_kept_beside(leftover, place / leftover.stem, is_superseded))
+
+
+def _is_step(stem: str, folder: StepFolder) -> bool:
+    """Whether it is a step's; older releases gave staging directories, too, the names of removed checkpoints."""
+    return folder.names.parse(stem.removeprefix(".").partition(".shardckpt-")[0]) is not None
 
 
 def _is_link(folder: StepFolder, step: int) -> bool:
@@ -152,49 +154,6 @@ def _delete(folder: StepFolder, parent: RemoteFolder, step: int) -> None:
         delete_checkpoint(path.folder)
     if isinstance(parent, ListsFolders):
         parent.remove_folder(folder.names.name(step))
-
-
-def _is_owned(folder: StepFolder, name: str) -> bool:
-    """Whether a name is a step's, or that of a staging directory of one."""
-    return folder.names.parse(name) is not None or _staged_step(folder, name) is not None
-
-
-def _staged_step(folder: StepFolder, name: str) -> int | None:
-    """The step whose save has, or had, a staging directory of that name."""
-    step = folder.names.parse(name[1:].partition(".")[0])
-    return step if step is not None and is_staging_for(name, folder.names.name(step)) else None
-
-
-def _staging(folder: StepFolder) -> dict[Path, _Look]:
-    """The staging directories of saves, and what is in each."""
-    place = folder.place
-    if isinstance(place, RemotePath) or not place.is_dir():
-        return {}
-    with naming("list", place):
-        found = [path for path in place.iterdir() if _staged_step(folder, path.name) is not None]
-    return {path: _look(path) for path in found if path.is_dir() and not path.is_symlink()}
-
-
-def _look(directory: Path) -> _Look:
-    look = []
-    for path in [directory, *directory.rglob("*")]:
-        try:
-            status = path.lstat()
-        except OSError:  # gone meanwhile: its save is alive, or another process cleans up
-            continue
-        look.append((str(path), status.st_size, status.st_mtime_ns))
-    return sorted(look)
-
-
-def _retire_dead(before: dict[Path, _Look], now: dict[Path, _Look]) -> None:
-    """Retire the staging directories in which nothing has changed."""
-    for path in before.keys() & now.keys():
-        if before[path] == now[path]:
-            logger.info("%s is of a save that was killed: it is removed", path)
-            try:
-                retire(path)
-            except StorageError as exc:
-                logger.warning("%s", exc)
 
 
 __all__ = ["CLOSE_TIMEOUT", "Purger", "purge"]

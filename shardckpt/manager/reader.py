@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.comm import Comm
-from shardckpt.errors import CannotLoadError, CheckpointingException, KeyMismatchError, ShapeMismatchError
+from shardckpt.errors import (
+    CannotLoadError,
+    CheckpointingException,
+    DtypeMismatchError,
+    KeyMismatchError,
+    ShapeMismatchError,
+)
 from shardckpt.loading import LoadOptions, load_checkpoint, open_checkpoint
 from shardckpt.manager.states import MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.plugins import host
 from shardckpt.state_dict import nested_values
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
@@ -71,7 +78,7 @@ class StepReader:
         """
         try:
             fetched = self.fetch(path, model_only=model_only)
-        except (KeyMismatchError, ShapeMismatchError) as exc:
+        except (DtypeMismatchError, KeyMismatchError, ShapeMismatchError) as exc:
             raise type(exc)(
                 f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or name "
                 "those that are to stay as they are in exclude_from_loading"
@@ -82,6 +89,9 @@ class StepReader:
     def fetch(self, path: Path, *, model_only: bool = False) -> Fetched:
         """What :meth:`read` hands back: read, tensors into the live ones, and not handed back yet."""
         comm = Comm(self._group)
+        return retry_if_replaced(lambda: self._fetched(path, comm, model_only=model_only), path)
+
+    def _fetched(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:
         with open_checkpoint(path, comm, host(), self._options) as checkpoint:
             record = checkpoint.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}

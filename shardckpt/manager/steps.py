@@ -14,9 +14,10 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
-from shardckpt.gate import choose_reader, read_manifest
-from shardckpt.integrity import read_integrity
+from shardckpt.gate import choose_reader, hold_checkpoint
+from shardckpt.integrity import named_files
 from shardckpt.locations import locate
+from shardckpt.storage.directory import blaming_replacement, retry_if_replaced
 from shardckpt.storage.filesystem import file_size, naming
 from shardckpt.storage.remote import ListsFolders, RemotePath, attempt
 
@@ -136,7 +137,8 @@ class StepFolder:
         #: The directory, or the store's folder.
         self.place = locate(folder, host)
         self.names = names
-        self._host = host
+        #: The installed plugins.
+        self.host = host
 
     def location(self, step: int) -> str:
         """A step's directory or URL, as it can be given to ``save`` and ``load`` (a URL with its password)."""
@@ -145,12 +147,15 @@ class StepFolder:
 
     def path(self, step: int) -> Path:
         """A step's directory or URL, with symbolic links resolved."""
-        return locate(self.location(step), self._host)
+        return locate(self.location(step), self.host)
+
+    def directories(self) -> list[str]:
+        """Names of all directories in the folder, those of steps and others; none where the folder is not there."""
+        return _folders(self.place) if isinstance(self.place, RemotePath) else _directories(self.place)
 
     def steps(self) -> list[int]:
         """All steps that have a directory, in ascending order, whatever is in it."""
-        found = _folders(self.place) if isinstance(self.place, RemotePath) else _directories(self.place)
-        return sorted(step for step in map(self.names.parse, found) if step is not None)
+        return sorted(step for step in map(self.names.parse, self.directories()) if step is not None)
 
     def look(self, step: int) -> StepCheckpoint:
         """What stands in a step's directory, by its JSON files and the sizes of the others.
@@ -159,12 +164,19 @@ class StepFolder:
             StorageError: the store does not answer: that says nothing of the checkpoint.
         """
         directory = self.path(step)
-        manifest = None
+        manifest: Manifest | None = None
+
+        def check() -> Manifest:
+            nonlocal manifest
+            place, manifest = hold_checkpoint(directory, self.host)
+            with blaming_replacement(place):
+                _check_files(place, manifest)
+            return manifest
+
         try:
             with naming("look at", directory):
-                manifest = read_manifest(directory, self._host)
-                _check_files(directory, manifest)
-            choose_reader(directory, manifest, self._host)
+                found = retry_if_replaced(check, directory)
+            choose_reader(directory, found, self.host)
         except (StorageError, CorruptCheckpointError) as exc:
             if isinstance(directory, RemotePath) and isinstance(exc, StorageError):
                 raise
@@ -207,11 +219,7 @@ def _folders(place: RemotePath) -> list[str]:
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Whether all files are there that the checkpoint names, with the sizes that it has of them."""
-    expected: dict[str, int | None] = {}
-    if manifest.record is not None:
-        expected = {file.name: file.size for file in manifest.record.files}
-    elif (integrity := read_integrity(directory)) is not None:
-        expected = dict.fromkeys(integrity.files)
+    expected = named_files(directory, manifest)
     faults = [fault for name, size in expected.items() if (fault := _file_fault(directory / name, size))]
     if faults:
         raise CorruptCheckpointError(f"{directory}: of {len(expected)} files: {listed(faults, '; ', limit=6)}")

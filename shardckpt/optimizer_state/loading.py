@@ -18,6 +18,7 @@ from shardckpt.optimizer_state.names import GROUPS, STATE, Place
 from shardckpt.optimizer_state.stored import stored_state
 from shardckpt.plugins import host
 from shardckpt.state_dict import merge
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.template import LoadTemplate
 
 if TYPE_CHECKING:
@@ -80,8 +81,12 @@ def load_sharded_optimizer_state_dict(
         refuse_planner(planner)
         directory, params = locate(location(checkpoint_or_reader), host()), parameters(model_state_dict)
     comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored)
-    with open_checkpoint(directory, comm, host(), LoadOptions(allow_globals=tuple(allow_globals))) as checkpoint:
-        return {optimizer_key: _load(optimizer_key, params, checkpoint, shard_factored=shard_factored)}
+
+    def attempt() -> StateDict:
+        with open_checkpoint(directory, comm, host(), LoadOptions(allow_globals=tuple(allow_globals))) as checkpoint:
+            return {optimizer_key: _load(optimizer_key, params, checkpoint, shard_factored=shard_factored)}
+
+    return retry_if_replaced(attempt, directory)
 
 
 def _load(

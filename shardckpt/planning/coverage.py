@@ -38,8 +38,12 @@ def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
     filled = [box for box in boxes if box.volume]
     if filled and _is_grid([*filled, Box(tuple(shape), filled[0].shape)]):
         return _hole_in_grid(whole.shape, filled)
-    finder = BoxFinder(filled)
-    left = [whole]
+    return find_uncovered(whole, BoxFinder(filled))
+
+
+def find_uncovered(wanted: Box, finder: BoxFinder) -> Box | None:
+    """A part of the wanted box that none of the finder's boxes reaches, or None; these may overlap."""
+    left = [wanted]
     while left:
         part = left.pop()
         hit = next(finder.touching(part), None)
@@ -102,4 +106,4 @@ def _without(part: Box, taken: Box) -> Iterator[Box]:
         low[axis], size[axis] = taken.offset[axis], taken.shape[axis]
 
 
-__all__ = ["Overlap", "find_hole", "find_overlap"]
+__all__ = ["Overlap", "find_hole", "find_overlap", "find_uncovered"]

@@ -8,78 +8,72 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
-import uuid
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.filesystem import exchange, naming, sync_directory, sync_file
+from shardckpt.storage.owner import claim, release
+from shardckpt.storage.staging_names import (
+    REPLACED,
+    STAGING,
+    discarded_name,
+    is_temporary,
+    new_save_id,
+    prefix,
+    stem,
+    temporary_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    from shardckpt.storage.owner import Owner
+
 logger = logging.getLogger(__name__)
 
-_STAGING = ".shardckpt-staging-"
-_REPLACED = ".shardckpt-replaced-"
-#: In the name of a checkpoint that is being removed (:mod:`shardckpt.storage.removal`).
-REMOVED = ".shardckpt-removed-"
 
+def staging_path(target: Path, save_id: str, owner: Owner | None = None) -> Path:
+    """The staging directory of a save to ``target``, beside it.
 
-def new_save_id() -> str:
-    """A name that no other save has: 128 bits in hex."""
-    return uuid.uuid4().hex
-
-
-def staging_path(target: Path, save_id: str) -> Path:
-    """The staging directory of a save to ``target``: ``.<name>.shardckpt-staging-<id>`` beside it."""
-    return target.with_name(f".{target.name}{_STAGING}{save_id}")
+    Args:
+        target: The checkpoint's directory.
+        save_id: The save's own name.
+        owner: The process that commits it; by default this one.
+    """
+    return target.with_name(temporary_name(target.name, STAGING, save_id, owner))
 
 
 def create_staging(target: Path, save_id: str) -> Path:
-    """Make the staging directory of a save, where :func:`staging_path` says."""
+    """Make the staging directory of a save that this process commits, where :func:`staging_path` says."""
     staging = staging_path(target, save_id)
     with naming("create the staging directory", staging):
         _make_directory(target.parent)
-        left = staging_of(target)
-        aside = replaced_of(target) if target.exists() else []
         staging.mkdir()
-    if left:
-        logger.warning(
-            "saves to %s that have not ended lie beside it; what no job is writing can be deleted: %s",
-            target,
-            ", ".join(map(str, left)),
-        )
-    if aside:
-        logger.warning("unfinished overwrites of %s set checkpoints aside: %s", target, ", ".join(map(str, aside)))
+    claim(staging.name)
     return staging
 
 
 def staging_of(target: Path) -> list[Path]:
     """Staging directories of saves to ``target`` that were not committed (yet)."""
-    return _siblings(target, _STAGING)
+    return _siblings(target, STAGING)
 
 
 def replaced_of(target: Path) -> list[Path]:
     """Checkpoints moved aside by an overwrite of ``target`` that did not end."""
-    return _siblings(target, _REPLACED)
+    return _siblings(target, REPLACED)
 
 
 def is_staging(path: Path) -> bool:
     """Whether a directory is a save's or a removal's own, not a checkpoint to load."""
-    return path.name.startswith(".") and any(mark in path.name for mark in (_STAGING, _REPLACED, REMOVED))
-
-
-def is_staging_for(name: str, target: str) -> bool:
-    """Whether the whole name is that of what a save to ``target`` fills, or has discarded."""
-    return bool(re.fullmatch(re.escape(f".{target}{_STAGING}") + "[0-9a-f]{32}(-discarded)?", name))
+    return is_temporary(path.name)
 
 
 def discard(staging: Path) -> None:
     """Remove a staging directory after a failed save; what cannot be removed is reported, not raised."""
-    gone = staging.with_name(f"{staging.name}-discarded")
+    release(staging.name)
+    gone = staging.with_name(discarded_name(staging.name))
     try:
         os.rename(staging, gone)  # who still writes there finds no directory, and cannot add to it while it is emptied
     except OSError:
@@ -105,6 +99,7 @@ def publish(staging: Path, target: Path) -> None:
     sync_directory(staging)
     with naming(f"rename {staging} to", target):
         os.rename(staging, target)
+    release(staging.name)
     try:
         sync_directory(target.parent)
     except StorageError as exc:
@@ -115,7 +110,7 @@ def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
     """Put a staging directory in the place of an existing one, and remove the old.
 
     An error leaves either the old directory at ``target`` and the new one at ``staging``, or the new one at ``target``
-    and the old one, whole, at a ``.<name>.shardckpt-replaced-<id>`` beside it: never the old one at ``staging``, which
+    and the old one, whole, at a ``.<name>.shardckpt-replaced-...`` beside it: never the old one at ``staging``, which
     callers discard.
 
     Args:
@@ -126,8 +121,9 @@ def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
     with naming("keep the other files of", target):
         _keep_foreign(target, staging, owned)
     sync_directory(staging)
-    aside = target.with_name(f".{target.name}{_REPLACED}{new_save_id()}")
+    aside = target.with_name(temporary_name(target.name, REPLACED, new_save_id()))
     new = staging.stat()
+    claim(aside.name)
     try:
         with naming("replace", target):
             _swap(staging, target, aside)
@@ -141,6 +137,8 @@ def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
             raise StorageError(f"{exc}; {state}") from exc
         logger.warning("interrupted: %s", state)
         raise
+    finally:
+        release(aside.name)
     _remove_replaced(aside, staging)
 
 
@@ -189,10 +187,12 @@ def _make_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def _siblings(target: Path, mark: str) -> list[Path]:
+def _siblings(target: Path, kind: str) -> list[Path]:
+    """The target's temporary directories of a kind; older releases did not cut long names."""
     if not target.parent.is_dir():
         return []
-    return sorted(path for path in target.parent.iterdir() if path.name.startswith(f".{target.name}{mark}"))
+    begins = (prefix(stem(target.name), kind), prefix(target.name, kind))
+    return sorted(path for path in target.parent.iterdir() if path.name.startswith(begins))
 
 
 def _keep_foreign(source: Path, staging: Path, owned: Collection[str]) -> None:
@@ -218,13 +218,10 @@ def _link_or_copy(path: Path, kept: Path) -> None:
 
 
 __all__ = [
-    "REMOVED",
     "create_staging",
     "discard",
     "is_free",
     "is_staging",
-    "is_staging_for",
-    "new_save_id",
     "publish",
     "replace",
     "replaced_of",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.storage.directory import RelativePath
 from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def open_new(path: Path) -> int:
 
 def is_there(path: Path) -> bool:
     """Whether anything has the name, a link to nowhere too."""
+    if isinstance(path, RelativePath):
+        return path.exists() or path.is_symlink()
     return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
 
 
@@ -90,8 +93,9 @@ def open_existing(path: Path) -> tuple[int, int]:
     with naming("open", path):
         if isinstance(path, RemotePath):
             return _REMOTE, path.size
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = path.open(flags) if isinstance(path, RelativePath) else os.open(path, flags)
         except OSError as exc:
             if exc.errno == errno.ELOOP and path.is_symlink():
                 raise StorageError(_LINK.format(path=path)) from exc

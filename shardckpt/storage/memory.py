@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardckpt.errors import ShardingError
+from shardckpt.raw_memory import view_memory, view_tensor
 from shardckpt.wrappers import dequantized, is_quantized, kind
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 _start_of_bytes = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
-#: All that follows an address, to take as much of it as is there: ctypes makes a class for every length of an array.
-_Following: Any = ctypes.c_char * sys.maxsize
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -40,7 +38,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         ValueError: the bytes of its memory are not its values (see :func:`is_plain`), or not all in a row.
     """
     if is_ordinary(tensor):
-        return _view(tensor)
+        return view_tensor(tensor)
     if not _has_memory(tensor):
         raise ShardingError(_refusal(tensor))
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not is_plain(tensor):
@@ -48,7 +46,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
             f"needs a contiguous CPU tensor without conj or neg bit, got a {type(tensor).__name__} on {tensor.device} "
             f"with strides {tensor.stride()}"
         )
-    return _view(tensor)
+    return view_tensor(tensor)
 
 
 def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
@@ -59,7 +57,7 @@ def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
     data: bytes = _new_bytes(None, nbytes)
     if not nbytes:
         return data, memoryview(bytearray())
-    return data, _memory(_start_of_bytes(data), nbytes, data)
+    return data, view_memory(_start_of_bytes(data), nbytes, data)
 
 
 def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,19 +125,6 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
             torch.accelerator.current_stream(device).synchronize()
         else:
             torch.cuda.current_stream(device).synchronize()
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
-    nbytes = tensor.nbytes
-    return _memory(tensor.data_ptr(), nbytes, tensor) if nbytes else memoryview(bytearray())
-
-
-def _memory(address: int, nbytes: int, owner: Any) -> memoryview:
-    """Bytes at an address, which keep their owner alive."""
-    array = _Following.from_address(address)
-    array.owner = owner
-    return memoryview(array).cast("B")[:nbytes]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import Segments
+from shardckpt.storage.directory import RelativePath, was_replaced
 from shardckpt.storage.filesystem import check_file_name, close_file, open_existing, same_file, status
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardckpt.manifest import FileRecord
@@ -92,12 +95,22 @@ class OpenFiles:
         directory: Where they are.
         records: What was written, by name; None if that is not known.
         algorithm: Of their digests, if they are to be checked.
+        blaming: Guards the opening of a file, and says why it failed if another save came in between.
     """
 
-    def __init__(self, directory: Path, records: dict[str, FileRecord] | None, algorithm: str | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        records: dict[str, FileRecord] | None,
+        algorithm: str | None,
+        blaming: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._directory = directory
         self._records = records
         self._algorithm = algorithm
+        self._blaming = blaming
+        #: (size, time of writing) of files of which nothing else says what was written, when they were first opened.
+        self._stamps: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
         #: Those that are open, the last used one last.
@@ -109,7 +122,32 @@ class OpenFiles:
         record = None if self._records is None else self._records.get(name)
         if self._records is not None and record is None:
             raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
-        return OpenFile(path, record, self._algorithm)
+        with self._blaming():
+            file = OpenFile(path, record, self._algorithm)
+        if record is None and isinstance(path, RelativePath) and (found := status(file.fd)) is not None:
+            self._stamps.setdefault(name, _stamp(found))
+        return file
+
+    def check_unchanged(self) -> None:
+        """Raise if something has written to a file, of which there is no record, since it was first opened.
+
+        Other libraries save into the directory that they overwrite. (In a directory that was replaced since, files
+        only disappear.)
+
+        Raises:
+            StorageError: it names the file.
+        """
+        for name, before in self._stamps.items():
+            path = self._directory / name
+            try:
+                now = _stamp(path.lstat())
+            except FileNotFoundError:
+                now = None
+            if now != before and (now is not None or not was_replaced(self._directory)):
+                raise StorageError(
+                    f"{path} was written to, or removed, while the checkpoint was read, which may hold values of two "
+                    "saves: another job saves into the same directory; load it again when that save has ended"
+                )
 
     def get(self, name: str) -> OpenFile:
         """The file, opened when it is first asked for."""
@@ -127,7 +165,8 @@ class OpenFiles:
             if file is None:
                 file = self._files[name] = self.opened(name)
             if not file.is_open:
-                file.open_again()
+                with self._blaming():
+                    file.open_again()
             file.users += 1
             self._used(file)
             return file
@@ -158,6 +197,10 @@ class OpenFiles:
                 if not idle.users:
                     idle.pause()
                     del self._open[name]
+
+
+def _stamp(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
 
 
 __all__ = ["OPEN_FILES", "OpenFile", "OpenFiles"]

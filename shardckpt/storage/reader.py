@@ -9,10 +9,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
+from shardckpt.storage.directory import blaming_replacement, real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
+from shardckpt.storage.identity import is_of_save
 from shardckpt.storage.memory import unfilled_bytes
 from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.read_buffers import ReadBuffers
@@ -22,6 +24,7 @@ from shardckpt.storage.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
@@ -54,14 +57,17 @@ class CheckpointReader:
     """The files of one checkpoint, for one operation; a context manager.
 
     Args:
-        directory: The checkpoint.
+        directory: The checkpoint; of one that :func:`~shardckpt.storage.directory.open_directory` holds open, what is
+            read is of one save.
         manifest: What its JSON files say.
         verify: Whether to check digests where there are any; by default as ``SHARDCKPT_VERIFY_READS`` says.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, *, verify: bool | None = None) -> None:
-        self.directory = directory
+        self.directory = real_path(directory)
         self.manifest = manifest
+        #: The directory, held open if it is a local one.
+        self.place = directory
         record = manifest.record
         self._records = None if record is None else {file.name: file for file in record.files}
         verify = settings.verify_reads() if verify is None else verify
@@ -71,7 +77,8 @@ class CheckpointReader:
                 self._digest: Digest = digest_function(algorithm)
             except CheckpointingException as exc:
                 raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
-        self._files = OpenFiles(directory, self._records, algorithm)
+        self._has_digests = algorithm is not None
+        self._files = OpenFiles(directory, self._records, algorithm, self._blaming)
         self._is_remote = isinstance(directory, RemotePath)
         self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
         self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
@@ -83,11 +90,37 @@ class CheckpointReader:
         """Whether the file belongs to the checkpoint."""
         if self._records is not None and name in self._records:
             return True
-        path = self.directory / check_file_name(name)
+        path = self.place / check_file_name(name)
         found = is_there(path)
         if found and self._records is not None:
             raise CorruptCheckpointError(f"{path} is there and {RECORD_NAME} does not name it: one of them is damaged")
+        if not found and self._records is None and was_replaced(self.place):
+            raise replaced_error(self.directory, f"it is not known whether {name} was there")
         return found
+
+    def was_replaced(self) -> bool:
+        """Whether another save, or none, is where the checkpoint was; of a local one, if it is held open."""
+        if not isinstance(self.place, RemotePath):
+            return was_replaced(self.place)
+        now = RemotePath(self.place.folder)  # lists the folder anew
+        record = self.manifest.record
+        if record is not None:
+            return not is_of_save(now, record)
+        before, after = ({path.name: path.size for path in place.iterdir()} for place in (self.place, now))
+        return not before.items() <= after.items()
+
+    def check_unchanged(self) -> None:
+        """Raise if what was read may be of two saves; called at the end of a load.
+
+        What digests were checked of, and what a local save wrote whose directory is held open, is of one save anyway.
+
+        Raises:
+            CheckpointReplacedError: on a store, there is another save now.
+            StorageError: another library has written to a file that was read.
+        """
+        if self._is_remote and not self._has_digests and self.was_replaced():
+            raise replaced_error(self.directory, "nothing tells whether all that was read is of one save")
+        self._files.check_unchanged()
 
     def size(self, name: str) -> int:
         """Bytes of the file."""
@@ -203,6 +236,16 @@ class CheckpointReader:
     ) -> None:
         self.close()
 
+    def _blaming(self) -> AbstractContextManager[None]:
+        return blaming_replacement(self.directory, self._was_replaced)
+
+    def _was_replaced(self) -> bool:
+        """The same after another error, which counts where the store does not answer."""
+        try:
+            return self.was_replaced()
+        except StorageError:
+            return False
+
     @cached_property
     def _workers(self) -> Workers:
         threads = settings.remote_threads() if self._is_remote else settings.io_threads()
@@ -276,13 +319,14 @@ class CheckpointReader:
         """Fill memory with a span, and check it."""
         try:
             read_into(file.fd, file.path, memory, span.start)
+            for start, stop, digest in span.segments:
+                if self._digest(memory[start - span.start : stop - span.start]) != digest:
+                    raise CorruptCheckpointError(
+                        f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
+                    )
         except CheckpointingException as exc:
-            raise type(exc)(f"{what}: {exc}") from exc
-        for start, stop, digest in span.segments:
-            if self._digest(memory[start - span.start : stop - span.start]) != digest:
-                raise CorruptCheckpointError(
-                    f"{what}: bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
-                )
+            with self._blaming():
+                raise type(exc)(f"{what}: {exc}") from exc
 
 
 def _check_range(file: OpenFile, offset: int, nbytes: int, what: str) -> None:

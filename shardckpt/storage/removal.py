@@ -7,31 +7,25 @@ has no rename: there an object says that the removal is under way, and ``metadat
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import re
 import shutil
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.storage.commit import REMOVED, new_save_id
-from shardckpt.storage.filesystem import naming, sync_directory
+from shardckpt.storage.filesystem import naming
+from shardckpt.storage.leftovers import create_spool, find_leftovers, remove_free
 from shardckpt.storage.remote import RemotePath, attempt
+from shardckpt.storage.staging_names import REMOVED, new_save_id, temporary_name
 from shardckpt.storage.upload import REMOVAL_MARK, list_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from shardckpt.storage.remote import RemoteFolder
-
-logger = logging.getLogger(__name__)
-
-_TOMBSTONE = re.compile(rf"\.(.+){re.escape(REMOVED)}[0-9a-f]{{32}}")
 
 
 def retire(directory: Path) -> None:
@@ -41,7 +35,7 @@ def retire(directory: Path) -> None:
         StorageError: it has its old name, or was gone already.
     """
     with naming("rename, in order to remove,", directory):
-        os.rename(directory, directory.with_name(f".{directory.name}{REMOVED}{new_save_id()}"))
+        os.rename(directory, directory.with_name(temporary_name(directory.name, REMOVED, new_save_id())))
 
 
 def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
@@ -49,15 +43,9 @@ def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
 
     Args:
         folder: Where they are.
-        owned: Whether one is to be removed, by the name of what was there before.
+        owned: Whether one is to be removed, by the :func:`stem` of the name of what was there before.
     """
-    with naming("list", folder):
-        matches = [(path, _TOMBSTONE.fullmatch(path.name)) for path in folder.iterdir()]
-    found = [path for path, match in matches if match and owned(match[1])]
-    if found:
-        sync_directory(folder)
-    for path in sorted(found):
-        _remove_tree(path)
+    remove_free(leftover for leftover in find_leftovers(folder, owned) if leftover.kind == REMOVED)
 
 
 def delete_checkpoint(folder: RemoteFolder) -> None:
@@ -67,11 +55,14 @@ def delete_checkpoint(folder: RemoteFolder) -> None:
         StorageError: some are still there.
     """
     target = RemotePath(folder)
-    place = settings.spool_directory() or tempfile.gettempdir()
-    with naming("write a file in", place), tempfile.TemporaryDirectory(prefix="shardckpt-spool-", dir=place) as name:
-        mark = Path(name) / REMOVAL_MARK
-        mark.write_text("The checkpoint in this place is being removed.\n")
+    spool = create_spool()
+    try:
+        mark = spool / REMOVAL_MARK
+        with naming("write", mark):
+            mark.write_text("The checkpoint in this place is being removed.\n")
         attempt("upload", target / REMOVAL_MARK, lambda: folder.upload(REMOVAL_MARK, mark))
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
     _delete(folder, MARKER_NAME)
     rest = [name for name in list_folder(folder) if name not in (MARKER_NAME, REMOVAL_MARK)]
     with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
@@ -91,15 +82,6 @@ def _delete(folder: RemoteFolder, name: str) -> None:
             folder.delete(name)
 
     attempt("delete", RemotePath(folder) / name, deleted)
-
-
-def _remove_tree(path: Path) -> None:
-    try:
-        shutil.rmtree(path)
-    except OSError as exc:
-        shutil.rmtree(path, ignore_errors=True)  # what can be removed beside it
-        if os.path.lexists(path):
-            logger.warning("cannot remove %s, which is no longer needed: %s", path, exc)
 
 
 __all__ = ["clear_tombstones", "delete_checkpoint", "is_half_deleted", "retire"]

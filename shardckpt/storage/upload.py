@@ -9,18 +9,17 @@ from __future__ import annotations
 import functools
 import logging
 import shutil
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardckpt import settings
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage.filesystem import naming
+from shardckpt.storage.leftovers import create_spool
 from shardckpt.storage.remote import RemotePath, attempt
+from shardckpt.storage.staged_files import refuse_unrecorded
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+    from pathlib import Path
 
     from shardckpt.manifest import FileRecord
     from shardckpt.storage.remote import RemoteFolder
@@ -50,9 +49,8 @@ class Upload:
         self._handed_over = False
         self._marking = False
         self._committed = False
-        with naming("make a spool directory in", settings.spool_directory() or tempfile.gettempdir()):
-            #: This rank's files are written here first.
-            self.spool = Path(tempfile.mkdtemp(prefix="shardckpt-spool-", dir=settings.spool_directory()))
+        #: This rank's files are written here first.
+        self.spool = create_spool()
 
     def begin(self, save_id: str, *, overwrite: bool) -> None:
         """Take the folder for this save; the main rank does.
@@ -81,6 +79,10 @@ class Upload:
         self.save_id = save_id
         (self.spool / _mark(save_id)).write_text("A save to this place has begun, and not ended.\n")
         _upload(self._folder, self.spool, [_mark(save_id)])
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse what lies in the spool directory and is not one of these files: it would not be uploaded."""
+        refuse_unrecorded(self.spool, {*names, _mark(self.save_id)})
 
     def put(self, names: Iterable[str]) -> None:
         """Upload files of the spool directory."""

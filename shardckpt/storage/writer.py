@@ -9,11 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
-from shardckpt.errors import StorageError
-from shardckpt.manifest import FileRecord
+from shardckpt.errors import StorageError, listed
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, FileRecord
 from shardckpt.storage.digest import SMALL_RECORD, digest_function, preferred
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt.storage.new_file import NewFile
+from shardckpt.storage.packed_shards import PackedShards
+from shardckpt.storage.staged_files import check_as_recorded, digest_file
 from shardckpt.storage.stream import Crew, FileStream, Uses, start
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
+
+    from shardckpt.mapping import ShardedBase
+
+#: What the core writes itself, when all else is recorded.
+_OURS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME})
 
 Produce = Callable[[], Sequence[memoryview]]
 
@@ -210,6 +217,8 @@ class CheckpointWriter:
         self.files: list[FileRecord] = []
         #: Their SHA-256 in hex, by name, where it is wanted.
         self.sha256: dict[str, str] = {}
+        #: The shards that this rank's files hold, as :meth:`record_shards` was told.
+        self.shards: list[ShardedBase | PackedShards] = []
 
     def create(self, name: str, nbytes: int = 0) -> FileWriter:
         """Begin a new file.
@@ -246,6 +255,55 @@ class CheckpointWriter:
     def write(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileRecord:
         """A whole small file at once."""
         return self.finish(self.begin(name, data, keys))
+
+    def adopt(self, name: str, keys: int = 1) -> FileRecord:
+        """Take over a file that a library or another process has written into :attr:`directory`, completely.
+
+        It is fsynced, and read once for its digests, which are of what it has then. What lies in the directory and is
+        neither written by this class nor adopted fails the save.
+
+        Args:
+            name: Of letters, digits, ``.``, ``_`` and ``-``: a regular file in the directory itself.
+            keys: How many stored items the file has, for reports.
+
+        Raises:
+            CheckpointingException: there is no such file, it is not a regular one, or it changes meanwhile.
+        """
+        path = self.directory / check_file_name(name)
+        record, sha256 = digest_file(path, self._algorithm, keys, self._rank, sha256=self._sha256)
+        self.files.append(record)
+        if sha256:
+            self.sha256[name] = sha256
+        return record
+
+    def record_shards(self, shards: Iterable[ShardedBase] | PackedShards) -> None:
+        """Say which shards this rank's files hold; each rank does, in one call or several.
+
+        Before the commit it is compared with what the strategy was given: each box of a tensor, and each object, must
+        be recorded, on whichever rank, and however it is cut. Of a replicated shard one copy is enough.
+
+        Args:
+            shards: ShardedTensors and ShardedObjects; their data is not looked at.
+        """
+        self.shards.extend([shards] if isinstance(shards, PackedShards) else shards)
+
+    def recorded_files(self) -> list[FileRecord]:
+        """The records of all files, when no more is written.
+
+        Raises:
+            StorageError: names files that were begun and not finished, that were changed since, or that are the core's
+                own to write.
+        """
+        if self._open:
+            raise StorageError(
+                f"{self.directory}: files were begun and not finished: {listed(sorted(map(repr, self._open)))}; after "
+                "the last record of a file call writer.finish(file), which makes it durable and records its digests"
+            )
+        own = [repr(file.name) for file in self.files if file.name in _OURS]
+        if own:
+            raise StorageError(f"{self.directory}: {listed(own)} is written by the commit: give another name")
+        check_as_recorded(self.directory, self.files)
+        return list(self.files)
 
     def close(self) -> None:
         """End the threads; files that were not finished stay incomplete."""

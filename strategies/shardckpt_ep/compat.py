@@ -267,7 +267,7 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
         ep_rank: The rank among those with different experts.
         ep_size: How many these are.
         check_moe_fn: Says of a key whether it is an expert's; see :func:`get_check_moe_func`.
-        **kwargs: Of DCP's DefaultLoadPlanner, and ``allow_globals``.
+        **kwargs: Of DCP's DefaultLoadPlanner, and ``allow_globals`` and ``allow_dtype_cast``.
     """
 
     def __init__(self, ep_rank: int, ep_size: int, check_moe_fn: Callable[[str], bool], **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.planning.dtypes import refuse_cast
 from shardckpt.wrappers import is_quantized
 from shardckpt_ep.experts import Experts
 from shardckpt_ep.meshes import local_of
@@ -35,11 +36,13 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
 
     Args:
         allow_globals: Classes and functions that objects may name besides the plain ones.
+        allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
         **kwargs: Of DCP's DefaultLoadPlanner.
     """
 
-    def __init__(self, *, allow_globals: Iterable[Any] = (), **kwargs: Any) -> None:
+    def __init__(self, *, allow_globals: Iterable[Any] = (), allow_dtype_cast: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.allow_dtype_cast = allow_dtype_cast
         self._allow_globals = tuple(allow_globals)
         self._locals: dict[str, torch.Tensor] = {}
 
@@ -53,11 +56,14 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         Raises:
             KeyMismatchError: an expert tensor is not stored, unless partial loads are allowed.
             ShapeMismatchError: the tensor of all experts is stored in another shape.
+            DtypeMismatchError: it is stored in a dtype that the wanted one cannot hold.
         """
         if self.metadata is None:
             raise CheckpointingException("the planner was given no metadata: the storage reader has none")
         plan, experts = local_plan(self.state_dict, self.metadata, self.layout_of, strict=not self.allow_partial_load)
         self._locals = {key: local_of(self.state_dict[key]) for key in experts}
+        for key, local in self._locals.items() if not self.allow_dtype_cast else ():
+            refuse_cast(key, stored_tensor(key, self.metadata).properties.dtype, local.dtype)
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -79,7 +85,8 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
         sections: What may stand before a parameter's name in a key.
         is_expert: As for :func:`shardckpt_ep.expert_sharded_state_dict`.
-        **kwargs: Of DCP's DefaultLoadPlanner, and ``allow_globals``: classes and functions that objects may name.
+        **kwargs: Of DCP's DefaultLoadPlanner, and ``allow_globals``: classes and functions that objects may name; and
+            ``allow_dtype_cast``, as for :func:`shardckpt.dist_checkpointing.load`.
     """
 
     def __init__(

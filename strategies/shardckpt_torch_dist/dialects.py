@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,11 +70,19 @@ def _read(reader: CheckpointReader) -> StoredIndex:
                 METADATA_FILE,
             )
         source = f"{reader.directory}/{METADATA_FILE}"
-        return index_of(load_metadata(reader.read(METADATA_FILE), source), source)
+        data = reader.read(METADATA_FILE)
+        index = index_of(load_metadata(data, source), source)
+        return replace(index, save=save_of(reader, data))
     source = f"{reader.directory}/{INDEX_FILE}"
     index = parse(reader.read(INDEX_FILE), source)
     _check_claims(index, sizes, source)
-    return index
+    return index if record is None else replace(index, save=record.self_digest)
+
+
+def save_of(reader: CheckpointReader, metadata: bytes) -> str:
+    """What tells the save from every other: the digest of its record, or of the ``.metadata`` of another library's."""
+    record = reader.manifest.record
+    return f"{zlib.crc32(metadata):08x}" if record is None else record.self_digest
 
 
 def _check_claims(index: StoredIndex, sizes: dict[str, int], source: str) -> None:
@@ -205,4 +215,4 @@ def _flattened(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) 
     return [(part.box.moved(corner), part.start) for part in flat_parts(block, offset[-1], offset[-1] + sizes[-1])]
 
 
-__all__ = ["METADATA_FILE", "index_of", "needs_common_file", "read_index"]
+__all__ = ["METADATA_FILE", "index_of", "needs_common_file", "read_index", "save_of"]

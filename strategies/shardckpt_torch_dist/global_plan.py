@@ -9,6 +9,7 @@ import torch
 from shardckpt.errors import ShardingError, listed
 from shardckpt.planning.table import Table, integers, joined, matrix, misfits
 from shardckpt.storage.columns import Column, Columns, pack
+from shardckpt.storage.packed_shards import PackedShards
 from shardckpt_torch_dist.stored import Chunks, Item, StoredIndex
 
 if TYPE_CHECKING:
@@ -20,33 +21,22 @@ if TYPE_CHECKING:
 
 
 class LocalPlan(NamedTuple):
-    """A rank's items and where they will be, as it tells them to the main rank; ``wholes`` is alike on many ranks."""
+    """A rank's items and where they will be, as it tells them to the main rank."""
 
-    wholes: bytes
-    items: bytes
+    stored: PackedShards
+    places: bytes
 
 
 def local_plan(items: LocalItems, placed: Placed) -> LocalPlan:
     """The plan of a rank."""
-    axes = [len(shape) for shape in items.shapes]
-    wholes: dict[str, Column] = {
-        "keys": items.keys,
-        "dtypes": [str(dtype).removeprefix("torch.") for dtype in items.dtypes],
-        "axes": integers(axes),
-        "shapes": matrix(items.shapes, max(axes, default=0), 1),
-    }
-    table = items.boxes.table()
     numbers = {name: number for number, name in enumerate(placed.files)}
-    rows: dict[str, Column] = {
+    places: dict[str, Column] = {
         "files": placed.files,
-        "whole": table.whole,
-        "offset": table.offset,
-        "extent": table.extent,
         "places": matrix(placed.boxes, 3, 0),
-        "objects": list(placed.objects),
         "object_places": matrix([(numbers[file], *place) for file, *place in placed.objects.values()], 3, 0),
     }
-    return LocalPlan(pack(wholes), pack(rows))
+    stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), placed.objects)
+    return LocalPlan(stored, pack(places))
 
 
 def merged(plans: Iterable[LocalPlan]) -> StoredIndex:
@@ -75,19 +65,20 @@ class _Merge:
 
     def add(self, rank: int, plan: LocalPlan) -> None:
         """Take a rank's plan in."""
-        if plan.wholes not in self._known:
-            self._known[plan.wholes] = self._numbers_of(rank, Columns(plan.wholes, f"the plan of rank {rank}"))
-        rows = Columns(plan.items, f"the plan of rank {rank}")
+        wholes = plan.stored.wholes
+        table, keys = plan.stored.rows()
+        if wholes not in self._known:
+            self._known[wholes] = self._numbers_of(rank, Columns(wholes, f"the plan of rank {rank}"))
+        rows = Columns(plan.places, f"the plan of rank {rank}")
         files = rows.texts("files")
-        objects = zip(rows.texts("objects"), rows.integers("object_places").tolist(), strict=True)
+        objects = zip(keys, rows.integers("object_places").tolist(), strict=True)
         for key, (file, start, length) in objects:
             self._objects.setdefault(key, Item(files[file], start, length))
         places = rows.integers("places")
         places[:, 0] += len(self._files)
         self._files += files
         self._places.append(places)
-        whole = self._known[plan.wholes][rows.integers("whole")]
-        self._tables.append(Table(whole, rows.integers("offset"), rows.integers("extent")))
+        self._tables.append(table._replace(whole=self._known[wholes][table.whole]))
 
     def index(self) -> StoredIndex:
         """The index of all that was taken in."""

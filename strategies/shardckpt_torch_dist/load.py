@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import ShardedTensor
+from shardckpt.storage.directory import replaced_error
 from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.check import check_files, list_files
@@ -45,8 +46,11 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Plan, and once every rank has a sound plan, read into the destinations."""
         index = read_index(context.reader)
-        with context.comm.phase("planning the load"):
+        with context.comm.task("planning the load"):
             plan = LoadPlan(wanted, index, context.reader, context.allow_globals)
+        if not context.comm.all_alike(index.save.encode()):  # all have planned, too
+            with context.comm.task("comparing the metadata that the ranks have read"):
+                raise replaced_error(context.reader.directory, "the ranks have read different metadata")
         with context.comm.task("reading shards"):
             plan.read()
         return [_value(shard) for shard in wanted]

@@ -62,7 +62,9 @@ class LoadPlan:
         self._tensors = WantedTensors(simple, index)
         self._tensors.check_sizes(reader)
         others += self._tensors.others
-        self._planner = ShardedLoadPlanner(flatten_state_dict=False, allow_globals=allow_globals)
+        self._planner = ShardedLoadPlanner(  # the core has looked at the casts
+            flatten_state_dict=False, allow_globals=allow_globals, allow_dtype_cast=True
+        )
         self._others = self._planned(others) if others else None
 
     def read(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError
 from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
 from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.planning.dtypes import check_dtypes
 from shardckpt.planning.lookup import BoxFinder
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.state_dict import map_reduce
@@ -45,11 +46,15 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     Args:
         *args: Of DCP's DefaultLoadPlanner.
         allow_globals: Classes and functions that objects may name besides the plain ones.
+        allow_dtype_cast: For ShardedTensors, as for :func:`shardckpt.dist_checkpointing.load`.
         **kwargs: Of DCP's DefaultLoadPlanner.
     """
 
-    def __init__(self, *args: Any, allow_globals: Iterable[Any] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, allow_globals: Iterable[Any] = (), allow_dtype_cast: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.allow_dtype_cast = allow_dtype_cast
         self._allow_globals = tuple(allow_globals)
         self._tensors: list[ShardedTensor] = []
         #: ShardedObjects by unique key: several may wait for the same.
@@ -161,8 +166,10 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
         shapes = {shard.key: tuple(self._stored[shard.key].size) for shard in self._tensors}
         check_shapes(self._tensors, shapes)
+        dtypes = {shard.key: self._stored[shard.key].properties.dtype for shard in self._tensors}
+        check_dtypes(self._tensors, dtypes, allow_cast=self.allow_dtype_cast)
         for shard in self._tensors:
-            check_cast(shard.key, self._stored[shard.key].properties.dtype, shard.dtype)
+            check_cast(shard.key, dtypes[shard.key], shard.dtype)
 
     def _tensor_items(self, shard: ShardedTensor, finders: dict[str, BoxFinder]) -> Iterable[ReadItem]:
         if shard.key not in finders:

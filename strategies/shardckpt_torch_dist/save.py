@@ -98,7 +98,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             local = local_plan(items, placed)
         plan = _global_plan(local, comm)
 
-        work = replace(placed.work, tensors=[], archives={})
+        work = replace(placed.work, tensors=[], archives={}, stored=local.stored)
         made = Made(items.sources, items.objects, _lengths(archives), nbytes, files, self._files, work, plan)
         return made.filled(items.tensors, archives, stored_common, context)
 

@@ -97,6 +97,7 @@ class StoredIndex:
         common: The common state, where it is stored as an object.
         loose: Values that plain DCP stored one by one, by their path in the saved state dict.
         named: Every object, the common state and loose values, too, by its name in ``.metadata``.
+        save: What tells the save from every other: a digest of the checkpoint's record, or of ``.metadata``.
         by_megatron: Whether the planner that wrote ``.metadata`` was Megatron's, or ours for Megatron, and not one of
             DCP's own; None where nothing tells.
     """
@@ -111,6 +112,7 @@ class StoredIndex:
     common: Item | None = None
     loose: dict[tuple[Any, ...], Item] = field(default_factory=dict)
     named: dict[str, Item] = field(default_factory=dict)
+    save: str = ""
     by_megatron: bool | None = None
 
     @cached_property

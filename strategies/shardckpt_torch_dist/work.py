@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardckpt.storage.packed_shards import PackedShards
     from shardckpt.storage.writer import CheckpointWriter, FileWriter
     from shardckpt_torch_dist.stored import StoredIndex
 
@@ -76,6 +77,8 @@ class SaveWork:
     #: Of the objects, by unique key.
     archives: Mapping[str, bytes]
     names: Names | None = None
+    #: The tensors' boxes, in the order of the tensors, and the objects.
+    stored: PackedShards | None = None
 
     def write(self, writer: CheckpointWriter) -> None:
         """Write all files, side by side; everything lies where it was planned to."""
@@ -91,6 +94,10 @@ class SaveWork:
         named = [] if self.names is None else self.names.begin(writer)
         for into in (*named, *(into for _, into in open_files)):  # the first while the last tensors are being written
             writer.finish(into)
+        if self.stored is not None:
+            objects = [key for file in self.files for key in file.objects]
+            is_all = len(in_files) + len(objects) == self.stored.count
+            writer.record_shards(self.stored if is_all else self.stored.only(sorted(in_files), objects))
 
 
 def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int) -> None:

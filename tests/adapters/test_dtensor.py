@@ -202,12 +202,13 @@ def _other_experts(directory: Path, check_replicas: bool) -> None:
 
 def test_different_tensors_under_one_key_on_several_meshes_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     """Expert-parallel ranks that each have other experts under one key lose none in silence: the save fails on all."""
-    outcomes = ranks.outcomes(4, _other_experts, tmp_path / "ckpt", True)
-
-    assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
-    assert "'experts': one value on rank 0 / one value on rank 2" in outcomes[3].message
-    ranks.run(4, _other_experts, tmp_path / "ckpt", False)
-    assert dist_checkpointing.load_plain_tensors(tmp_path / "ckpt")["experts"][:, 0].tolist() == [0, 0, 1, 1]
+    for check_replicas in (True, False):
+        outcomes = ranks.outcomes(4, _other_experts, tmp_path / "ckpt", check_replicas)
+        assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
+        assert "'experts': one value on rank 0 / one value on rank 2" in outcomes[3].message
+        assert "shardckpt_ep.expert_layouts" in outcomes[3].message
+        assert "pass check_replicas=False" not in outcomes[3].message
+        assert not (tmp_path / "ckpt").exists()
 
 
 def _refused(kind: str, directory: Path) -> None:

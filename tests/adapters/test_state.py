@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -117,6 +118,44 @@ def test_plain_tensors_that_differ_are_an_error_on_all_ranks(ranks: RankPool, tm
     assert "check_replicas=False" in outcomes[0].message
     assert "'same'" not in outcomes[0].message
     assert not (tmp_path / "ckpt").exists()
+
+
+class _LocalExperts(nn.Module):
+    """A norm whose statistics are each rank's, a table of the same kind, and experts that each rank has its own of."""
+
+    def __init__(self, local: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(4)
+        self.up = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.full((3, 4), float(dist.get_rank())))
+        torch.manual_seed(dist.get_rank() if local else 0)
+        self.experts = nn.Linear(4, 4)
+        self.norm(torch.randn(5, 4) + dist.get_rank())
+
+
+def _save_experts(directory: Path, local: bool, with_optimizer: bool) -> None:
+    model = _LocalExperts(local)
+    optimizers = [torch.optim.Adam(model.parameters())] if with_optimizer else []
+    if with_optimizer:
+        model.experts(torch.ones(2, 4)).sum().backward()
+        optimizers[0].step()
+    dist_checkpointing.save(to_sharded_state_dict(model, *optimizers, check_replicas=False), directory)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_local_experts_are_not_lost_on_request(ranks: RankPool, tmp_path: Path, with_optimizer: bool) -> None:
+    """``check_replicas=False`` takes any rank's buffers and vectors, and refuses weights that are each rank's own."""
+    ranks.run(2, _save_experts, tmp_path / "ckpt", False, with_optimizer)
+    prefix = "model." if with_optimizer else ""
+    assert dist_checkpointing.load_plain_tensors(tmp_path / "ckpt")[f"{prefix}codes"].eq(0).all()
+    outcomes = ranks.outcomes(2, _save_experts, tmp_path / "experts", True, with_optimizer)
+    assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
+    assert f"'{prefix}experts.weight'" in outcomes[1].message
+    assert "shardckpt_ep.expert_layouts" in outcomes[1].message
+    for name in ("norm", "up", "codes", "experts.bias"):
+        assert name not in outcomes[1].message
+    assert not (tmp_path / "experts").exists()
 
 
 def test_the_lowest_ranks_copy_is_stored_on_request(ranks: RankPool, tmp_path: Path) -> None:

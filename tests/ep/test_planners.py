@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
@@ -97,6 +98,18 @@ def test_a_tensor_of_several_boxes_is_cut_and_put_together(ranks: RankPool, tmp_
     found = {FQN: torch.zeros(8, 6, 3)}
     dcp.load(found, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     assert torch.equal(found[FQN], whole(8))
+
+
+def test_experts_are_not_cut_to_integers(tmp_path: Path) -> None:
+    """Floats that are wanted as integers are refused by name before anything is read, unless that is asked for."""
+    dcp.save({"w": torch.full((4, 4), 2.5)}, checkpoint_id=tmp_path, no_dist=True)
+    held = {"w": torch.zeros(2, 4, dtype=torch.int32)}
+    with pytest.raises(CheckpointException, match=r"'w': stored torch\.float32, wanted torch\.int32"):
+        dcp.load(held, checkpoint_id=tmp_path, planner=EPLoadPlanner({"w": SECOND_HALF}), no_dist=True)
+    assert not held["w"].any()
+    planner = EPLoadPlanner({"w": SECOND_HALF}, allow_dtype_cast=True)
+    dcp.load(held, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert held["w"].eq(2).all()
 
 
 def _dcp_globals() -> dict[str, Any]:

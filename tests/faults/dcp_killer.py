@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter
 from tests.faults.killer import LATER, NEW, OLD, Killer, main
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _KEYS = ("large", "small", "half")
 
@@ -24,12 +27,12 @@ class DcpKiller(Killer):
     def _change(self) -> None:
         self._write(self._target(), NEW)
 
-    def _found(self) -> str:
-        CheckpointStorageReader(self._target()).read_metadata()  # dcp.load makes one error of all that it may raise
+    def _found(self, directory: Path) -> str:
+        CheckpointStorageReader(directory).read_metadata()  # dcp.load makes one error of all that it may raise
         for name, version in (("old", OLD), ("new", NEW)):
-            if not _differences(self._target(), version):
+            if not _differences(directory, version):
                 return name
-        return f"mixed: not new in {_differences(self._target(), NEW)}"
+        return f"mixed: not new in {_differences(directory, NEW)}"
 
     def _later(self) -> str:
         try:

@@ -31,26 +31,32 @@ OLD, NEW, LATER = 1, 2, 3
 
 
 class Scenario(TypedDict):
-    """Which rank of how many ends where, and how: ``exit``, ``kill`` or ``stop``."""
+    """Which rank of how many ends where, and how: ``exit``, ``kill`` or ``stop``.
+
+    They meet in a ``file``, in a ``tcp`` store that rank 0 hosts, or in one of an ``agent`` as torchrun has it.
+    """
 
     world: int
     victim: int
     operation: str
     step: str
     how: str
+    store: str
 
 
 class Reaper:
     """A plugin that ends this process when a step begins."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
         self._scenario = scenario
+        self._folder = folder
 
     @hookimpl
     def shardckpt_event(self, event: Any) -> None:
         """End at the scenario's step."""
         here = (event.rank, event.operation, event.phase, event.state)
         if here == (self._scenario["victim"], self._scenario["operation"], self._scenario["step"], "start"):
+            (self._folder / "ended").write_text(str(time.monotonic()))
             if self._scenario["how"] == "exit":
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL if self._scenario["how"] == "kill" else signal.SIGSTOP)
@@ -61,12 +67,12 @@ def _rank(folder: Path, scenario: Scenario, rank: int) -> None:
     world = scenario["world"]
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'store'}",
+        store=_store(folder, scenario, rank),
         rank=rank,
         world_size=world,
         timeout=dt.timedelta(seconds=GROUP_TIMEOUT),
     )
-    host().register(Reaper(scenario))
+    host().register(Reaper(scenario, folder))
     dist.barrier()
     (folder / f"ready{rank}").touch()
     target = folder / "root" / "ckpt"
@@ -78,13 +84,46 @@ def _rank(folder: Path, scenario: Scenario, rank: int) -> None:
             samples.load(target, rank, world)
     except Exception as exc:  # noqa: BLE001 - it is reported
         kind, message = type(exc).__name__, str(exc)
-    (folder / f"outcome{rank}").write_text(json.dumps([kind, message]))
+    (folder / f"outcome{rank}").write_text(json.dumps([kind, message, time.monotonic()]))
+
+
+def _store(folder: Path, scenario: Scenario, rank: int) -> dist.Store:
+    if scenario["store"] == "file":
+        return dist.FileStore(str(folder / "store"), scenario["world"])
+    if scenario["store"] == "agent":
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    hosts = scenario["store"] == "tcp" and rank == 0
+    port = _port(folder) if not hosts else 0
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=hosts, wait_for_workers=False)
+    if hosts:
+        _publish(folder, store)
+    return store
+
+
+def _be_agent(folder: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    _publish(folder, store)
+    while True:
+        signal.pause()
+
+
+def _publish(folder: Path, store: dist.TCPStore) -> None:
+    (folder / "new-port").write_text(str(store.port))
+    (folder / "new-port").rename(folder / "port")
+
+
+def _port(folder: Path) -> int:
+    started = time.monotonic()
+    while not (folder / "port").exists() and time.monotonic() < started + START_TIMEOUT:
+        time.sleep(0.005)
+    return int((folder / "port").read_text())
 
 
 def _run(folder: Path, scenario: Scenario) -> dict[str, Any]:
     """What the surviving ranks raised, and what is on disk afterwards."""
     target = folder / "root" / "ckpt"
     dist_checkpointing.save(samples.state_dict(OLD), target)
+    agents = [fork(lambda: _be_agent(folder))] if scenario["store"] == "agent" else []
     pids = [fork(lambda rank=rank: _rank(folder, scenario, rank)) for rank in range(scenario["world"])]
     others = [pid for rank, pid in enumerate(pids) if rank != scenario["victim"]]
     started = time.monotonic()
@@ -92,14 +131,17 @@ def _run(folder: Path, scenario: Scenario) -> dict[str, Any]:
         time.sleep(0.005)
     ended = wait(others, DEADLINE)
     wait([pids[scenario["victim"]]], 0.0 if scenario["how"] == "stop" else DEADLINE)
+    wait(agents, 0.0)
     outcomes = {p.name.removeprefix("outcome"): json.loads(p.read_text()) for p in folder.glob("outcome*")}
+    died = float((folder / "ended").read_text())
     left = sorted(path.name for path in target.parent.iterdir())
     loaded = samples.load(target)
     state = next((version for version in (OLD, NEW) if not samples.differences(loaded, version)), 0)
     dist_checkpointing.save(samples.state_dict(LATER), target, overwrite=True)
     return {
         "hung": None in ended.values(),
-        "outcomes": outcomes,
+        "outcomes": {rank: outcome[:2] for rank, outcome in outcomes.items()},
+        "seconds": max((outcome[2] - died for outcome in outcomes.values()), default=0.0),
         "left": left,
         "state": state,
         "wrong_later": samples.differences(samples.load(target), LATER),

@@ -62,7 +62,14 @@ class Point(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What was found after a kill: ``state`` is absent, old, new, set aside, or what is wrong."""
+    """What was found after a kill.
+
+    Attributes:
+        state: Absent, old, new, set aside, or what is wrong.
+        later: What was wrong with the next save; ``""`` for nothing.
+        left: Names beside the target after the kill.
+        beside: Names beside the target after the next save.
+    """
 
     call: str
     number: int
@@ -70,6 +77,8 @@ class Outcome:
     killed: bool
     state: str
     later: str
+    left: list[str]
+    beside: list[str]
 
 
 class Killer:
@@ -112,11 +121,18 @@ class Killer:
         shown = next((line for line in reversed(self._trace.read_text().splitlines()) if _CALL.match(line)), "")
         same = self._anonymous(shown).split(" = ")[0].startswith(_head(point.line))
         killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and same
-        return Outcome(point.call, point.number, point.line, killed, self._state(), self._later())
+        left = self._beside()
+        state, later = self._state(), self._later()
+        return Outcome(point.call, point.number, point.line, killed, state, later, left, self._beside())
 
     def _target(self) -> Path:
         """A fresh save makes the directory above its target too."""
         return self._run / "jobs" / "ckpt" if self._case == "fresh" else self._run / "ckpt"
+
+    def _beside(self) -> list[str]:
+        """Names beside the target."""
+        target = self._target()
+        return sorted(path.name for path in target.parent.glob("*") if path != target)
 
     def _save(self, *options: str) -> int | None:
         """Wait status of a save in a child under strace."""
@@ -150,7 +166,7 @@ class Killer:
     def _state(self) -> str:
         """What the target holds, as a load sees it."""
         try:
-            found = self._found()
+            found = self._found(self._target())
         except NotACheckpointError:
             return "absent"
         except IncompleteCheckpointError as exc:
@@ -161,9 +177,9 @@ class Killer:
             return found
         return found if self._foreign_kept() else f"{found}, but other files are lost"
 
-    def _found(self) -> str:
+    def _found(self, directory: Path) -> str:
         """What a load gives: old, new, or how it is neither."""
-        loaded = load(self._target())
+        loaded = load(directory)
         for name, version in (("old", OLD), ("new", NEW)):
             if not differences(loaded, version):
                 return name
@@ -178,8 +194,11 @@ class Killer:
             return "absent" if "save again" in message else f"no way out in: {message}"
         if str(aside[-1]) not in message:
             return f"does not name {aside[-1]}: {message}"
-        aside[-1].rename(self._target())
-        return "set aside" if self._state() == "old" else f"set aside, then {self._state()}"
+        copy = self._folder / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(aside[-1], copy)
+        found = self._found(copy)
+        return "set aside" if found == "old" else f"set aside, and {found}"
 
     def _foreign_kept(self) -> bool:
         if self._case == "fresh":

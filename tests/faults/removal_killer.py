@@ -34,11 +34,11 @@ class RemovalKiller(Killer):
     def _change(self) -> None:
         dist_checkpointing.remove_sharded_tensors(self._target(), PREFIX)
 
-    def _found(self) -> str:
-        found = _content(self._target())
+    def _found(self, directory: Path) -> str:
+        found = _content(directory)
         for name, expected in (("old", self._old), ("new", self._new)):
             if _same(found, expected):
-                return _faults(self._target()) or name
+                return _faults(directory) or name
         return f"mixed: {sorted(found)}"
 
     def _later(self) -> str:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.faults.deaths import NEW, OLD, Scenario
+from tests.faults.deaths import DEADLINE, NEW, OLD, Scenario
 from tests.faults.programs import run_program
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SAVE_STEPS = ("preparing the state dict", "validating", "staging", "writing", "committing")
 LOAD_STEPS = ("reading the manifest", "choosing a strategy", "reading the index", "loading shards")
 
 
-def scenario(world: int, victim: int, operation: str, step: str, how: str) -> Scenario:
+def scenario(world: int, victim: int, operation: str, step: str, how: str, store: str = "file") -> Scenario:
     """One way to lose a rank."""
-    return {"world": world, "victim": victim, "operation": operation, "step": step, "how": how}
+    return {"world": world, "victim": victim, "operation": operation, "step": step, "how": how, "store": store}
 
 
 SCENARIOS = [
@@ -28,33 +31,57 @@ SCENARIOS = [
     scenario(4, 0, "load", "loading shards", "kill"),
     scenario(3, 1, "save", "writing", "stop"),
     scenario(2, 0, "load", "reading the manifest", "stop"),
+    scenario(3, 0, "save", "committing", "kill", "tcp"),
+    scenario(4, 3, "save", "staging", "kill", "tcp"),
+    scenario(3, 1, "load", "loading shards", "kill", "agent"),
+    scenario(3, 0, "save", "validating", "stop", "tcp"),
+    scenario(4, 2, "load", "reading the index", "stop", "tcp"),
+]
+EVERY_RANK = [
+    scenario(world, victim, operation, step, how, store)
+    for operation, step in (("save", "writing"), ("load", "loading shards"))
+    for store in ("file", "tcp", "agent")
+    for how in ("kill", "stop")
+    for world in (2, 3, 4)
+    for victim in sorted({0, world // 2, world - 1})
 ]
 
 
 def name_of(what: Scenario) -> str:
     """A scenario as the name of a test."""
-    return "rank {victim} of {world}: {how} in {operation}, {step}".format(**what)
+    return "rank {victim} of {world}: {how} in {operation}, {step}, {store}".format(**what)
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports_of(scenarios: list[Scenario], folder: Path) -> list[dict[str, Any]]:
     """What came of every scenario, all run by one program."""
-    done = run_program("deaths", str(tmp_path_factory.mktemp("deaths")), text=json.dumps(SCENARIOS))
+    done = run_program("deaths", str(folder), text=json.dumps(scenarios), timeout=20 * len(scenarios))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
-def test_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
-    """Every other rank ends with a CommunicationError that names the step and the group's size."""
-    what, report = SCENARIOS[number], reports[number]
+def check_survivors(what: Scenario, report: dict[str, Any]) -> None:
+    """Every other rank ended with the same CommunicationError, which names the lost rank first."""
     survivors = {str(rank) for rank in range(what["world"])} - {str(what["victim"])}
     assert not report["hung"]
     assert survivors == set(report["outcomes"])
-    for rank, (kind, message) in report["outcomes"].items():
-        assert kind == "CommunicationError", message
-        assert f"rank {rank}, in '" in message
-        assert f"a collective of {what['world']} ranks failed: another rank died, or did not answer" in message
+    assert len(set(map(tuple, report["outcomes"].values()))) == 1, report
+    kind, message = report["outcomes"][survivors.pop()]
+    ended = "did not answer within 3 s" if what["how"] == "stop" else "died or left the process group"
+    assert kind == "CommunicationError", message
+    assert message.startswith(f"rank {what['victim']} {ended}: a collective of {what['world']} ranks failed in '")
+    assert report["seconds"] < DEADLINE
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What came of every default scenario."""
+    return reports_of(SCENARIOS, tmp_path_factory.mktemp("deaths"))
+
+
+@pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
+def test_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
+    """Every other rank ends with the same CommunicationError, which names the rank that died or stopped, and the step."""
+    check_survivors(SCENARIOS[number], reports[number])
 
 
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
@@ -65,3 +92,11 @@ def test_checkpoint_after_a_lost_rank(reports: list[dict[str, Any]], number: int
     assert report["wrong_later"] == []
     if what["victim"] != 0:
         assert report["left"] == ["ckpt"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_lost_rank(tmp_path: Path) -> None:
+    """Whichever rank dies or stops, in groups of 2 to 4 ranks, however they have met: all others name it."""
+    for what, report in zip(EVERY_RANK, reports_of(EVERY_RANK, tmp_path), strict=True):
+        check_survivors(what, report)

@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, NotACheckpointError
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    DtypeMismatchError,
+    KeyMismatchError,
+    NotACheckpointError,
+)
 from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -236,6 +242,17 @@ def test_strictness_is_that_of_a_load(ranks: RankPool) -> None:
     for outcome in ranks.outcomes(2, _asked, "raise_all"):
         assert outcome.kind == "KeyMismatchError"
         assert "new" in outcome.message
+
+
+def test_floats_are_not_cut_to_integers() -> None:
+    """A cast is refused or allowed as in a load."""
+    part, _ = TensorAwareStateDict.from_state_dict({"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), 1.5))})
+    held = torch.zeros(2, dtype=torch.int32)
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", held)}
+    with pytest.raises(DtypeMismatchError, match=r"'w': stored torch\.float32, wanted torch\.int32"):
+        part.to_state_dict(wanted)
+    assert not held.any()
+    assert part.to_state_dict(wanted, allow_dtype_cast=True)["w"].eq(1).all()
 
 
 def _recut() -> None:

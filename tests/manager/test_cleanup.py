@@ -62,8 +62,67 @@ def test_no_limit_keeps_all(tmp_path: Path, limit: int | None) -> None:
 def test_every_trainers_names(tmp_path: Path, argument: str, name: str) -> None:
     """Ours, transformers', Megatron's and VeOmni's directories are found, in the folder of either argument."""
     folders.save_all(tmp_path, 90, 100, 1000, name=name)
-    cleanup_old_checkpoints(Namespace(**{argument: tmp_path, "save_total_limit": 2}))
+    cleanup_old_checkpoints(training_args=Namespace(**{argument: tmp_path, "save_total_limit": 2}))
     assert folders.names_in(tmp_path) == {name.format(100), name.format(1000)}
+
+
+def test_checkpoints_lie_in_a_folder_of_that_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """MindSpeed's trainers save to output_dir/checkpoints: that is cleaned, output_dir not, and a warning says so."""
+    folders.save_all(tmp_path / "checkpoints", 1, 2, 3, name="global_step_{}")
+    folders.save_all(tmp_path, 1, 2, name="global_step_{}")
+    _clean(str(tmp_path), 2)
+    assert folders.names_in(tmp_path / "checkpoints") == {"global_step_2", "global_step_3"}
+    assert folders.names_in(tmp_path) == {"checkpoints", "global_step_1", "global_step_2"}
+    assert f"{tmp_path}: {tmp_path}/checkpoints is the one that is cleaned" in caplog.text
+
+
+def test_a_folder_on_a_store_has_its_checkpoints_below(tmp_path: Path) -> None:
+    """A URL as output_dir is looked into in the same way."""
+    url = f"local://{tmp_path}/run"
+    folders.save_all(f"{url}/checkpoints", 1, 2, 3)
+    _clean(url, 1)
+    assert folders.steps_of(f"{url}/checkpoints").steps() == [3]
+
+
+def test_what_is_left_is_said_once_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Other names, links, and what is no whole checkpoint stay, and a warning says why, at the first call only."""
+    place = tmp_path / "checkpoints"
+    folders.save_all(place, 1, 2, 3)
+    folders.save(place, 7, "epoch_7")
+    folders.damage(place / "step-1")
+    (place / "checkpoint-5").mkdir()
+    (place / "checkpoint-5" / "model.bin").touch()
+    (place / "step-9").symlink_to(place / "step-3")
+    _clean(str(tmp_path), 1)
+    assert folders.names_in(place) == {"step-1", "step-3", "step-9", "epoch_7", "checkpoint-5"}
+    said = {line.strip().partition(": ")[0]: line for line in caplog.text.splitlines()[1:]}
+    assert said.keys() == {str(place / name) for name in ("step-1", "step-9", "epoch_7", "checkpoint-5")}
+    assert "no step's (step-<n>, checkpoint-<n>, iter_<n>, global_step_<n>)" in said[str(place / "epoch_7")]
+    assert "it is a link" in said[str(place / "step-9")]
+    assert "bytes, " in said[str(place / "step-1")]
+    caplog.clear()
+    folders.save(place, 4)
+    _clean(str(tmp_path), 1)
+    assert not caplog.text
+    assert folders.names_in(place) == {"step-1", "step-4", "step-9", "epoch_7", "checkpoint-5"}
+
+
+def test_of_an_output_folder_only_checkpoints_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Logs beside the checkpoints are no one's business; a checkpoint with another name is."""
+    folders.save_all(tmp_path, 1, 2)
+    folders.save(tmp_path, 7, "best")
+    (tmp_path / "runs").mkdir()
+    _clean(str(tmp_path), 1)
+    assert folders.names_in(tmp_path) == {"step-2", "best", "runs"}
+    assert f"{tmp_path}/best: its name" in caplog.text
+    assert "runs" not in caplog.text
+
+
+def test_a_folder_without_checkpoints_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit that finds nothing to apply to does not let the disk fill in silence."""
+    (tmp_path / "elsewhere").mkdir()
+    _clean(str(tmp_path), 1)
+    assert f"{tmp_path}/checkpoints and {tmp_path}: no checkpoint of a step is there" in caplog.text
 
 
 def test_names_that_are_nearly_right_stay(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +21,12 @@ from shardckpt.gate import read_manifest
 from shardckpt.manager.purge import Purger, purge
 from shardckpt.manager.retention import Retention
 from shardckpt.plugins import host
-from shardckpt.storage.commit import create_staging, new_save_id
+from shardckpt.storage.commit import create_staging
+from shardckpt.storage.staging_names import REPLACED, new_save_id, temporary_name
 from tests.faults.disks import make_read_only, small_disk
 from tests.manager import folders
 from tests.names import SHARED
+from tests.storage import owners
 
 if TYPE_CHECKING:
     from tests.remote.store import Store
@@ -149,35 +153,54 @@ def test_what_a_crash_left_is_removed_and_is_no_checkpoint(tmp_path: Path) -> No
     assert folders.names_in(tmp_path) == {"step-2"}
 
 
-def test_leavings_of_killed_saves_are_removed_once(tmp_path: Path) -> None:
-    """Staging directories from before go with the first purge, unless their save goes on; later ones stay."""
+def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dead processes have left of steps goes; a living one's stays, other hosts' until it is old, others' names."""
     folders.save(tmp_path, 1)
-    dead = create_staging(tmp_path / "step-2", new_save_id())
-    discarded = create_staging(tmp_path / "step-3", new_save_id())
-    discarded = discarded.rename(discarded.with_name(f"{discarded.name}-discarded"))
-    alive = create_staging(tmp_path / "step-4", new_save_id())
-    foreign = create_staging(tmp_path / "other", new_save_id())
-    strange = tmp_path / f"{dead.name}-mine"
-    strange.mkdir()
-    (dead / "__0_0.distcp").write_bytes(b"so far")
-    (alive / "__0_0.distcp").write_bytes(b"so far")
-    purger = Purger(folders.steps_of(tmp_path), Retention(0))
-    later = create_staging(tmp_path / "step-5", new_save_id())
-    (alive / "__0_0.distcp").write_bytes(b"so far, and more")
-    purger.submit()
-    purger.wait()
-    left = {"step-1", alive.name, foreign.name, later.name, strange.name}
-    assert folders.names_in(tmp_path) == left
-    assert not discarded.exists()
-    purger.submit()
-    purger.close()
-    assert folders.names_in(tmp_path) == left
+    dead = owners.leave(tmp_path / "step-2", owners.dead())
+    owners.leave(tmp_path / "step-3", None, discarded=True)
+    (tmp_path / f".{dead.name}.shardckpt-removed-{'0' * 32}").mkdir()  # as older releases removed them
+    process, alive = owners.saver(tmp_path / "step-4")
+    try:
+        own = create_staging(tmp_path / "step-5", new_save_id())
+        far, older = owners.leave(tmp_path / "step-6", owners.elsewhere()), owners.leave(tmp_path / "step-6", None)
+        others = owners.leave(tmp_path / "other", owners.dead())
+        strange = tmp_path / f"{dead.name}-mine"
+        strange.mkdir()
+        purger = Purger(folders.steps_of(tmp_path), Retention(0))
+        purger.submit()
+        purger.wait()
+        left = {"step-1", alive.name, own.name, others.name, strange.name}
+        assert folders.names_in(tmp_path) == left | {far.name, older.name}
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
+        purger.submit()
+        purger.close()
+        assert folders.names_in(tmp_path) == left
+    finally:
+        owners.end(process)
+    assert _purge(tmp_path, Retention(0)) == []
+    assert folders.names_in(tmp_path) == left - {alive.name}
+
+
+def test_a_checkpoint_set_aside_beside_a_whole_one_goes(tmp_path: Path) -> None:
+    """Where the step is there, and whole, what an interrupted overwrite has moved aside has no use."""
+    folders.save(tmp_path, 1)
+    name = temporary_name("step-1", REPLACED, new_save_id(), owners.dead())
+    shutil.copytree(tmp_path / "step-1", tmp_path / name)
+    folders.damage(tmp_path / "step-1")
+    _purge(tmp_path)
+    assert folders.names_in(tmp_path) == {"step-1", name}
+    (tmp_path / "step-1").rename(tmp_path / "damaged")
+    shutil.copytree(tmp_path / name, tmp_path / "step-1")
+    _purge(tmp_path)
+    assert folders.names_in(tmp_path) == {"step-1", "damaged"}
 
 
 def test_a_checkpoint_set_aside_by_an_overwrite_stays(tmp_path: Path) -> None:
     """What an interrupted overwrite has moved aside may be the only copy: no purge removes it."""
     folders.save_all(tmp_path, 1, 2)
-    aside = (tmp_path / "step-1").rename(tmp_path / f".step-1.shardckpt-replaced-{'0' * 32}")
+    aside = tmp_path / temporary_name("step-1", REPLACED, new_save_id(), owners.dead())
+    (tmp_path / "step-1").rename(aside)
     purger = Purger(folders.steps_of(tmp_path), Retention(1))
     purger.submit()
     purger.close()

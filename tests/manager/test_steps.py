@@ -15,7 +15,8 @@ from shardckpt.errors import CheckpointingException, StorageError, UnknownBacken
 from shardckpt.hookspecs import hookimpl
 from shardckpt.manager.steps import StepNames, parse_step, step_name
 from shardckpt.plugins import host
-from shardckpt.storage.commit import create_staging, new_save_id
+from shardckpt.storage.commit import create_staging
+from shardckpt.storage.staging_names import new_save_id
 from tests.manager import folders
 
 if TYPE_CHECKING:

@@ -86,13 +86,15 @@ def test_a_wrapper_round_a_patched_strategy_shares_no_plan(tmp_path: Path) -> No
 
 
 class _Work:
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.keys = ["w"] * len(tensors)
+    def __init__(self, shards: Any) -> None:
+        self.tensors = [shard.data.detach() for shard in shards]
+        self.keys = [shard.key for shard in shards]
+        self._shards = [shard.without_data() for shard in shards]
 
     def write(self, writer: Any) -> list[float]:
         found = [float(self.tensors.pop().sum()) for _ in range(len(self.tensors))]
         writer.write("sums", json.dumps(found).encode(), keys=0)
+        writer.record_shards(self._shards)
         return found
 
 
@@ -104,8 +106,7 @@ class _Popping(AsyncSaveStrategy):
     recalled = True
 
     def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
-        work = _Work([shard.data.detach() for shard in shards])
-        return PreparedSave(work, again=self.prepare)
+        return PreparedSave(_Work(shards), again=self.prepare)
 
 
 def test_a_strategy_of_ones_own_may_be_recalled(tmp_path: Path, mode: str) -> None:
@@ -125,6 +126,7 @@ class _SavingItself(_Popping):
 
     def save(self, shards: Any, common: Any, context: Any) -> None:
         context.writer.write("own", b"own", keys=0)
+        context.writer.record_shards(shards)
 
 
 def _saving_itself() -> TorchDistSaveShardedStrategy:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardckpt.storage.leftovers import spool_folder
 from tests.faults.forks import fork, wait
 from tests.remote import jobs
 from tests.remote.store import Store
@@ -49,10 +50,12 @@ def _one(place: Path, world: int, number: int, how: str) -> dict[str, Any]:
     saves = [fork(lambda rank=rank: _save(place, store, rank, world)) for rank in range(world)]  # type: ignore[misc]
     ended = wait(saves, 30)
     store.works()
+    spools = [_spools()]
     left = sorted(store.names())
     load = _outcome(place, lambda: jobs.check(store.url, OLD))
     refused = _outcome(place, lambda: jobs.save(store.url, NEW))
     again = _outcome(place, lambda: jobs.save(store.url, NEW, overwrite=True))
+    spools.append(_spools())
     after = _outcome(place, lambda: jobs.check(store.url, NEW))
     return {
         "number": number,
@@ -60,11 +63,17 @@ def _one(place: Path, world: int, number: int, how: str) -> dict[str, Any]:
         "hung": None in ended.values(),
         "killed": any(status and os.WIFSIGNALED(status) for status in ended.values()),
         "left": left,
+        "spools": spools,
         "load": load,
         "refused": refused,
         "again": again,
         "after": after,
     }
+
+
+def _spools() -> list[str]:
+    """The spool directories of all processes."""
+    return sorted(path.name for path in spool_folder().glob("shardckpt-spool-*"))
 
 
 def _save(place: Path, store: Store, rank: int, world: int) -> None:

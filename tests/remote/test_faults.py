@@ -247,3 +247,9 @@ def test_a_killed_save_is_whole_or_absent(kills: list[dict[str, Any]]) -> None:
         if (report["how"], report["number"]) == ("kill-before", UPLOADS):  # of two ranks: the main rank, committing
             assert "__1_0.distcp" in report["left"], "a rank deleted what might have been a checkpoint's"
         assert report["after"] == ["", ""], report
+
+
+def test_the_spool_directory_of_a_killed_save_goes_with_the_next(kills: list[dict[str, Any]]) -> None:
+    """A kill leaves whole shards on the machine's disk; the next save to any URL from there removes them."""
+    assert all(len(report["spools"][0]) > 0 for report in kills if report["killed"])
+    assert [report["spools"][1] for report in kills] == [[]] * len(kills)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import (
     CorruptCheckpointError,
+    DtypeMismatchError,
     IncompleteCheckpointError,
     NotACheckpointError,
     ShardingError,
@@ -25,7 +27,7 @@ from shardckpt.errors import (
     UnsafePickleError,
 )
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter
+from shardckpt_torch_dist import CheckpointStorageReader, CheckpointStorageWriter, ShardedLoadPlanner
 from tests.interop.sample import check_equal
 from tests.names import METADATA, data_file
 from tests.test_golden import GOLDEN, VERSIONS
@@ -192,6 +194,34 @@ def test_a_destination_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     failure = _failure(lambda: _load({"w": torch.zeros(3)}, tmp_path / "c", _WrongShape()))
     assert isinstance(failure, ShardingError)
     assert "'w'" in str(failure)
+
+
+@pytest.mark.parametrize("planner", [None, ShardedLoadPlanner, _OneSlot])
+def test_floats_are_not_cut_to_integers(tmp_path: Path, planner: Any) -> None:
+    """A cast that would lose what values mean is refused by name before anything is filled, unless it is asked for."""
+    dcp.save({"a": torch.ones(3), "w": torch.full((3,), 2.5)}, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
+    made = planner or (lambda: None)
+    state = {"w": torch.zeros(3, dtype=torch.uint8)}
+    failure = _failure(lambda: _load(state, tmp_path / "c", made()))
+    assert isinstance(failure, DtypeMismatchError)
+    assert "'w': stored torch.float32, wanted torch.uint8" in str(failure)
+    assert not state["w"].any()
+    assert _load(state, tmp_path / "c", made(), allow_dtype_cast=True)["w"].eq(2).all()
+    assert _load({"w": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "c", made())["w"].eq(2.5).all()
+
+
+def test_a_planner_refuses_or_allows_casts_of_shards(tmp_path: Path) -> None:
+    """ShardedTensors go by their planner's word, through our reader and through DCP's."""
+    dcp.save({"w": torch.full((3,), 2.5)}, checkpoint_id=tmp_path / "c")
+    for reader in (CheckpointStorageReader, FileSystemReader):
+        held = torch.zeros(3, dtype=torch.int64)
+        state = {"w": ShardedTensor.from_rank_offsets("w", held)}
+        failure = _failure(lambda: dcp.load(state, storage_reader=reader(tmp_path / "c"), planner=ShardedLoadPlanner()))  # noqa: B023
+        assert isinstance(failure, DtypeMismatchError)
+        assert not held.any()
+        planner = ShardedLoadPlanner(allow_dtype_cast=True)
+        dcp.load(state, storage_reader=reader(tmp_path / "c"), planner=planner)
+        assert held.eq(2).all()
 
 
 # What is damaged.

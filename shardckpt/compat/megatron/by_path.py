@@ -11,12 +11,13 @@ from shardckpt.loading import LoadOptions, OpenCheckpoint, load_checkpoint, open
 from shardckpt.locations import locate
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import host
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.strategy import LoadContext
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
     from shardckpt.background.request import AsyncRequest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
@@ -59,17 +60,19 @@ class LoadsByPath:
         """The state dict with its shards loaded, common state left out; all ranks call it."""
         if isinstance(checkpoint_dir, LoadContext):
             return super().load(sharded_state_dict, checkpoint_dir)  # type: ignore[misc]
-        with self._opened(checkpoint_dir, Comm()) as checkpoint:
+
+        def read(checkpoint: OpenCheckpoint) -> Any:
             part = _WithoutCommon(checkpoint.strategy, checkpoint.context, checkpoint.operation)
             mode = StrictHandling.ASSUME_OK_UNEXPECTED
             return load_checkpoint(sharded_state_dict, part, validate=False, strict=mode)[0]
+
+        return self._read(checkpoint_dir, Comm(), read)
 
     def load_common(self, checkpoint_dir: Any) -> Any:
         """The state that is not sharded; needs no other rank."""
         if isinstance(checkpoint_dir, LoadContext):
             return super().load_common(checkpoint_dir)  # type: ignore[misc]
-        with self._opened(checkpoint_dir, Comm(alone=True)) as checkpoint:
-            return checkpoint.common()
+        return self._read(checkpoint_dir, Comm(alone=True), lambda checkpoint: checkpoint.common())
 
     def load_tensors_metadata(self, checkpoint_dir: PathLike) -> dict[str, ShardedTensor]:
         """What is stored; see :func:`shardckpt.dist_checkpointing.load_tensors_metadata`."""
@@ -98,8 +101,12 @@ class LoadsByPath:
                 f"a {manifest.backend!r} checkpoint of version {manifest.version}: {type(self).__qualname__} {reason}"
             )
 
-    def _opened(self, checkpoint_dir: PathLike, comm: Comm) -> AbstractContextManager[OpenCheckpoint]:
-        return open_checkpoint(locate(checkpoint_dir, host()), comm, host(), LoadOptions(self))
+    def _read(self, checkpoint_dir: PathLike, comm: Comm, read: Callable[[OpenCheckpoint], Any]) -> Any:
+        def attempt() -> Any:
+            with open_checkpoint(locate(checkpoint_dir, host()), comm, host(), LoadOptions(self)) as checkpoint:
+                return read(checkpoint)
+
+        return retry_if_replaced(attempt, checkpoint_dir)
 
 
 class _WithoutCommon(OpenCheckpoint):

@@ -29,6 +29,7 @@ class NpySaveStrategy(SaveStrategy):
         with context.comm.phase("writing .npy files"):
             stored = [shard for shard in shards if is_main_replica(shard.replica_id)]
             entries = [entry for number, shard in enumerate(stored) for entry in _entries(shard, number, context)]
+            context.writer.record_shards(stored)
         everyone = context.comm.gather(entries)
         with context.comm.phase("writing the index"):
             if context.comm.is_main:

@@ -1,0 +1,67 @@
+"""``shardckpt prune PATH``: remove what killed saves, overwrites, exports and removals have left beside checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CheckpointingException
+
+if TYPE_CHECKING:
+    from shardckpt.pruning import PruneResult
+
+_FAILED = 2
+
+
+def add(verbs: Any) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser("prune", help="remove what killed saves have left, but nothing that a process still has")
+    parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint")
+    parser.add_argument(
+        "--spool",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="also directories in which killed processes had files for a store: in DIR, SHARDCKPT_SPOOL_DIR, or /tmp",
+    )
+    parser.add_argument(
+        "--older-than",
+        type=float,
+        metavar="HOURS",
+        help="take what other hosts have for dead when nothing was written to it for so long (default: "
+        "SHARDCKPT_LEFTOVER_HOURS, or 24)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: Any) -> int:
+    """Print a row for every leftover; 0 if all that is not needed is gone, 2 if not."""
+    from shardckpt.cli.table import table
+    from shardckpt.pruning import prune_leftovers, prune_spools
+
+    if options.path is None and options.spool is None:
+        options.parser.error("give a PATH, or --spool")
+    results: list[PruneResult] = []
+    try:
+        if options.path is not None:
+            results += prune_leftovers(options.path, options.older_than, dry_run=options.dry_run)
+        if options.spool is not None:
+            results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
+    except CheckpointingException as exc:
+        print(f"shardckpt prune: {exc}", file=sys.stderr)
+        return _FAILED
+    if results:
+        print(table(("leftover", "bytes", "result"), [(r.path, r.nbytes, _said(r, options)) for r in results]))
+    freed = sum(result.nbytes for result in results if not result.kept and not result.error)
+    print(f"{freed} bytes {'would be ' * options.dry_run}freed")
+    return _FAILED if any(result.error for result in results) else 0
+
+
+def _said(result: PruneResult, options: Any) -> str:
+    if result.kept:
+        return f"kept: {result.kept}"
+    return result.error or ("would be removed" if options.dry_run else "removed")
+
+
+__all__ = ["add", "run"]

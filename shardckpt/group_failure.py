@@ -1,0 +1,302 @@
+"""Which ranks died or stopped when a collective failed: the survivors find out together, and say it in the same words.
+
+They meet in the store of the process group, which a healthy group never touches. A rank on which a collective fails
+writes there that it is alive, and closes its connections, so that those who wait for it hear at once; who waits for long
+looks there now and then. Missing is who says nothing: it died if its connections are closed, else it does not answer.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import time
+from contextlib import suppress
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardckpt.torch_private import group_store, group_timeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_T = TypeVar("_T")
+
+#: Seconds between two looks at the store by a rank that waits. A collective that is quicker costs none.
+LOOK_INTERVAL = 0.5
+#: Seconds in which the survivors must have said that they are alive: they look that often, and some are slow.
+_PATIENCE = 1.2
+#: Seconds in which a rank whose connections are closed must have said so: gloo closes those of one that times out.
+_CONFIRMATION = 0.7
+#: Seconds for the others to read the diagnosis.
+_LINGER = 0.4
+#: Seconds for connections of ranks that die together to close.
+_GRACE = 0.1
+#: Seconds for the store to answer: it may be on a host that died, or in a process that is stopped.
+_STORE_PATIENCE = 0.5
+#: Seconds by which the clocks of hosts may differ. What a rank said longer ago was about another failure.
+_SKEW = 10.0
+#: Seconds between two looks of a rank that knows of the failure.
+_PAUSE = 0.02
+#: Of receives that only ask whether there is a connection.
+_TAG = 0x5C4B
+
+
+class Diagnosis(NamedTuple):
+    """What the survivors agree on.
+
+    Attributes:
+        text: What happened, to which ranks, and what to look for.
+        missing: The ranks that died or did not answer, as the whole job numbers them.
+    """
+
+    text: str
+    missing: tuple[int, ...] = ()
+
+
+class GroupFailure:
+    """A collective of a group that failed, or that may have.
+
+    Args:
+        group: The process group, which moves CPU tensors.
+    """
+
+    def __init__(self, group: Any) -> None:
+        store = group_store(group)
+        #: None as soon as it does not answer: each further question would take as long.
+        self._store = None if store is None else dist.PrefixStore("shardckpt", store)
+        #: Of the whole job: a rank that is busy with the failure of a smaller group is alive in larger ones, too.
+        self._alive = dist.PrefixStore("shardckpt-alive", group_store(dist.group.WORLD))
+        self._host = None if store is None else _host_of(store)
+        self._group = group
+        self._rank = dist.get_rank()
+        self._ranks = dist.get_process_group_ranks(group)
+        self._others = [rank for rank in self._ranks if rank != self._rank]
+
+    def is_announced(self) -> bool:
+        """Whether another rank has said that a collective of this group failed."""
+        return bool(self._ask(lambda store: store.check(["failed"])))
+
+    def diagnose(self, error: Exception, phase: str) -> Diagnosis:
+        """Find out together with the other survivors which ranks are missing; it takes less than 2 s.
+
+        The group's connections are closed afterwards: nothing of a collective that was left arrives any more.
+
+        Args:
+            error: What the collective raised on this rank.
+            phase: What this rank did.
+        """
+        begun = time.monotonic()
+        timed_out = "timed out" in str(error).lower()
+        if timed_out:
+            self._announce()  # at once: gloo has closed the connections, and others see that
+            closed = first_closed = self._closed_connections()
+        else:
+            first_closed = self._closed_connections()  # before other survivors close theirs
+            self._announce()
+            time.sleep(_GRACE)
+            closed = self._closed_connections()
+            self._close_connections()
+        while (found := self._ask(_agreed)) is None and self._store is not None:
+            silent = self._silent()
+            died = [rank for rank in silent if rank in closed]
+            known = died and not timed_out
+            patience = _CONFIRMATION if known else _PATIENCE if timed_out else _PATIENCE + 2 * _GRACE
+            if not silent or time.monotonic() > begun + patience:
+                mute = [] if known else [rank for rank in silent if rank not in closed]
+                found = self._agree(self._describe(died, mute, error, phase))
+                break
+            time.sleep(_PAUSE)
+        if found is None:
+            return self._describe_without_store(first_closed, error, phase, timed_out=timed_out)
+        self._let_others_read(found, begun + _PATIENCE + _LINGER)
+        return found
+
+    def abandon(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Leave the group because of what happened in another one; its other ranks hear of it when they wait.
+
+        Returns:
+            The diagnosis, or that of another rank which was first.
+        """
+        ends = time.monotonic() + _PATIENCE + _LINGER
+        agreed = self._agree(diagnosis)
+        self._announce()
+        self._close_connections()
+        self._let_others_read(agreed, ends)
+        return agreed
+
+    def _announce(self) -> None:
+        def announce(store: Any) -> None:
+            self._alive.set(str(self._rank), str(time.time()).encode())
+            store.set("failed", b"1")
+
+        self._ask(announce)
+
+    def _agree(self, diagnosis: Diagnosis) -> Diagnosis:
+        """The diagnosis of whoever was first with it."""
+
+        def agree(store: Any) -> Diagnosis | None:
+            if store.add("deciding", 1) == 1:
+                store.set("diagnosis", json.dumps(diagnosis).encode())
+            ends = time.monotonic() + 2 * _GRACE
+            while (found := _agreed(store)) is None and time.monotonic() < ends:
+                time.sleep(_PAUSE)
+            return found
+
+        return self._ask(agree) or diagnosis
+
+    def _silent(self) -> list[int]:
+        """The ranks that have not said that they are alive."""
+        since = time.time() - group_timeout(self._group).total_seconds() - _SKEW
+
+        def is_silent(rank: int) -> bool:
+            key = str(rank)
+            return not self._alive.check([key]) or float(self._alive.get(key)) < since
+
+        found = self._ask(lambda _: list(filter(is_silent, self._others)))
+        return self._others if found is None else found
+
+    def _let_others_read(self, diagnosis: Diagnosis, ends: float) -> None:
+        """Where the store ends with this process, wait until the survivors have read it, as far as they wait for us."""
+        self._ask(lambda store: store.add("read", 1))
+        survivors = len(self._ranks) - len(diagnosis.missing)
+        while self._rank == self._host and time.monotonic() < ends and self._store is not None:
+            if (self._ask(lambda store: store.add("read", 0)) or 0) >= survivors:
+                break
+            time.sleep(_PAUSE)
+
+    def _describe(self, died: list[int], mute: list[int], error: Exception, phase: str) -> Diagnosis:
+        where = f"a collective of {len(self._ranks)} ranks failed in {phase!r}"
+        if not died and not mute:
+            return Diagnosis(f"{where}, and none of them is missing: a connection broke, or the call was wrong ({error})")
+        texts = []
+        if died:
+            texts.append(
+                f"{self._named(died)} died or left the process group: {where}, and connections were closed. Look in the "
+                "logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
+            )
+        if mute:
+            texts.append(
+                f"{self._named(mute)} did not answer within {group_timeout(self._group).total_seconds():g} s: {where}. "
+                "Check with py-spy whether the process is stopped, hangs, or was busy for longer than the process "
+                "group's timeout"
+            )
+        return Diagnosis("; ".join(texts), (*died, *mute))
+
+    def _describe_without_store(
+        self, closed: list[int], error: Exception, phase: str, *, timed_out: bool
+    ) -> Diagnosis:
+        """What this rank can tell alone: the store has gone, too, mostly with the rank that hosts it."""
+        if self._host in self._others and (timed_out or self._host in closed):
+            suspects = [self._host]
+        elif len(self._others) == 1 or not closed:
+            suspects = self._others
+        else:
+            suspects = closed
+        died, mute = (suspects, []) if set(suspects) <= set(closed) else ([], suspects)
+        found = self._describe(died, mute, error, phase)
+        store = "the process group's store" + ("" if self._host is None else f", which rank {self._host} hosts,")
+        return Diagnosis(f"{found.text} ({store} does not answer either: compare the errors of other ranks)", found.missing)
+
+    def _named(self, ranks: list[int]) -> str:
+        text = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        if self._ranks == list(range(dist.get_world_size())):
+            return text
+        return f"{text} (of the group of ranks {', '.join(map(str, self._ranks))})"
+
+    def _closed_connections(self) -> list[int]:
+        """The ranks whose connections to this one they have closed, or the system when they died."""
+
+        def look() -> list[int]:
+            return [rank for rank in self._others if self._receive_from(rank) is None]
+
+        return _within(_STORE_PATIENCE, look) or []
+
+    def _close_connections(self) -> None:
+        """Close all: gloo does where a receive takes longer than it may, and has no other way."""
+
+        def close() -> None:
+            for rank in self._others:
+                work = self._receive_from(rank)
+                if work:
+                    with suppress(RuntimeError):
+                        work.wait(dt.timedelta(milliseconds=1))
+                    return
+
+        if moves_by_gloo(self._group):
+            _within(_STORE_PATIENCE, close)
+
+    def _receive_from(self, rank: int) -> Any:
+        """A receive of what nobody sends; None where that rank closed the connection, False where this one did."""
+        if not moves_by_gloo(self._group):
+            return False
+        try:
+            return dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, self._group, _TAG)
+        except RuntimeError as exc:
+            return False if "timeout" in str(exc) else None
+
+    def _ask(self, question: Callable[[Any], _T]) -> _T | None:
+        """What the store says, or None if it does not answer."""
+        if self._store is None:
+            return None
+        answers = _within(_STORE_PATIENCE, lambda: [question(self._store)])
+        if answers is None:
+            self._store = None
+            return None
+        return answers[0]
+
+
+def moves_by_gloo(group: Any) -> bool:
+    """Whether gloo moves the group's CPU tensors."""
+    return "cpu:gloo" in str(dist.get_backend_config(group))
+
+
+def is_through(work: Any, seconds: float) -> bool:
+    """Wait so long for a collective of gloo; whether it is through. One that is not goes on.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    try:
+        work.wait(dt.timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have ended just now
+    return True
+
+
+def _agreed(store: Any) -> Diagnosis | None:
+    """What the survivors have agreed on, if they have."""
+    if not store.check(["diagnosis"]):
+        return None
+    text, missing = json.loads(store.get("diagnosis"))
+    return Diagnosis(text, tuple(missing))
+
+
+def _host_of(store: Any) -> int | None:
+    """The rank whose process hosts the store; None if none does, as far as can be known."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, dist.TCPStore) and not by_agent else None
+
+
+def _within(seconds: float, function: Callable[[], _T]) -> _T | None:
+    """The function's result; None if it fails, or takes longer: then it is left to itself."""
+    results: list[_T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(function())
+
+    thread = Thread(target=run, name="shardckpt-failure", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+__all__ = ["LOOK_INTERVAL", "Diagnosis", "GroupFailure", "is_through", "moves_by_gloo"]

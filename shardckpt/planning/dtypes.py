@@ -1,0 +1,91 @@
+"""Whether stored values can be loaded into wanted tensors of another dtype, and what of them is lost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from shardckpt.errors import DtypeMismatchError, listed
+from shardckpt.mapping import ShardedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from shardckpt.mapping import ShardedBase
+
+#: The keys of the tensors that are cast, by stored and wanted dtype.
+Casts: TypeAlias = "dict[tuple[torch.dtype, torch.dtype], list[str]]"
+
+
+def check_dtypes(wanted: Iterable[ShardedBase], stored: Mapping[str, torch.dtype], *, allow_cast: bool) -> Casts:
+    """Compare the dtypes of wanted tensors with those that are stored.
+
+    Args:
+        wanted: Shards.
+        stored: Dtype by key; keys that it lacks are not checked.
+        allow_cast: Whether a cast may lose more than precision.
+
+    Returns:
+        The casts that a load has to make.
+
+    Raises:
+        DtypeMismatchError: a cast would lose more than precision; names all such tensors, with both dtypes.
+    """
+    casts: Casts = defaultdict(list)
+    for shard in wanted:
+        if isinstance(shard, ShardedTensor) and stored.get(shard.key, shard.dtype) is not shard.dtype:
+            casts[stored[shard.key], shard.dtype].append(shard.key)
+    faults = {pair: keys for pair, keys in casts.items() if not allow_cast and not keeps_meaning(*pair)}
+    if faults:
+        shown = sorted(
+            {f"{key!r}: stored {pair[0]}, wanted {pair[1]}" for pair, keys in faults.items() for key in keys}
+        )
+        raise DtypeMismatchError(
+            "stored values do not fit the dtypes that are wanted, and would be cut or wrapped around:\n  "
+            + listed(shown, "\n  ")
+            + "\nGive these tensors the stored dtype, or pass allow_dtype_cast=True to load them as torch casts them"
+        )
+    return dict(casts)
+
+
+def refuse_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+    """As :func:`check_dtypes` for one tensor."""
+    if stored is not wanted:
+        check_dtypes([ShardedTensor.whole(key, wanted, ())], {key: stored}, allow_cast=False)
+
+
+def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a cast keeps every value, or its nearest one in a float or complex dtype; the table is in ``load``."""
+    if wanted.is_complex or stored == torch.bool:
+        return True
+    if stored.is_complex or wanted == torch.bool:
+        return False
+    if wanted.is_floating_point:
+        return True
+    return not stored.is_floating_point and _holds_all(wanted, stored)
+
+
+def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a cast that keeps the meaning keeps every value, too: a number of more bytes has digits to spare."""
+    if stored == torch.bool or not (wanted.is_floating_point or wanted.is_complex):
+        return True
+    return stored.itemsize < wanted.itemsize // (2 if wanted.is_complex and not stored.is_complex else 1)
+
+
+def casts_text(casts: Casts) -> str:
+    """What a log says of casts: dtypes, how many tensors, and the first of them."""
+    found = sorted((str(stored), str(wanted), keys) for (stored, wanted), keys in casts.items())
+    return ", ".join(f"{stored} to {wanted} ({len(set(keys))}: {min(keys)!r}, ...)" for stored, wanted, keys in found)
+
+
+def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
+    try:
+        outer, inner = torch.iinfo(wanted), torch.iinfo(stored)
+    except TypeError:  # bits and packed dtypes, of which torch knows no range
+        return False
+    return outer.min <= inner.min and inner.max <= outer.max
+
+
+__all__ = ["Casts", "casts_text", "check_dtypes", "is_exact", "keeps_meaning", "refuse_cast"]

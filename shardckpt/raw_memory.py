@@ -1,0 +1,39 @@
+"""Memory at an address as bytes that Python can read and write, without a copy and without numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import torch
+
+#: All that follows an address, to take as much of it as is there: ctypes makes a class for every length of an array.
+_Following: Any = ctypes.c_char * sys.maxsize
+
+
+def view_memory(address: int, nbytes: int, owner: Any) -> memoryview:
+    """Bytes at an address, which keep their owner alive."""
+    array = _Following.from_address(address)
+    array.owner = owner
+    return memoryview(array).cast("B")[:nbytes]
+
+
+def view_tensor(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which keep it alive."""
+    nbytes = tensor.nbytes
+    return view_memory(tensor.data_ptr(), nbytes, tensor) if nbytes else memoryview(bytearray())
+
+
+def packed(data: bytes, nbytes: int | None = None) -> torch.Tensor:
+    """The bytes, filled up with zeros, in a tensor that a collective may keep: torch owns its memory.
+
+    A thread of gloo may be the last to let go of a tensor. Were its memory Python's, it would need an interpreter then.
+    """
+    tensor = torch.empty(len(data) if nbytes is None else nbytes, dtype=torch.uint8, device="cpu")
+    view_tensor(tensor)[: len(data)] = data
+    tensor[len(data) :].zero_()
+    return tensor
+
+
+__all__ = ["packed", "view_memory", "view_tensor"]

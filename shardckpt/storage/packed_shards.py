@@ -1,0 +1,98 @@
+"""Shards without their data as bytes: cheap to send to another process, to keep, and to compare."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.mapping import ShardedObject
+from shardckpt.planning.table import Boxes, Table, Whole, integers, joined, matrix
+from shardckpt.storage.columns import Column, Columns, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    import torch
+
+    from shardckpt.planning.boxes import Ints
+
+_SOURCE = "the columns of stored shards"
+
+
+class PackedShards(NamedTuple):
+    """Boxes of tensors, and objects.
+
+    Attributes:
+        wholes: The tensors' keys, dtypes and global shapes; alike on many ranks.
+        boxes: The boxes, and the objects' unique keys.
+        count: How many boxes and objects there are.
+    """
+
+    wholes: bytes
+    boxes: bytes
+    count: int
+
+    @classmethod
+    def pack(
+        cls,
+        keys: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Ints],
+        table: Table,
+        objects: Collection[str],
+    ) -> PackedShards:
+        """The columns as bytes.
+
+        Args:
+            keys: Of the tensors.
+            dtypes: Of every tensor.
+            shapes: Global ones, of every tensor.
+            table: Boxes of the tensors.
+            objects: Unique keys of objects.
+        """
+        axes = [len(shape) for shape in shapes]
+        wholes: dict[str, Column] = {
+            "keys": keys,
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "axes": integers(axes),
+            "shapes": matrix(shapes, max(axes, default=0), 1),
+        }
+        boxes = _pack_boxes(table, list(objects))
+        return cls(pack(wholes), boxes, len(table.whole) + len(objects))
+
+    def rows(self) -> tuple[Table, list[str]]:
+        """The boxes of the tensors, and the objects' unique keys."""
+        rows = Columns(self.boxes, _SOURCE)
+        table = Table(rows.integers("whole"), rows.integers("offset"), rows.integers("extent"))
+        return table, rows.texts("objects")
+
+    def only(self, rows: Sequence[int], objects: Collection[str]) -> PackedShards:
+        """Some of the boxes, by their numbers, and of the objects."""
+        table, keys = self.rows()
+        kept = [key for key in keys if key in objects]
+        return PackedShards(self.wholes, _pack_boxes(table.rows(integers([*rows])), kept), len(rows) + len(kept))
+
+    def unpack(self) -> tuple[list[Whole], Table]:
+        """What the boxes are parts of, and all boxes, an object's among them."""
+        columns = Columns(self.wholes, _SOURCE)
+        described = zip(
+            columns.texts("keys"),
+            columns.texts("dtypes"),
+            columns.integers("axes").tolist(),
+            columns.integers("shapes").tolist(),
+            strict=True,
+        )
+        wholes = [Whole("tensor", key, f"torch.{dtype}", tuple(shape[:axes])) for key, dtype, axes, shape in described]
+        table, objects = self.rows()
+        boxes = Boxes()
+        for key in objects:
+            shard = ShardedObject.empty_from_unique_key(key)
+            boxes.add(len(wholes), tuple(shard.global_offset), (1,) * len(shard.global_shape))
+            wholes.append(Whole("object", shard.key, str(None), tuple(shard.global_shape)))
+        return wholes, joined([table, boxes.table()])
+
+
+def _pack_boxes(table: Table, objects: Sequence[str]) -> bytes:
+    return pack({"whole": table.whole, "offset": table.offset, "extent": table.extent, "objects": objects})
+
+
+__all__ = ["PackedShards"]

@@ -1,0 +1,377 @@
+"""Optimizer state that does not exist yet: not stored, left out of a load, and made by the optimizer in its time."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from shardckpt import dist_checkpointing
+from shardckpt.adapters import load_into, to_sharded_state_dict
+from shardckpt.errors import KeyMismatchError
+from shardckpt.local import TensorAwareStateDict
+from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.mapping import OptionalEntries, ShardedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+WIDTH = 4
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01), amsgrad=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.5),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+}
+EACH_OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+
+
+class Experts(nn.Module):
+    """A layer that all see, and two experts of which a batch may reach any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, reached: Sequence[int], *, here: bool = True) -> torch.Tensor:
+        """Shape (batch, width) in and out; where it is not ``here``, an expert that is reached gets no token."""
+        y = torch.tanh(self.shared(x)) * self.frozen
+        for number in reached:
+            tokens = x if here else x[:0]
+            y = y + (self.experts[number](tokens) if here else self.experts[number](tokens).sum())
+        return y
+
+
+@dataclass
+class Training:
+    """A model with its optimizer, and the losses that it has had."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def made(cls, optimizer: str, seed: int = 1) -> Training:
+        """Fresh, of a seed."""
+        torch.manual_seed(seed)
+        model = Experts()
+        return cls(model, OPTIMIZERS[optimizer](model.parameters()))
+
+    def run(self, first: int, steps: int, *reached: int) -> list[float]:
+        """Train so many steps, in which these experts are reached."""
+        losses = []
+        for number in range(first, first + steps):
+            self.optimizer.zero_grad()
+            batch = torch.sin(torch.arange(3.0 * WIDTH) * (number + 1)).view(3, WIDTH)
+            loss = self.model(batch, reached).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def described(self) -> dict[str, Any]:
+        """For a save or a load."""
+        return to_sharded_state_dict(self.model, self.optimizer)
+
+    def save(self, path: Path) -> None:
+        """Save model and optimizer."""
+        dist_checkpointing.save(self.described(), path)
+
+    def load(self, path: Path, **options: Any) -> None:
+        """Load them."""
+        load_into(dist_checkpointing.load(self.described(), path, **options), self.model, self.optimizer)
+
+    @property
+    def with_state(self) -> set[str]:
+        """The parameters that the optimizer has state of."""
+        return {name for name, param in self.model.named_parameters() if self.optimizer.state.get(param)}
+
+
+def _check_goes_on(loaded: Training, saved: Training) -> None:
+    """Both train alike, bit for bit, and the expert that neither has reached is reached now."""
+    assert loaded.with_state == saved.with_state
+    assert loaded.run(10, 2, 0) == saved.run(10, 2, 0)
+    assert loaded.run(12, 3, 0, 1) == saved.run(12, 3, 0, 1)
+    for name, param in saved.model.named_parameters():
+        assert torch.equal(loaded.model.get_parameter(name), param), name
+
+
+@EACH_OPTIMIZER
+def test_an_expert_that_no_token_reached(tmp_path: Path, optimizer: str) -> None:
+    """It has no state in the checkpoint; what is loaded into a new optimizer trains on as if it had not been saved."""
+    saved = Training.made(optimizer)
+    saved.run(0, 3, 0)
+    saved.save(tmp_path / "c")
+    assert not any(
+        "experts.1" in key for key in dist_checkpointing.load_tensors_metadata(tmp_path / "c") if "state" in key
+    )
+    loaded = Training.made(optimizer, seed=2)
+    loaded.load(tmp_path / "c", strict=True)
+    _check_goes_on(loaded, saved)
+
+
+@EACH_OPTIMIZER
+def test_a_save_before_the_first_step(tmp_path: Path, optimizer: str) -> None:
+    """No state is stored, none is loaded, and the first step is that of a new optimizer."""
+    saved = Training.made(optimizer)
+    saved.save(tmp_path / "c")
+    loaded = Training.made(optimizer, seed=2)
+    loaded.load(tmp_path / "c", strict=True)
+    _check_goes_on(loaded, saved)
+
+
+@EACH_OPTIMIZER
+def test_state_that_the_optimizer_lacks_is_loaded(tmp_path: Path, optimizer: str) -> None:
+    """An optimizer that has made steps without the expert gets the expert's state from a checkpoint that has it."""
+    saved = Training.made(optimizer)
+    saved.run(0, 3, 0, 1)
+    saved.save(tmp_path / "c")
+    loaded = Training.made(optimizer, seed=2)
+    loaded.run(0, 2, 0)
+    loaded.load(tmp_path / "c", strict=True)
+    _check_goes_on(loaded, saved)
+
+
+@EACH_OPTIMIZER
+def test_state_that_the_checkpoint_lacks_is_begun_anew(tmp_path: Path, optimizer: str) -> None:
+    """Back to a step at which the expert had not been reached: its state is as it was then, none."""
+    saved = Training.made(optimizer)
+    saved.run(0, 3, 0)
+    saved.save(tmp_path / "c")
+    loaded = Training.made(optimizer, seed=2)
+    loaded.run(0, 4, 0, 1)
+    loaded.load(tmp_path / "c", strict=True)
+    _check_goes_on(loaded, saved)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@EACH_OPTIMIZER
+def test_a_load_leaves_the_optimizer_as_it_is(tmp_path: Path, optimizer: str, steps: int) -> None:
+    """What a load makes to be filled is not the optimizer's: state, options, gradients, parameters and hooks stay."""
+    Training.made(optimizer).save(tmp_path / "c")
+    training = Training.made(optimizer)
+    training.run(0, steps, 0)
+    training.model(torch.ones(2, WIDTH), (0, 1)).sum().backward()
+    called: list[Any] = []
+    training.optimizer.register_step_post_hook(lambda *arguments: called.append(arguments))
+
+    def state() -> Any:
+        params = list(training.model.parameters())
+        return training.optimizer.state_dict(), params, [param.grad for param in params], training.with_state
+
+    before = copy.deepcopy(state())
+    saver = Training.made(optimizer)
+    saver.run(0, 2, 0, 1)
+    saver.save(tmp_path / "more")
+    for name in ("c", "more"):
+        described = training.described()
+        described["model"] = {}
+        dist_checkpointing.load(described, tmp_path / name)
+        assert not called
+    after = state()
+    assert repr(after[1:]) == repr(before[1:])
+    assert after[0]["param_groups"] == before[0]["param_groups"]
+
+
+def test_half_a_state_is_an_error(tmp_path: Path) -> None:
+    """State of which a part is missing, or of another optimizer's kind, is named; so is a parameter that is missing."""
+    adam = Training.made("adamw")
+    adam.run(0, 2, 0)
+    described = adam.described()
+    del described["optimizer"]["state"]["experts.0.weight"]["exp_avg_sq"]
+    dist_checkpointing.save(described, tmp_path / "half")
+    key = re.escape("optimizer.state.experts.0.weight.exp_avg_sq")
+    with pytest.raises(KeyMismatchError, match=rf"torch: missing keys\): {key}$|{key}\n"):
+        Training.made("adamw").load(tmp_path / "half")
+    adam.save(tmp_path / "adam")
+    with pytest.raises(KeyMismatchError, match=r"experts\.0\.weight\.max_exp_avg_sq") as caught:
+        Training.made("amsgrad").load(tmp_path / "adam")
+    assert "state.experts.1" not in str(caught.value)
+    larger = Training.made("adamw")
+    larger.model.register_parameter("more", nn.Parameter(torch.ones(2)))
+    larger.optimizer.add_param_group({"params": [larger.model.get_parameter("more")]})
+    with pytest.raises(KeyMismatchError, match=r"model\.more") as caught:
+        larger.load(tmp_path / "adam")
+    assert "optimizer.state.more" not in str(caught.value)
+
+
+@pytest.mark.parametrize("strict", ["return_all", "return_unexpected"])
+def test_what_is_absent_is_no_mismatch(tmp_path: Path, strict: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No mode reports it, and a log line names the parameters, a warning where nothing at all is stored."""
+    saved = Training.made("adamw")
+    saved.save(tmp_path / "none")
+    saved.run(0, 2, 0)
+    saved.save(tmp_path / "c")
+    loaded = Training.made("adamw")
+    for name, level in (("c", "INFO"), ("none", "WARNING")):
+        caplog.clear()
+        with caplog.at_level("INFO", "shardckpt.loading"):
+            _, missing, unexpected = dist_checkpointing.load(loaded.described(), tmp_path / name, strict=strict)
+        assert (missing, unexpected) == (set(), set())
+        (line,) = [record for record in caplog.records if "left out" in record.getMessage()]
+        assert line.levelname == level
+        assert "optimizer.state.experts.1.bias, optimizer.state.experts.1.weight" in line.getMessage()
+
+
+def test_keys_that_were_changed_are_wanted_as_ever(tmp_path: Path) -> None:
+    """Whoever gives described shards other keys gets the error of any key that is not there."""
+    saved = Training.made("adamw")
+    saved.run(0, 2, 0, 1)
+    saved.save(tmp_path / "c")
+    described = saved.described()
+    described["optimizer"]["state"]["shared.bias"]["step"].key = "elsewhere"
+    with pytest.raises(KeyMismatchError, match="elsewhere"):
+        dist_checkpointing.load(described, tmp_path / "c")
+
+
+def test_a_copy_is_a_plain_dict() -> None:
+    """Nothing of our own is stored as common state or sent to another process."""
+    entries = OptionalEntries({"a": {"b": 1}}, "optimizer.state.")
+    for made in (copy.copy(entries), copy.deepcopy(entries), pickle.loads(pickle.dumps(entries))):
+        assert type(made) is dict
+        assert made == {"a": {"b": 1}}
+
+
+def test_an_entry_is_found_by_the_whole_of_its_name(tmp_path: Path) -> None:
+    """State of layer.10 does not make that of layer.1 half there."""
+    shard = ShardedTensor.from_rank_offsets
+    state = {"layer.10": {"m": shard("s.layer.10.m", torch.ones(2))}}
+    dist_checkpointing.save({"state": state}, tmp_path / "c")
+    wanted = {name: {"m": shard(f"s.{name}.m", torch.zeros(2))} for name in ("layer.1", "layer.10", "layer.2")}
+    loaded = dist_checkpointing.load({"state": OptionalEntries(wanted, "s.")}, tmp_path / "c", strict=True)
+    assert loaded["state"].keys() == {"layer.10"}
+
+
+@pytest.mark.parametrize("initial", [False, True])
+def test_the_manager_loads_what_it_saved(tmp_path: Path, initial: bool) -> None:
+    """A CheckpointManager resumes, and begins with another's checkpoint, whichever experts had been reached."""
+    saved = Training.made("adamw")
+    saved.run(0, 3, 0)
+    config = CheckpointConfig(folder=str(tmp_path / "a"), interval=1, last_save_model_only=False)
+    with CheckpointManager(config, {"model": saved.model, "optimizer": saved.optimizer}) as manager:
+        manager.save(3, last_step=True)
+    if initial:
+        path = str(tmp_path / "a" / "step-3")
+        config = CheckpointConfig(folder=str(tmp_path / "b"), initial_load_path=path, initial_load_model_only=False)
+    loaded = Training.made("adamw", seed=2)
+    with CheckpointManager(config, {"model": loaded.model, "optimizer": loaded.optimizer}) as manager:
+        assert manager.load()
+    _check_goes_on(loaded, saved)
+
+
+def test_local_checkpoints_leave_it_out() -> None:
+    """A part in memory is given back to a new optimizer without the state that did not exist."""
+    saved = Training.made("adamw")
+    saved.run(0, 3, 0)
+    part, _ = TensorAwareStateDict.from_state_dict(saved.described())
+    loaded = Training.made("adamw", seed=2)
+    load_into(part.to_state_dict(loaded.described(), strict=True), loaded.model, loaded.optimizer)
+    _check_goes_on(loaded, saved)
+
+
+class _Stage(nn.Module):
+    """A part of a model, under its name in the whole."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.add_module(str(number), Experts())
+
+
+def test_stages_and_their_optimizers(tmp_path: Path) -> None:
+    """Of several parts with an optimizer each, one has made no step and one has not reached an expert."""
+
+    def made(seed: int) -> tuple[list[_Stage], list[torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        stages = [_Stage(number) for number in range(2)]
+        return stages, [torch.optim.AdamW(stage.parameters()) for stage in stages]
+
+    def step(stages: list[_Stage], optimizers: list[torch.optim.Optimizer], number: int, *reached: int) -> None:
+        x = torch.ones(2, WIDTH)
+        stages[number].get_submodule(str(number))(x, reached).sum().backward()
+        optimizers[number].step()
+        optimizers[number].zero_grad()
+
+    stages, optimizers = made(1)
+    step(stages, optimizers, 0, 1)
+    dist_checkpointing.save(to_sharded_state_dict(stages, *optimizers), tmp_path / "c")
+    others, their_optimizers = made(2)
+    step(others, their_optimizers, 1, 0)
+    wanted = to_sharded_state_dict(others, *their_optimizers)
+    load_into(dist_checkpointing.load(wanted, tmp_path / "c", strict=True), others, *their_optimizers)
+    assert not their_optimizers[1].state
+    for number in (0, 1, 0):
+        step(stages, optimizers, number, 0, 1)
+        step(others, their_optimizers, number, 0, 1)
+    for stage, other in zip(stages, others, strict=True):
+        for name, param in stage.named_parameters():
+            assert torch.equal(other.get_parameter(name), param)
+
+
+def _sharded_training(optimizer: str, seed: int) -> Training:
+    torch.manual_seed(seed)
+    model = Experts()
+    model.frozen.requires_grad_(requires_grad=False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model.shared, *model.experts):
+        fully_shard(module, mesh=mesh)
+    return Training(fully_shard(model, mesh=mesh), OPTIMIZERS[optimizer](model.parameters()))
+
+
+def _run_sharded(training: Training, first: int, steps: int, *reached: int) -> list[float]:
+    """Only the last rank has tokens for the experts, of the same batch everywhere."""
+    losses = []
+    here = dist.get_rank() == dist.get_world_size() - 1
+    for number in range(first, first + steps):
+        training.optimizer.zero_grad()
+        batch = torch.sin(torch.arange(3.0 * WIDTH) * (number + 1)).view(3, WIDTH)
+        loss = training.model(batch, reached, here=here).square().mean()
+        loss.backward()
+        training.optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _save_sharded(path: Path, optimizer: str) -> tuple[list[float], set[str]]:
+    training = _sharded_training(optimizer, 1)
+    _run_sharded(training, 0, 2, 0)
+    training.save(path)
+    with_state = training.with_state
+    return [*_run_sharded(training, 2, 2, 0), *_run_sharded(training, 4, 2, 0, 1)], with_state
+
+
+def _resume_sharded(path: Path, optimizer: str) -> tuple[list[float], set[str]]:
+    training = _sharded_training(optimizer, 2)
+    if dist.get_world_size() % 2 == 0:
+        _run_sharded(training, 0, 1, 1)  # it has state of the expert of which the checkpoint has none
+    training.load(path, strict=True)
+    with_state = training.with_state
+    return [*_run_sharded(training, 2, 2, 0), *_run_sharded(training, 4, 2, 0, 1)], with_state
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_fsdp2_with_an_expert_that_one_rank_reaches(
+    ranks: RankPool, tmp_path: Path, optimizer: str, world_size: int
+) -> None:
+    """Sharded parameters of an expert reached by one rank's tokens only, and of one that no rank has reached yet."""
+    saved = ranks.run(world_size, _save_sharded, tmp_path / "c", optimizer)
+    loaded = ranks.run(world_size, _resume_sharded, tmp_path / "c", optimizer)
+    assert loaded == saved
+    assert saved[0][1] == {f"{part}.{name}" for part in ("shared", "experts.0") for name in ("weight", "bias")}

@@ -1,0 +1,360 @@
+"""Strategies that lose what they were given, and what each rank does with them; module-level, for processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import AsyncCallsQueue, release_memory
+from shardckpt.errors import CheckpointingException
+from shardckpt.manifest import FileRecord
+from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.parallel import FullyParallelSaveStrategyWrapper
+from shardckpt.strategy import PreparedSave, SaveStrategy
+from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
+from shardckpt_torch_dist.work import SaveWork
+from tests.remote import store  # noqa: F401 - it registers faulty://, in the ranks too
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAYS = ("foreground", "thread", "process")
+#: Keys of which the highest rank has a shard of its own; all ranks have the other ones.
+OWN = ("split", "flat", "object")
+
+
+def where() -> tuple[int, int]:
+    """(rank, world size), without a process group too."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def state() -> dict[str, Any]:
+    """Shards of each kind: split, flattened, replicated, empty, quantized, objects."""
+    rank, world = where()
+    flat = torch.arange(7 * world, dtype=torch.float32)[7 * rank : 7 * rank + 7]
+    float8 = torch.arange(8.0).to(torch.float8_e4m3fn)
+    return {
+        "split": ShardedTensor.from_rank_offsets("split", torch.full((2, 3), float(rank)), (0, rank, world)),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat", flat, (7, world), flattened_range=slice(7 * rank, 7 * rank + 7)
+        ),
+        "whole": ShardedTensor.from_rank_offsets("whole", torch.arange(5.0), replica_id=rank),
+        "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.0), replica_id=rank),
+        "empty": ShardedTensor.from_rank_offsets("empty", torch.zeros(0, 4), replica_id=rank),
+        "float8": ShardedTensor.from_rank_offsets("float8", float8, replica_id=rank),
+        "object": ShardedObject("object", {"of": rank}, (world,), (rank,)),
+        "step": 1,
+    }
+
+
+def is_lost(shard: Any, key: str) -> bool:
+    """Whether a strategy that loses the key loses this rank's shard."""
+    rank, world = where()
+    return bool(shard.key == key) and (key not in OWN or rank == world - 1)
+
+
+class Drops(TorchDistSaveShardedStrategy):
+    """Hands on fewer shards than it was given."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
+        """Plan."""
+        return super().prepare([shard for shard in shards if not is_lost(shard, self._key)], common, context)
+
+
+class Delegates(SaveStrategy):
+    """Another's strategy, given fewer shards."""
+
+    backend, version = "torch_dist", 1
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def save(self, shards: Any, common: Any, context: Any) -> None:
+        """Save."""
+        kept = [shard for shard in shards if not is_lost(shard, self._key)]
+        TorchDistSaveShardedStrategy().save(kept, common, context)
+
+
+def _without(prepared: PreparedSave, key: str) -> PreparedSave:
+    work: Any = prepared.work
+    rank, world = where()
+    if key in OWN and rank != world - 1:
+        return prepared
+    files = [
+        replace(
+            file,
+            tensors=[number for number in file.tensors if work.keys[number] != key],
+            objects=[name for name in file.objects if not name.startswith(f"{key}/")],
+        )
+        for file in work.files
+    ]
+    return replace(prepared, work=replace(work, files=files))
+
+
+class DropsWork(TorchDistSaveShardedStrategy):
+    """Plans everything, and writes less."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
+        """Plan."""
+        return _without(super().prepare(shards, common, context), self._key)
+
+
+class DropsAgain(TorchDistSaveShardedStrategy):
+    """Writes everything the first time, and less by the same plan."""
+
+    recalled = True
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    @property
+    def plans_like(self) -> Any:
+        """What is lost, too."""
+        return type(self), self._key
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
+        """Plan."""
+        prepared = super().prepare(shards, common, context)
+        made: Any = prepared.again
+
+        def again(*args: Any) -> PreparedSave:
+            return _without(made(*args), self._key)
+
+        return replace(prepared, again=again)
+
+
+def wrapped(make: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The strategy in the wrapper that deals replicas out."""
+    return lambda key: FullyParallelSaveStrategyWrapper(make(key))
+
+
+class Plain(SaveStrategy):
+    """A file a rank, by the interface alone.
+
+    Args:
+        leave_out: Recorded are all main replicas but those of this key.
+        more: Recorded, too.
+    """
+
+    backend, version = "plain", 1
+
+    def __init__(self, leave_out: str = "", more: Any = ()) -> None:
+        self._leave_out = leave_out
+        self._more = more
+
+    def save(self, shards: Any, common: Any, context: Any) -> None:
+        """Save."""
+        mine = [shard for shard in shards if is_main_replica(shard.replica_id)]
+        context.writer.write(f"{context.comm.rank}", b"values")
+        context.writer.record_shards(shard for shard in mine if not is_lost(shard, self._leave_out))
+        context.writer.record_shards(self._more)
+
+
+class Silent(Plain):
+    """Says nothing of what it stored."""
+
+    def save(self, shards: Any, common: Any, context: Any) -> None:
+        """Save."""
+        context.writer.write(f"{context.comm.rank}", b"values")
+
+
+def _own_name(writer: Any, what: str) -> str:
+    return f"{what}-{writer._rank}"
+
+
+def _unfinished(writer: Any) -> None:
+    writer.create(_own_name(writer, "unfinished")).append(3, lambda: [memoryview(b"abc")])
+
+
+def _past_the_writer(writer: Any) -> None:
+    (writer.directory / _own_name(writer, "past")).write_bytes(b"past")
+
+
+def _torch_save(writer: Any) -> None:
+    torch.save({"a": 1}, writer.directory / _own_name(writer, "past"))
+
+
+def _by_a_process(writer: Any) -> None:
+    path = str(writer.directory / _own_name(writer, "past"))
+    subprocess.run([sys.executable, "-S", "-c", f"open({path!r}, 'w').write('x')"], check=True)
+
+
+def _folder(writer: Any) -> None:
+    (writer.directory / _own_name(writer, "past")).mkdir()
+    (writer.directory / _own_name(writer, "past") / "inner").write_bytes(b"past")
+
+
+def _link(writer: Any) -> None:
+    (writer.directory / _own_name(writer, "past")).symlink_to(sys.executable)
+
+
+def _pipe(writer: Any) -> None:
+    os.mkfifo(writer.directory / _own_name(writer, "past"))
+
+
+def _adopts_a_link(writer: Any) -> None:
+    _link(writer)
+    writer.adopt(_own_name(writer, "past"))
+
+
+def _adopts_a_folder(writer: Any) -> None:
+    _folder(writer)
+    writer.adopt(_own_name(writer, "past"))
+
+
+def _appends(writer: Any) -> None:
+    writer.write(_own_name(writer, "changed"), b"abc")
+    with (writer.directory / _own_name(writer, "changed")).open("ab") as file:
+        file.write(b"more")
+
+
+def _removes(writer: Any) -> None:
+    writer.write(_own_name(writer, "changed"), b"abc")
+    (writer.directory / _own_name(writer, "changed")).unlink()
+
+
+def _replaces(writer: Any) -> None:
+    _removes(writer)
+    (writer.directory / _own_name(writer, "changed")).symlink_to(sys.executable)
+
+
+def _undigested(writer: Any) -> None:
+    name = _own_name(writer, "bare")
+    (writer.directory / name).write_bytes(b"abc")
+    writer.files.append(FileRecord(name=name, size=3, rank=0, keys=1, digest="", segments=""))
+
+
+def _marker(writer: Any) -> None:
+    if writer._rank == where()[1] - 1:
+        writer.write("metadata.json", b"{}")
+
+
+#: What a strategy may do to its files on every rank, and what of it the error names.
+MISDEEDS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "unfinished": (_unfinished, "begun and not finished: 'unfinished-{rank}'"),
+    "open": (_past_the_writer, "'past-{rank}'"),
+    "torch.save": (_torch_save, "'past-{rank}'"),
+    "process": (_by_a_process, "'past-{rank}'"),
+    "folder": (_folder, "'past-{rank}' (a directory)"),
+    "link": (_link, "'past-{rank}' (a symbolic link)"),
+    "pipe": (_pipe, "'past-{rank}' (a FIFO)"),
+    "adopted link": (_adopts_a_link, "past-{rank}"),
+    "adopted folder": (_adopts_a_folder, "past-{rank}"),
+    "appended": (_appends, "'changed-{rank}' had 3 bytes, and has 7"),
+    "removed": (_removes, "'changed-{rank}' is gone"),
+    "replaced": (_replaces, "'changed-{rank}' is now a symbolic link"),
+    "undigested": (_undigested, "recorded without digests: 'bare-{rank}'"),
+    "marker": (_marker, "'metadata.json' is written by the commit"),
+}
+
+
+@dataclass
+class CarelessWork(SaveWork):
+    """Writes everything, and does something else then."""
+
+    misdeed: str = ""
+
+    def write(self, writer: Any) -> None:
+        """Write."""
+        super().write(writer)
+        MISDEEDS[self.misdeed][0](writer)
+
+
+class Careless(TorchDistSaveShardedStrategy):
+    """Does something to the files on the highest rank, or on the only one."""
+
+    def __init__(self, misdeed: str) -> None:
+        super().__init__()
+        self._misdeed = misdeed
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
+        """Plan."""
+        prepared = super().prepare(shards, common, context)
+        rank, world = where()
+        if rank < world - 1:
+            return replace(prepared, again=None)
+        return PreparedSave(CarelessWork(**vars(prepared.work), misdeed=self._misdeed))
+
+
+class CarelessFinish(TorchDistSaveShardedStrategy):
+    """Leaves a file unfinished when all have written."""
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
+        """Plan."""
+
+        def finish(_results: Any, context: Any) -> None:
+            if context.comm.is_main:
+                context.writer.create("names")
+
+        return PreparedSave(super().prepare(shards, common, context).work, finish)
+
+
+def finishing(_: str) -> Any:
+    """The strategy of a save whose ``finish`` is careless."""
+    return CarelessFinish()
+
+
+def save_in(way: str, path: str, strategy: Any, **options: Any) -> None:
+    """A save of the state, in the foreground or behind the program."""
+    if way == "foreground":
+        dc.save(state(), path, strategy, **options)
+        return
+    with AsyncCallsQueue(persistent=way == "process") as queue:
+        queue.schedule_async_request(dc.save(state(), path, strategy, async_sharded_save=True, **options))  # type: ignore[arg-type]
+
+
+def refusal(way: str, folder: str, make: Callable[[str], Any], argument: str, saves: int = 1) -> tuple[str, str]:
+    """Class and text of the error of the last of some saves over a good one, which must then be whole."""
+    release_memory()
+    _meet()
+    Path(folder).mkdir(exist_ok=True)
+    target = Path(folder) / "ckpt"
+    dc.save(state(), target)
+    _meet()
+    before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
+    for _ in range(saves - 1):
+        save_in(way, f"{folder}/sound", make(argument), overwrite=True)
+    try:
+        save_in(way, str(target), make(argument), overwrite=True)
+    except CheckpointingException as exc:
+        found = type(exc).__name__, str(exc)
+    else:
+        found = "", "it was saved"
+    _meet()
+    assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
+    assert {path.name for path in Path(folder).iterdir()} <= {"ckpt", "sound"}
+    loaded = dc.load(state(), target)
+    assert torch.equal(loaded["whole"], torch.arange(5.0))
+    _meet()
+    return found
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def url_refusal(url: str, misdeed: str) -> str:
+    """The error of a save to a URL."""
+    try:
+        dc.save(state(), url, Careless(misdeed))
+    except CheckpointingException as exc:
+        return str(exc)
+    return "it was saved"

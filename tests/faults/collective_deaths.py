@@ -1,0 +1,89 @@
+"""Program: let ranks enter a collective of a smaller group at different times, and one not at all; what do they say?
+
+``python -m tests.faults.collective_deaths FOLDER`` reads scenarios as JSON from standard input and prints the outcomes.
+torch is imported once; the ranks of every scenario are forked.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from shardckpt.comm import Comm
+from shardckpt.errors import CommunicationError
+from tests.faults.forks import fork, wait
+
+GROUP_TIMEOUT = 6.0
+TIMEOUT = dt.timedelta(seconds=GROUP_TIMEOUT)
+#: As long as the slowest survivor needs, and some for a loaded machine.
+DEADLINE = 40.0
+
+
+class Scenario(TypedDict):
+    """Which ranks make up the group, when each enters, in seconds, and which one ends how: ``kill``, ``stop``, ``none``."""
+
+    members: list[int]
+    delays: list[float]
+    victim: int
+    how: str
+
+
+def _rank(folder: Path, scenario: Scenario, rank: int, world: int) -> None:
+    """One rank's life."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=TIMEOUT
+    )
+    group = dist.new_group(scenario["members"], TIMEOUT)
+    dist.barrier()
+    if rank not in scenario["members"]:
+        return
+    comm = Comm(group)
+    comm.settle()
+    time.sleep(scenario["delays"][rank])
+    if rank == scenario["victim"] and scenario["how"] != "none":
+        os.kill(os.getpid(), signal.SIGKILL if scenario["how"] == "kill" else signal.SIGSTOP)
+    entered, outcome = time.monotonic(), ("", [])
+    try:
+        with comm.phase("meeting"):
+            if rank == scenario["victim"]:
+                comm._call(_fail)
+    except CommunicationError as exc:
+        outcome = (str(exc), list(exc.missing_ranks))
+    (folder / f"outcome{rank}").write_text(json.dumps([*outcome, time.monotonic() - entered]))
+
+
+def _fail() -> None:
+    raise RuntimeError("tensors of different sizes")
+
+
+def _run(folder: Path, scenario: Scenario) -> dict[str, Any]:
+    """What each surviving member raised, the ranks that it names, and the seconds that it waited."""
+    world = len(scenario["delays"])
+    pids = [fork(lambda rank=rank: _rank(folder, scenario, rank, world)) for rank in range(world)]
+    wait([pid for rank, pid in enumerate(pids) if rank != scenario["victim"]], DEADLINE)
+    wait([pids[scenario["victim"]]], 0.0 if scenario["how"] == "stop" else DEADLINE)
+    return {path.name.removeprefix("outcome"): json.loads(path.read_text()) for path in folder.glob("outcome*")}
+
+
+def main() -> None:
+    """Print the report."""
+    torch.set_num_threads(1)
+    reports = []
+    for number, scenario in enumerate(json.load(sys.stdin)):
+        folder = Path(sys.argv[1]) / str(number)
+        folder.mkdir()
+        reports.append(_run(folder, scenario))
+    json.dump(reports, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

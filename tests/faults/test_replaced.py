@@ -1,0 +1,316 @@
+"""Reading while another job overwrites: one save, whole, on all ranks; or an error that says what happens."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CheckpointReplacedError, IncompleteCheckpointError, StorageError
+from shardckpt.huggingface import dcp_to_torch_state_dict, export_to_huggingface, load_from_huggingface
+from shardckpt.integrity import verify_integrity_manifest
+from shardckpt.mapping import ShardedTensor
+from shardckpt.verifying import verify_checkpoint
+from shardckpt_torch_dist import CheckpointStorageReader
+from tests.faults import samples
+from tests.faults.replacing import (
+    NEW,
+    OLD,
+    At,
+    Scene,
+    always_replaced,
+    read_while_overwritten,
+    replaced_on_each_rank,
+    save_both,
+    version_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.ranks import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(params=["1", "0"], ids=["verified", "unverified"])
+def verify(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both settings of SHARDCKPT_VERIFY_READS."""
+    monkeypatch.setenv("SHARDCKPT_VERIFY_READS", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    """Two saves."""
+    save_both(str(tmp_path))
+    return Scene(tmp_path)
+
+
+def at_every_open(scene: Scene, read: Callable[[Path], Any]) -> list[Any]:
+    """What is read when the checkpoint is replaced just before each of the opens, one after the other."""
+    found = []
+    while True:
+        scene.reset()
+        with At(scene, len(found) + 1) as at:
+            value = read(scene.target)
+        if at.opened <= len(found):
+            return found
+        found.append(value)
+
+
+def plain(path: Path) -> int | list[str]:
+    """Which save all tensors and the common state of a checkpoint are of, read in one go."""
+    tensors = dcp_to_torch_state_dict(path)
+    values = {key: tensors.get(key) for key in ("split", "big", "uneven", "half", "iteration")}
+    for version in (OLD, NEW):
+        expected = samples.state_dict(version)
+        expected["split"] = expected["split"].data
+        if all(
+            torch.equal(value, getattr(expected[key], "data", expected[key]))
+            if isinstance(value, torch.Tensor)
+            else value == expected[key]
+            for key, value in values.items()
+        ):
+            return version
+    return sorted(values)
+
+
+def lazily(path: Path) -> int | list[str]:
+    """The same through the lazy handle, which is opened again where it says so."""
+    for _ in range(3):
+        try:
+            with dist_checkpointing.open_checkpoint(path) as checkpoint:
+                found = {int(checkpoint[key].read().view(-1)[0]) for key in ("split", "big", "uneven")}
+                found.add(1000 * int(checkpoint.common["iteration"]))
+                found.add(1000 * int(checkpoint.read_object(checkpoint.objects[0])["version"]))
+        except CheckpointReplacedError as exc:
+            assert f"{path}: another save has replaced it" in str(exc)
+            continue
+        return found.pop() // 1000 if len(found) == 1 else sorted(map(str, found))
+    return ["refused"]
+
+
+def by_dcp(path: Path) -> int | list[str]:
+    """The same by plain dcp.load."""
+    state = {"split": torch.zeros(samples.ROWS, 8), "big": torch.zeros(samples.BIG)}
+    dcp.load(state, storage_reader=CheckpointStorageReader(path), no_dist=True)
+    found = {int(tensor.view(-1)[0]) // 1000 for tensor in state.values()}
+    return found.pop() if len(found) == 1 else sorted(map(str, found))
+
+
+def verified(path: Path) -> int | list[str]:
+    """Whether verify finds a fault."""
+    return NEW if all(not result.fault for result in verify_checkpoint(path)) else ["faults"]
+
+
+READERS = {
+    "load": lambda path: version_of(samples.load(path)),
+    "load, files verified before": lambda path: version_of(samples.load(path, verify_integrity=True)),
+    "plain state dict": plain,
+    "common state": lambda path: dist_checkpointing.load_common_state_dict(path)["iteration"],
+    "tensors": lambda path: int(dist_checkpointing.load_plain_tensors(path)["big"][0]) // 1000,
+    "lazily": lazily,
+    "dcp.load": by_dcp,
+    "verify": verified,
+}
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_replaced_at_every_moment(scene: Scene, verify: str, name: str) -> None:
+    """Whenever another save replaces the checkpoint while it is read, what is read is one save, and never refused."""
+    found = at_every_open(scene, READERS[name])
+    assert len(found) >= len(("metadata.json", "shardckpt.json", "the directory"))
+    assert set(found) <= {OLD, NEW}, verify
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["each reads", "fully parallel"])
+def test_replaced_at_every_moment_of_each_rank(ranks: RankPool, tmp_path: Path, verify: str, parallel: bool) -> None:
+    """Two ranks load one save, the same, whenever on either of them the checkpoint is replaced."""
+    ranks.run(2, save_both, str(tmp_path))
+    one, other = ranks.run(2, replaced_on_each_rank, str(tmp_path), verify, parallel)
+    assert one == other
+    assert {who for who, _, _ in one} == {0, 1}
+    assert all(version in (OLD, NEW) for _, _, version in one), one
+
+
+def test_replaced_again_and_again(ranks: RankPool, tmp_path: Path) -> None:
+    """If every attempt meets another save, all ranks say that the checkpoint is being overwritten, not that it is bad."""
+    ranks.run(2, save_both, str(tmp_path))
+    one, other = ranks.run(2, always_replaced, str(tmp_path))
+    assert one == other
+    assert one.startswith(f"CheckpointReplacedError: {tmp_path / 'target'} is being overwritten: in each of ")
+
+
+@pytest.mark.parametrize("overwrites", [15, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("readers", [1, 2])
+def test_readers_while_a_job_overwrites(
+    ranks: RankPool, tmp_path: Path, verify: str, readers: int, overwrites: int
+) -> None:
+    """While a job saves to the same place again and again, every load of 1 and of 2 ranks is whole and none refused."""
+    *found, _ = ranks.run(
+        readers + 1,
+        read_while_overwritten,
+        str(tmp_path),
+        verify,
+        overwrites,
+        timeout=60.0 if overwrites < 100 else 1500.0,
+    )
+    print(f"SHARDCKPT_VERIFY_READS={verify}, {readers} ranks, {overwrites} overwrites: {found}")
+    assert all(loads.keys() <= {str(OLD), str(NEW)} for loads in found), found
+    assert sum(found[0].values()) > 1
+    assert all(loads == found[0] for loads in found)
+
+
+def test_an_open_checkpoint_keeps_its_save(scene: Scene) -> None:
+    """A lazy handle reads the save that it opened; if that is gone, it says so; the save is not hindered."""
+    scene.reset()
+    with dist_checkpointing.open_checkpoint(scene.target) as checkpoint:
+        big = checkpoint["big"]  # its file is open from here on
+        assert big[0] == 1000 * OLD
+        scene.replace()
+        assert list(scene.place.glob(".*")) == []
+        assert big[:3].tolist() == [1000.0, 1001.0, 1002.0]
+        with pytest.raises(
+            CheckpointReplacedError, match=rf"{scene.target}: another save has replaced it.*open it again"
+        ):
+            _ = checkpoint.common
+    with dist_checkpointing.open_checkpoint(scene.target) as checkpoint:
+        assert checkpoint["big"][0] == 1000 * NEW
+
+
+def test_between_two_renames(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an overwrite takes two renames, a load between them waits for the second."""
+    monkeypatch.setattr("shardckpt.storage.commit.exchange", lambda *_: False)
+    scene.reset()
+    found: list[Any] = []
+    rename = os.rename
+    load = threading.Thread(target=lambda: found.append(version_of(samples.load(scene.target))))
+
+    def between(source: Any, target: Any) -> None:
+        if Path(target) == scene.target:
+            load.start()
+            load.join(0.03)
+            assert not found
+        rename(source, target)
+
+    monkeypatch.setattr("shardckpt.storage.commit.os.rename", between)
+    scene.replace()
+    load.join(20)
+    assert found == [NEW]
+
+
+def test_an_interrupted_overwrite_is_still_said(scene: Scene) -> None:
+    """What was interrupted between its two renames is not waited for without end: it is the error that it was."""
+    scene.reset()
+    scene.target.rename(scene.place / f".target.shardckpt-replaced-{'0' * 32}")
+    with pytest.raises(IncompleteCheckpointError, match="an overwrite was interrupted; a whole checkpoint lies at"):
+        samples.load(scene.target)
+
+
+# Other libraries' checkpoints.
+
+
+def plain_dcp(version: int) -> dict[str, Any]:
+    """What a plain DCP job saves."""
+    return {"a": torch.full((5000,), float(version)), "b": torch.full((7,), float(version)), "epoch": version}
+
+
+def load_plain_dcp(path: Path) -> int | list[str]:
+    """Which save it is of."""
+    wanted = {key: ShardedTensor.from_rank_offsets(key, torch.zeros_like(plain_dcp(0)[key])) for key in ("a", "b")}
+    loaded = dist_checkpointing.load(wanted, path)
+    found = {*loaded["a"].tolist(), *loaded["b"].tolist(), loaded["epoch"]}
+    return int(found.pop()) if len(found) == 1 else sorted(map(str, found))
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Scene:
+    """Two saves of plain DCP, of two files each."""
+    for name, version in (("old", OLD), ("new", NEW)):
+        writer = dcp.FileSystemWriter(tmp_path / name, single_file_per_rank=False)
+        dcp.save(plain_dcp(version), storage_writer=writer, no_dist=True)
+    return Scene(tmp_path)
+
+
+def test_a_foreign_checkpoint_is_replaced_at_every_moment(foreign: Scene, verify: str) -> None:
+    """Another library's checkpoint, in whose place another one is put, is read as a whole, too."""
+    found = at_every_open(foreign, load_plain_dcp)
+    assert set(found) <= {OLD, NEW}, verify
+
+
+def test_a_foreign_checkpoint_that_is_written_in_place(foreign: Scene) -> None:
+    """Another library that saves into the directory while it is read: the values of two saves are never given out."""
+    foreign.reset()
+    with At(foreign, 0) as at:
+        assert load_plain_dcp(foreign.target) == OLD
+    said = []
+    for number in range(1, at.opened + 1):
+        foreign.reset()
+
+        def rewrite() -> None:
+            for name in foreign.names:  # in place: the files stay the same ones
+                (foreign.target / name).write_bytes((foreign.place / "new" / name).read_bytes())
+
+        (foreign.place / "new").touch()
+        with At(foreign, number, rewrite):
+            try:
+                assert load_plain_dcp(foreign.target) in (OLD, NEW)
+            except StorageError as exc:
+                said.append(str(exc))
+    assert said
+    assert all("was written to, or removed, while the checkpoint was read" in text for text in said)
+
+
+# Hugging Face folders.
+
+
+def weights(version: int) -> dict[str, Any]:
+    """What is exported."""
+    return {key: ShardedTensor.from_rank_offsets(key, torch.full((300,), float(version))) for key in ("a", "b", "c")}
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Scene:
+    """Two exports, of three files each."""
+    for name, version in (("old", OLD), ("new", NEW)):
+        dist_checkpointing.save(weights(version), tmp_path / "checkpoints" / name)
+        export_to_huggingface(tmp_path / "checkpoints" / name, tmp_path / name, max_shard_size=1200)
+    return Scene(tmp_path)
+
+
+def load_folder(path: Path) -> int | list[str]:
+    """Which export it is of."""
+    found = {value for tensor in load_from_huggingface(weights(0), path).values() for value in tensor.tolist()}
+    return int(found.pop()) if len(found) == 1 else sorted(map(str, found))
+
+
+def test_an_exported_folder_is_replaced_at_every_moment(folders: Scene) -> None:
+    """A Hugging Face folder that is exported anew while it is loaded gives the weights of one export."""
+    assert set(at_every_open(folders, load_folder)) <= {OLD, NEW}
+
+
+def test_the_source_of_an_export_is_replaced_at_every_moment(folders: Scene, tmp_path: Path) -> None:
+    """An export of a checkpoint that is overwritten meanwhile is of one save, and its folder is whole."""
+    source = Scene(tmp_path / "checkpoints")
+
+    def export(path: Path) -> int | list[str]:
+        export_to_huggingface(path, tmp_path / "exported", max_shard_size=1200, overwrite=True)
+        return load_folder(tmp_path / "exported")
+
+    assert set(at_every_open(source, export)) <= {OLD, NEW}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_integrity_is_of_one_save(scene: Scene) -> None:
+    """A check by integrity.json of a checkpoint that is overwritten meanwhile finds no fault in either save."""
+    for name, version in (("old", OLD), ("new", NEW)):
+        dist_checkpointing.save(samples.state_dict(version), scene.place / name, overwrite=True, verify_integrity=True)
+    scene = Scene(scene.place)
+    assert set(at_every_open(scene, verify_integrity_manifest)) == {None}
