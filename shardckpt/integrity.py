@@ -138,7 +138,11 @@ class UnfitFile(NamedTuple):
 
 
 def find_unfit_files(strategy: LoadStrategy, reader: CheckpointReader) -> list[UnfitFile]:
-    """The files that are missing or have not the size that they need; no data file is opened for it."""
+    """The files that are missing or have not the size that they need; no data file is opened for it.
+
+    Raises:
+        CheckpointReplacedError: the files are gone because another save has replaced the checkpoint.
+    """
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
     listed = {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
@@ -148,6 +152,8 @@ def find_unfit_files(strategy: LoadStrategy, reader: CheckpointReader) -> list[U
         fault = _size_fault(reader.directory / name, sizes.get(name), least)
         if fault:
             found.append(UnfitFile(name, fault, listed[name].keys if name in listed else ()))
+    if found and was_replaced(reader.directory):
+        raise replaced_error(reader.directory, f"{found[0].name} {found[0].fault}")
     return found
 
 
@@ -224,7 +230,6 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         CorruptCheckpointError: names every file that is missing or not as it was written.
         CheckpointingException: there is no ``integrity.json``.
     """
-
 
     def attempt() -> None:
         directory, manifest = hold_checkpoint(locate(checkpoint_dir, host()), host())

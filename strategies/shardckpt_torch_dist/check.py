@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME
 from shardckpt.planning.table import integers
 from shardckpt.strategy import StoredFile
@@ -70,6 +70,8 @@ def _objects(index: StoredIndex) -> dict[str, Item]:
 def _fault(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> CheckpointingException | None:
     try:
         _check_file(file, reader, index)
+    except CheckpointReplacedError:  # it says nothing of what is there now
+        raise
     except CheckpointingException as exc:
         return exc
     return None
@@ -167,7 +169,7 @@ def _check_coverage(index: StoredIndex, source: str) -> None:
     for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):
         if volume < math.prod(shape):
             raise CorruptCheckpointError(
-                f"{source}: of tensor {key!r} of shape {tuple(shape)} it names {volume:,.0f} elements: the save lost some"
+                f"{source}: of tensor {key!r} of shape {tuple(shape)} it names {volume:,.0f} elements: some are lost"
             )
 
 
