@@ -149,10 +149,10 @@ def find_unfit_files(strategy: LoadStrategy, reader: CheckpointReader) -> list[U
     found = []
     for name in sorted({*sizes, *listed}):
         least = listed[name].nbytes if name in listed else 0
-        fault = _size_fault(reader.directory / name, sizes.get(name), least)
+        fault = _size_fault(reader.place / name, sizes.get(name), least)
         if fault:
             found.append(UnfitFile(name, fault, listed[name].keys if name in listed else ()))
-    if found and was_replaced(reader.directory):
+    if found and reader.was_replaced():
         raise replaced_error(reader.directory, f"{found[0].name} {found[0].fault}")
     return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,7 +80,13 @@ class CheckpointReader:
             except CheckpointingException as exc:
                 raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
         self._has_digests = algorithm is not None
-        self._files = OpenFiles(directory, self._records, algorithm, self._blaming)
+        own = weakref.WeakMethod(self._blaming)  # a cycle would hold the directory open until Python collects garbage
+
+        def blaming() -> AbstractContextManager[None]:
+            method = own()
+            return nullcontext() if method is None else method()
+
+        self._files = OpenFiles(directory, self._records, algorithm, blaming)
         self._is_remote = isinstance(directory, RemotePath)
         self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
         self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
