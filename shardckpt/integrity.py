@@ -138,16 +138,22 @@ class UnfitFile(NamedTuple):
 
 
 def find_unfit_files(strategy: LoadStrategy, reader: CheckpointReader) -> list[UnfitFile]:
-    """The files that are missing or have not the size that they need; no data file is opened for it."""
+    """The files that are missing or have not the size that they need; no data file is opened for it.
+
+    Raises:
+        CheckpointReplacedError: the files are gone because another save has replaced the checkpoint.
+    """
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
     listed = {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
     found = []
     for name in sorted({*sizes, *listed}):
         least = listed[name].nbytes if name in listed else 0
-        fault = _size_fault(reader.directory / name, sizes.get(name), least)
+        fault = _size_fault(reader.place / name, sizes.get(name), least)
         if fault:
             found.append(UnfitFile(name, fault, listed[name].keys if name in listed else ()))
+    if found and reader.was_replaced():
+        raise replaced_error(reader.directory, f"{found[0].name} {found[0].fault}")
     return found
 
 

@@ -171,7 +171,7 @@ def test_verify_finds_an_index_with_a_hole(tmp_path: Path, capsys: pytest.Captur
     del metadata.storage_data[index]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert main(["verify", str(path)]) == 1
-    assert "of the 20 elements of 'b' it names 0" in capsys.readouterr().out
+    assert "of tensor 'b' of shape (4, 5) it names 0 elements" in capsys.readouterr().out
 
 
 def test_verify_lets_items_be_that_were_removed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import CheckpointingException, KeyMismatchError, listed
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, KeyMismatchError, listed
 
 if TYPE_CHECKING:
     from shardckpt.integrity import UnfitFile
@@ -25,38 +25,46 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Print a row for every key, and what is missing; 1 if no key begins with the prefix."""
+    from shardckpt.storage.directory import retry_if_replaced
+
+    for line in retry_if_replaced(lambda: _lines(options.directory, options.prefix), options.directory):
+        print(line)
+    return 0
+
+
+def _lines(directory: str, prefix: str) -> list[str]:
+    """What is said of a checkpoint."""
     from shardckpt.cli.table import table
     from shardckpt.dist_checkpointing import open_checkpoint
 
-    with open_checkpoint(options.directory) as checkpoint:
-        tensors = [stored for key, stored in sorted(checkpoint.items()) if key.startswith(options.prefix)]
-        objects = sorted(key for key in checkpoint.objects if key.startswith(options.prefix))
-        if options.prefix and not tensors and not objects:
+    with open_checkpoint(directory) as checkpoint:
+        tensors = [stored for key, stored in sorted(checkpoint.items()) if key.startswith(prefix)]
+        objects = sorted(key for key in checkpoint.objects if key.startswith(prefix))
+        if prefix and not tensors and not objects:
             have = listed(sorted([*checkpoint, *checkpoint.objects]), limit=6) or "none"
             raise KeyMismatchError(
-                f"{options.directory}: no tensor or object has a key that begins with {options.prefix!r} (keys: {have})"
+                f"{directory}: no tensor or object has a key that begins with {prefix!r} (keys: {have})"
             )
-        common, fault = ([], "") if options.prefix else _common(checkpoint)
+        common, fault = ([], "") if prefix else _common(checkpoint)
         unfit = checkpoint.unfit_files()
-        print(f"{options.directory}: {checkpoint.backend!r}, version {checkpoint.version}")
+        title = f"{directory}: {checkpoint.backend!r}, version {checkpoint.version}"
     rows: list[tuple[Any, ...]] = [
         (t.key, str(t.dtype).removeprefix("torch."), "x".join(map(str, t.shape)), _nbytes(t)) for t in tensors
     ]
     rows += [(key, "object", "", "") for key in objects]
     rows += [(key, "common", "", "") for key in common]
-    print(table(("key", "kind", "shape", "bytes"), rows))
-    print(f"{len(tensors)} tensors of {sum(map(_nbytes, tensors)):,} bytes, {len(objects)} objects")
-    if fault:
-        print(f"the common state cannot be read: {fault}")
-    for file in unfit:
-        print(f"not whole: {file.name} {file.fault}{_affected(file, options.prefix)}")
-    return 0
+    summary = f"{len(tensors)} tensors of {sum(map(_nbytes, tensors)):,} bytes, {len(objects)} objects"
+    faults = [f"the common state cannot be read: {fault}"] if fault else []
+    faults += [f"not whole: {file.name} {file.fault}{_affected(file, prefix)}" for file in unfit]
+    return [title, table(("key", "kind", "shape", "bytes"), rows), summary, *faults]
 
 
 def _common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
     """The names in the common state, or why they cannot be read."""
     try:
         return sorted(map(str, checkpoint.common)), ""
+    except CheckpointReplacedError:
+        raise
     except CheckpointingException as exc:
         return [], str(exc)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME
 from shardckpt.planning.table import integers
 from shardckpt.strategy import StoredFile
@@ -48,7 +48,7 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
 def _data_files(index: StoredIndex) -> Iterator[StoredFile]:
     """The data files in the order of their names, with the keys in each and where its last item ends."""
     chunks = index.chunks
-    pairs = torch.stack([chunks.file, chunks.box.whole], 1).unique(dim=0).tolist()
+    pairs = sorted(set(zip(chunks.file.tolist(), chunks.box.whole.tolist(), strict=True)))
     last = torch.zeros(len(index.files), dtype=torch.int64, device="cpu")
     last.scatter_reduce_(0, chunks.file, chunks.start + chunks.length, "amax")
     ends = dict(zip(index.files, last.tolist(), strict=True))
@@ -70,6 +70,8 @@ def _objects(index: StoredIndex) -> dict[str, Item]:
 def _fault(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> CheckpointingException | None:
     try:
         _check_file(file, reader, index)
+    except CheckpointReplacedError:  # it says nothing of what is there now
+        raise
     except CheckpointingException as exc:
         return exc
     return None
@@ -167,7 +169,7 @@ def _check_coverage(index: StoredIndex, source: str) -> None:
     for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):
         if volume < math.prod(shape):
             raise CorruptCheckpointError(
-                f"{source}: of the {math.prod(shape):,} elements of {key!r} it names {volume:,.0f}: the save lost some"
+                f"{source}: of tensor {key!r} of shape {tuple(shape)} it names {volume:,.0f} elements: some are lost"
             )
 
 

@@ -132,8 +132,17 @@ def _index(raw: Any) -> StoredIndex:
         else:
             loose[tuple(paths.get(key, (key,)))] = item
     dtypes, shapes = [tensor.dtype for tensor in tensors.values()], [tensor.shape for tensor in tensors.values()]
-    by_megatron = _by_megatron(raw, objects, loose)
-    return StoredIndex(list(tensors), dtypes, shapes, *columns_of(tensors), objects, common, loose, named, by_megatron)
+    return StoredIndex(
+        list(tensors),
+        dtypes,
+        shapes,
+        *columns_of(tensors),
+        objects,
+        common,
+        loose,
+        named,
+        by_megatron=_by_megatron(raw, objects, loose),
+    )
 
 
 def _by_megatron(raw: Any, objects: dict[str, Item], loose: dict[tuple[Any, ...], Item]) -> bool | None:

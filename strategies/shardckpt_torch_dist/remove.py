@@ -107,11 +107,12 @@ def _cuts(index: StoredIndex, name: str) -> dict[Item, tuple[int, ...]]:
 
     A load reads each by itself, and whole digests' worth of bytes of it.
     """
-    chunks, found = index.chunks, {}
+    chunks = index.chunks
+    found: dict[Item, tuple[int, ...]] = {}
     if name not in index.files:
-        return {}
+        return found
     rows = ((chunks.file == index.files.index(name)) & (chunks.length > SMALL_RECORD)).nonzero().view(-1)
-    for number in chunks.box.whole[rows].unique().tolist():
+    for number in set(chunks.box.whole[rows].tolist()):
         for chunk in index.tensor(number).chunks.values():
             ours = our_archive(index.dtypes[number], chunk.box.shape, chunk.item.length)
             if ours is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import threading
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from shardckpt import dist_checkpointing
+from shardckpt.cli import main
 from shardckpt.errors import CheckpointReplacedError, IncompleteCheckpointError, StorageError
 from shardckpt.huggingface import dcp_to_torch_state_dict, export_to_huggingface, load_from_huggingface
 from shardckpt.huggingface.folder import check_same, read_folder
@@ -251,9 +254,19 @@ def foreign(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-def test_a_foreign_checkpoint_is_replaced_at_every_moment(foreign: Scene, verify: str) -> None:
+def inspected(path: Path) -> int | list[str]:
+    """Whether inspect finds that something is missing."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["inspect", str(path)]) == 0
+    return ["faults"] if "not whole" in out.getvalue() or "cannot be read" in out.getvalue() else NEW
+
+
+@pytest.mark.parametrize("read", [load_plain_dcp, verified, inspected])
+def test_a_foreign_checkpoint_is_replaced_at_every_moment(
+    foreign: Scene, verify: str, read: Callable[[Path], int | list[str]]
+) -> None:
     """Another library's checkpoint, in whose place another one is put, is read as a whole, too."""
-    found = at_every_open(foreign, load_plain_dcp)
+    found = at_every_open(foreign, read)
     assert set(found) <= {OLD, NEW}, verify
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
 from shardckpt.storage.digest import SEGMENT_BYTES
+from shardckpt.storage.directory import open_directory
 from shardckpt.storage.reader import BLOCK_BYTES, OPEN_FILES, CheckpointReader
 from tests.storage.files import manifest, write
 
@@ -260,6 +262,21 @@ def test_more_files_than_may_be_open(tmp_path: Path, threads: int) -> None:
         assert not wrong
         assert _descriptors() - before <= OPEN_FILES + threads
     assert _descriptors() == before
+
+
+def test_the_directory_is_closed_with_the_reader(tmp_path: Path) -> None:
+    """A directory that is held open is closed when nobody reads in it any more, also where Python collects nothing."""
+    record = write(tmp_path, "f", [[b"content"]])
+    before = _descriptors()
+    gc.disable()
+    try:
+        with CheckpointReader(open_directory(tmp_path), manifest(record)) as reader:
+            assert reader.read("f") == b"content"
+            assert _descriptors() > before
+        del reader
+        assert _descriptors() == before
+    finally:
+        gc.enable()
 
 
 def _descriptors() -> int:

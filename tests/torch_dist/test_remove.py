@@ -3,11 +3,14 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME, Record
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from shardckpt_torch_dist.index_file import INDEX_FILE, dump, parse
@@ -95,3 +98,20 @@ def test_an_index_that_the_record_does_not_vouch_for_is_not_used(tmp_path: Path)
     dc.remove_sharded_tensors(target, "optim")
     assert (target / INDEX_FILE).read_bytes() == stale
     assert dc.load_plain_tensors(target).keys() == {"model.w", "model.b"}
+
+
+def test_items_that_claim_more_than_their_file(tmp_path: Path) -> None:
+    """An index by which a rewrite would be larger than the file is refused, and nothing is written."""
+    target = tmp_path / "ckpt"
+    dcp.save({key: torch.ones(500) for key in "abcd"}, checkpoint_id=target, no_dist=True)
+    metadata = dcp.FileSystemReader(target).read_metadata()
+    (file,) = {info.relative_path for info in metadata.storage_data.values()}
+    size = (target / file).stat().st_size
+    for index, info in metadata.storage_data.items():
+        if index.fqn in "ab":
+            info.offset, info.length = int(index.fqn == "b"), size - 1
+    (target / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match=rf"{file} has {size} bytes, its items claim \d+"):
+        dc.remove_sharded_tensors(target, "d")
+    assert (target / file).stat().st_size == size
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
