@@ -4,8 +4,8 @@ The rule that makes it safe: each primitive begins by settling. A rank that fail
 settlement, finds the others at theirs, and all raise; no rank is left in a collective that another never enters.
 So what a rank does alone need not be settled each time: a success is known to all with whatever they do together next.
 
-Small things go to the main rank, which tells all. Of a rank that dies it hears at once, and the others from it; of one
-that stops they hear by the group's timeout. They find out together which rank it is: see :mod:`shardckpt.group_failure`.
+Small things go to the main rank, which tells all. Of a rank that dies it hears at once, and the others from it; of a
+rank that stops they hear by the group's timeout. Together they find out which it is: :mod:`shardckpt.group_failure`.
 """
 
 from __future__ import annotations
@@ -445,7 +445,7 @@ class Comm:
                     break
                 failure = failure or GroupFailure(self._group)
                 if failure.is_announced():
-                    raise RuntimeError("another rank has said so")  # noqa: TRY301 - as if it had failed here
+                    raise RuntimeError("another rank has said so")
             except Exception:
                 raise
             except BaseException as exc:  # noqa: BLE001 - it is raised when the other ranks are not left alone by it

@@ -1,7 +1,7 @@
 """Which ranks died or stopped when a collective failed: the survivors find out together, and say it in the same words.
 
 They meet in the store of the process group, which a healthy group never touches. A rank on which a collective fails
-writes there that it is alive, and closes its connections, so that those who wait for it hear at once; who waits for long
+writes there that it is alive, and closes its connections, so that those who wait for it hear at once; who waits long
 looks there now and then. Missing is who says nothing: it died if its connections are closed, else it does not answer.
 """
 
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 #: Seconds between two looks at the store by a rank that waits. A collective that is quicker costs none.
 LOOK_INTERVAL = 0.5
 #: Seconds in which the survivors must have said that they are alive: they look that often, and some are slow.
-_PATIENCE = 1.2
+_PATIENCE = 1.0
 #: Seconds in which a rank whose connections are closed must have said so: gloo closes those of one that times out.
 _CONFIRMATION = 0.7
 #: Seconds for the others to read the diagnosis.
@@ -171,12 +171,14 @@ class GroupFailure:
     def _describe(self, died: list[int], mute: list[int], error: Exception, phase: str) -> Diagnosis:
         where = f"a collective of {len(self._ranks)} ranks failed in {phase!r}"
         if not died and not mute:
-            return Diagnosis(f"{where}, and none of them is missing: a connection broke, or the call was wrong ({error})")
+            return Diagnosis(
+                f"{where}, and none of them is missing: a connection broke, or the call was wrong ({error})"
+            )
         texts = []
         if died:
             texts.append(
-                f"{self._named(died)} died or left the process group: {where}, and connections were closed. Look in the "
-                "logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
+                f"{self._named(died)} died or left the process group: {where}, and connections were closed. Look in "
+                "the logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
             )
         if mute:
             texts.append(
@@ -186,9 +188,7 @@ class GroupFailure:
             )
         return Diagnosis("; ".join(texts), (*died, *mute))
 
-    def _describe_without_store(
-        self, closed: list[int], error: Exception, phase: str, *, timed_out: bool
-    ) -> Diagnosis:
+    def _describe_without_store(self, closed: list[int], error: Exception, phase: str, *, timed_out: bool) -> Diagnosis:
         """What this rank can tell alone: the store has gone, too, mostly with the rank that hosts it."""
         if self._host in self._others and (timed_out or self._host in closed):
             suspects = [self._host]
@@ -199,7 +199,9 @@ class GroupFailure:
         died, mute = (suspects, []) if set(suspects) <= set(closed) else ([], suspects)
         found = self._describe(died, mute, error, phase)
         store = "the process group's store" + ("" if self._host is None else f", which rank {self._host} hosts,")
-        return Diagnosis(f"{found.text} ({store} does not answer either: compare the errors of other ranks)", found.missing)
+        return Diagnosis(
+            f"{found.text} ({store} does not answer either: compare the errors of other ranks)", found.missing
+        )
 
     def _named(self, ranks: list[int]) -> str:
         text = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
