@@ -62,15 +62,20 @@ class GroupFailure:
 
     Args:
         group: The process group, which moves CPU tensors.
+
+    Raises:
+        ValueError: the group was destroyed.
     """
 
     def __init__(self, group: Any) -> None:
-        store = group_store(group)
+        store, job_store = group_store(group), group_store(dist.group.WORLD)
+        if store is None or job_store is None:
+            raise ValueError("the process group was destroyed")
         #: None as soon as it does not answer: each further question would take as long.
-        self._store = None if store is None else dist.PrefixStore("shardckpt", store)
+        self._store: dist.Store | None = dist.PrefixStore("shardckpt", store)
         #: Of the whole job: a rank that is busy with the failure of a smaller group is alive in larger ones, too.
-        self._alive = dist.PrefixStore("shardckpt-alive", group_store(dist.group.WORLD))
-        self._host = None if store is None else _host_of(store)
+        self._alive = dist.PrefixStore("shardckpt-alive", job_store)
+        self._host = _host_of(store)
         self._group = group
         self._rank = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
@@ -99,9 +104,11 @@ class GroupFailure:
             self._announce()
             time.sleep(_GRACE)
             closed = self._closed_connections()
-            self._close_connections()
+        self._close_connections()
         while (found := self._ask(_agreed)) is None and self._store is not None:
             silent = self._silent()
+            if self._store is None:
+                break
             died = [rank for rank in silent if rank in closed]
             known = died and not timed_out
             patience = _CONFIRMATION if known else _PATIENCE if timed_out else _PATIENCE + 2 * _GRACE
@@ -161,10 +168,10 @@ class GroupFailure:
 
     def _let_others_read(self, diagnosis: Diagnosis, ends: float) -> None:
         """Where the store ends with this process, wait until the survivors have read it, as far as they wait for us."""
-        self._ask(lambda store: store.add("read", 1))
-        survivors = len(self._ranks) - len(diagnosis.missing)
+        self._ask(lambda store: store.set(f"read/{self._rank}", b"1"))
+        readers = [f"read/{rank}" for rank in self._ranks if rank not in diagnosis.missing]
         while self._rank == self._host and time.monotonic() < ends and self._store is not None:
-            if (self._ask(lambda store: store.add("read", 0)) or 0) >= survivors:
+            if self._ask(lambda store: store.check(readers)):
                 break
             time.sleep(_PAUSE)
 

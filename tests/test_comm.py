@@ -495,7 +495,7 @@ def _sends_in_every_way(folder: str) -> list[int]:
 
 
 def test_messages_are_in_memory_of_torch(ranks: RankPool, tmp_path: Path) -> None:
-    """No tensor that a collective takes is in memory of Python's: gloo may let go of it when there is no Python left."""
+    """No collective takes a tensor over Python's memory: gloo may let go of it when there is no Python any more."""
     for count, foreign in ranks.run(2, _sends_in_every_way, str(tmp_path)):
         assert count > 40
         assert foreign == 0  # what torch has not allocated cannot be resized
