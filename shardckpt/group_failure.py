@@ -68,14 +68,11 @@ class GroupFailure:
     """
 
     def __init__(self, group: Any) -> None:
-        store, job_store = group_store(group), group_store(dist.group.WORLD)
-        if store is None or job_store is None:
-            raise ValueError("the process group was destroyed")
         #: None as soon as it does not answer: each further question would take as long.
-        self._store: dist.Store | None = dist.PrefixStore("shardckpt", store)
+        self._store = group_store(group, "shardckpt")
         #: Of the whole job: a rank that is busy with the failure of a smaller group is alive in larger ones, too.
-        self._alive = dist.PrefixStore("shardckpt-alive", job_store)
-        self._host = _host_of(store)
+        self._alive = group_store(dist.group.WORLD, "shardckpt-alive")
+        self._host = _host_of(self._store)
         self._group = group
         self._rank = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
@@ -288,10 +285,10 @@ def _agreed(store: Any) -> Diagnosis | None:
 
 def _host_of(store: Any) -> int | None:
     """The rank whose process hosts the store; None if none does, as far as can be known."""
-    while isinstance(store, dist.PrefixStore):
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(store, dist.TCPStore) and not by_agent else None
+    return 0 if isinstance(store, dist.TCPStore) and not by_agent else None  # type: ignore[attr-defined]
 
 
 def _within(seconds: float, function: Callable[[], _T]) -> _T | None:
