@@ -4,8 +4,8 @@ The rule that makes it safe: each primitive begins by settling. A rank that fail
 settlement, finds the others at theirs, and all raise; no rank is left in a collective that another never enters.
 So what a rank does alone need not be settled each time: a success is known to all with whatever they do together next.
 
-Small things go to the main rank, which tells all. Of a rank that dies it hears at once, and the others from it; of one
-that stops they hear by the group's timeout. They find out together which rank it is: see :mod:`shardckpt.group_failure`.
+Small things go to the main rank, which tells all. Of a rank that dies it hears at once, and the others from it; of a
+rank that stops they hear by the group's timeout. Together they find out which it is: :mod:`shardckpt.group_failure`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardckpt.raw_memory import packed, view_tensor
 from shardckpt.verdict import Report, verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -390,7 +390,7 @@ class Comm:
             self._call(lambda: dist.all_reduce(found, op=operation, group=self._group, async_op=True))
             return found.tolist()
         everyone = found.repeat(self.world_size, 1)
-        self._gather(found, list(everyone))
+        self._gather(found, everyone)
         if self.is_main:
             found = everyone.amax(0) if operation == dist.ReduceOp.MAX else everyone.sum(0)
         self._broadcast(found)
@@ -411,9 +411,9 @@ class Comm:
         self._gather(mine, sizes)
         return {rank: _memory(int(size)) for rank, size in enumerate(sizes) if size}
 
-    def _gather(self, mine: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    def _gather(self, mine: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
         """Fill the parts on the main rank with what each rank has."""
-        into = parts if self.is_main else None
+        into = list(parts) if self.is_main else None
         self._call(lambda: dist.gather(mine, into, dst=self._main(), group=self._group, async_op=True))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
@@ -435,36 +435,37 @@ class Comm:
 
     def _wait(self, work: Any) -> None:
         """Wait for a collective, and look now and then whether it failed on another rank. Ctrl-C waits, too."""
-        failure, interrupt = None, None
+        failure = None
         while True:
             try:
                 if not self._by_gloo:
                     work.wait()
-                    break
+                    return
                 if is_through(work, LOOK_INTERVAL):
-                    break
+                    return
                 failure = failure or GroupFailure(self._group)
                 if failure.is_announced():
-                    raise RuntimeError("another rank has said so")  # noqa: TRY301 - as if it had failed here
-            except Exception:
-                raise
-            except BaseException as exc:  # noqa: BLE001 - it is raised when the other ranks are not left alone by it
-                interrupt = exc
-        if interrupt is not None:
-            raise interrupt
+                    raise RuntimeError("it failed on another rank")
+            except BaseException as exc:  # noqa: PERF203 - an interrupt may come anywhere in the loop
+                if isinstance(exc, Exception) or not self._depth:
+                    raise
+                self._interrupt = exc  # and on with waiting: the other ranks are on their way to this message
 
     def _diagnosis(self, error: Exception) -> Diagnosis:
         """Which ranks are missing, as all survivors say it."""
         try:
             return GroupFailure(self._group).diagnose(error, self._phase)
-        except (RuntimeError, ValueError):  # the group is no more
-            return Diagnosis(f"in {self._phase!r}: a collective failed, and its process group was destroyed ({error})")
+        except Exception:  # noqa: BLE001 - the group is no more, or of a kind of its own: no error may hide the first
+            return Diagnosis(
+                f"a collective of {self.world_size} ranks failed in {self._phase!r}: another rank died or did not "
+                f"answer, or the process group was destroyed ({error})"
+            )
 
     def _abandon(self, error: CommunicationError) -> Diagnosis:
         """Tell those who wait for this rank here why it does not come."""
         found = Diagnosis(str(error), error.missing_ranks)
         if self.world_size > 1:
-            with suppress(RuntimeError, ValueError):  # the group is no more
+            with suppress(Exception):  # the group is no more, or of a kind of its own: no error may hide the first
                 return GroupFailure(self._group).abandon(found)
         return found
 

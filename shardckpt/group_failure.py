@@ -1,7 +1,7 @@
 """Which ranks died or stopped when a collective failed: the survivors find out together, and say it in the same words.
 
 They meet in the store of the process group, which a healthy group never touches. A rank on which a collective fails
-writes there that it is alive, and closes its connections, so that those who wait for it hear at once; who waits for long
+writes there that it is alive, and closes its connections, so that those who wait for it hear at once; who waits long
 looks there now and then. Missing is who says nothing: it died if its connections are closed, else it does not answer.
 """
 
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 #: Seconds between two looks at the store by a rank that waits. A collective that is quicker costs none.
 LOOK_INTERVAL = 0.5
 #: Seconds in which the survivors must have said that they are alive: they look that often, and some are slow.
-_PATIENCE = 1.2
+_PATIENCE = 1.0
 #: Seconds in which a rank whose connections are closed must have said so: gloo closes those of one that times out.
 _CONFIRMATION = 0.7
 #: Seconds for the others to read the diagnosis.
@@ -62,15 +62,17 @@ class GroupFailure:
 
     Args:
         group: The process group, which moves CPU tensors.
+
+    Raises:
+        ValueError: the group was destroyed.
     """
 
     def __init__(self, group: Any) -> None:
-        store = group_store(group)
         #: None as soon as it does not answer: each further question would take as long.
-        self._store = None if store is None else dist.PrefixStore("shardckpt", store)
+        self._store = group_store(group, "shardckpt")
         #: Of the whole job: a rank that is busy with the failure of a smaller group is alive in larger ones, too.
-        self._alive = dist.PrefixStore("shardckpt-alive", group_store(dist.group.WORLD))
-        self._host = None if store is None else _host_of(store)
+        self._alive = group_store(dist.group.WORLD, "shardckpt-alive")
+        self._host = _host_of(self._store)
         self._group = group
         self._rank = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
@@ -99,9 +101,11 @@ class GroupFailure:
             self._announce()
             time.sleep(_GRACE)
             closed = self._closed_connections()
-            self._close_connections()
+        self._close_connections()
         while (found := self._ask(_agreed)) is None and self._store is not None:
             silent = self._silent()
+            if self._store is None:
+                break
             died = [rank for rank in silent if rank in closed]
             known = died and not timed_out
             patience = _CONFIRMATION if known else _PATIENCE if timed_out else _PATIENCE + 2 * _GRACE
@@ -161,22 +165,24 @@ class GroupFailure:
 
     def _let_others_read(self, diagnosis: Diagnosis, ends: float) -> None:
         """Where the store ends with this process, wait until the survivors have read it, as far as they wait for us."""
-        self._ask(lambda store: store.add("read", 1))
-        survivors = len(self._ranks) - len(diagnosis.missing)
+        self._ask(lambda store: store.set(f"read/{self._rank}", b"1"))
+        readers = [f"read/{rank}" for rank in self._ranks if rank not in diagnosis.missing]
         while self._rank == self._host and time.monotonic() < ends and self._store is not None:
-            if (self._ask(lambda store: store.add("read", 0)) or 0) >= survivors:
+            if self._ask(lambda store: store.check(readers)):
                 break
             time.sleep(_PAUSE)
 
     def _describe(self, died: list[int], mute: list[int], error: Exception, phase: str) -> Diagnosis:
         where = f"a collective of {len(self._ranks)} ranks failed in {phase!r}"
         if not died and not mute:
-            return Diagnosis(f"{where}, and none of them is missing: a connection broke, or the call was wrong ({error})")
+            return Diagnosis(
+                f"{where}, and none of them is missing: a connection broke, or the call was wrong ({error})"
+            )
         texts = []
         if died:
             texts.append(
-                f"{self._named(died)} died or left the process group: {where}, and connections were closed. Look in the "
-                "logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
+                f"{self._named(died)} died or left the process group: {where}, and connections were closed. Look in "
+                "the logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
             )
         if mute:
             texts.append(
@@ -186,9 +192,7 @@ class GroupFailure:
             )
         return Diagnosis("; ".join(texts), (*died, *mute))
 
-    def _describe_without_store(
-        self, closed: list[int], error: Exception, phase: str, *, timed_out: bool
-    ) -> Diagnosis:
+    def _describe_without_store(self, closed: list[int], error: Exception, phase: str, *, timed_out: bool) -> Diagnosis:
         """What this rank can tell alone: the store has gone, too, mostly with the rank that hosts it."""
         if self._host in self._others and (timed_out or self._host in closed):
             suspects = [self._host]
@@ -199,7 +203,9 @@ class GroupFailure:
         died, mute = (suspects, []) if set(suspects) <= set(closed) else ([], suspects)
         found = self._describe(died, mute, error, phase)
         store = "the process group's store" + ("" if self._host is None else f", which rank {self._host} hosts,")
-        return Diagnosis(f"{found.text} ({store} does not answer either: compare the errors of other ranks)", found.missing)
+        return Diagnosis(
+            f"{found.text} ({store} does not answer either: compare the errors of other ranks)", found.missing
+        )
 
     def _named(self, ranks: list[int]) -> str:
         text = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
@@ -279,10 +285,10 @@ def _agreed(store: Any) -> Diagnosis | None:
 
 def _host_of(store: Any) -> int | None:
     """The rank whose process hosts the store; None if none does, as far as can be known."""
-    while isinstance(store, dist.PrefixStore):
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(store, dist.TCPStore) and not by_agent else None
+    return 0 if isinstance(store, dist.TCPStore) and not by_agent else None  # type: ignore[attr-defined]
 
 
 def _within(seconds: float, function: Callable[[], _T]) -> _T | None:

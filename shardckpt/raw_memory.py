@@ -32,7 +32,8 @@ def packed(data: bytes, nbytes: int | None = None) -> torch.Tensor:
     """
     tensor = torch.empty(len(data) if nbytes is None else nbytes, dtype=torch.uint8, device="cpu")
     view_tensor(tensor)[: len(data)] = data
-    tensor[len(data) :].zero_()
+    if len(data) < tensor.numel():
+        tensor[len(data) :].zero_()
     return tensor
 
 

@@ -46,10 +46,17 @@ def group_timeout(group: Any) -> dt.timedelta:
     return backend.options._timeout  # type: ignore[no-any-return]  # noqa: SLF001
 
 
-def group_store(group: Any) -> Any:
-    """The store through which the group's ranks have found each other; None of a group that was destroyed."""
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))  # noqa: SLF001
-    return store
+def group_store(group: Any, prefix: str) -> Any:
+    """The store through which the group's ranks have found each other, with keys apart from all others.
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
+    try:
+        _, store = dist.distributed_c10d._world.pg_map[group]  # noqa: SLF001
+    except KeyError:
+        raise ValueError("the process group was destroyed") from None
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 def split_factor(placement: Any) -> int | None:

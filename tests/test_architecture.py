@@ -12,7 +12,7 @@ STRATEGIES = ROOT / "strategies"
 #: The house from the cellar to the roof; a room imports from rooms below it, and from itself.
 FLOORS = (
     ("errors", "torch_private"),
-    ("settings", "wrappers", "collector", "verdict", "groups"),
+    ("settings", "wrappers", "collector", "verdict", "groups", "group_failure", "raw_memory"),
     ("mapping", "manifest"),
     ("state_dict", "comm", "planning"),
     ("template", "fit", "storage", "quantized", "optimizer"),

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,10 +17,11 @@ from shardckpt import comm as comm_module
 from shardckpt import dist_checkpointing as dc
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError, ShardingError
+from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict
 from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.ranks import RankPool
@@ -451,3 +452,50 @@ def test_numbers_are_combined_by_the_main_rank_or_round_a_ring(ranks: RankPool, 
     expected = [list(map(max, columns)), list(map(sum, columns)), [count, 2 * count, 3 * count]]
     for limit in (0, 400, 1 << 20):
         assert ranks.run(3, _combines, limit, count) == [expected] * 3
+
+
+@contextmanager
+def _noted_messages() -> Iterator[list[torch.Tensor]]:
+    """Every tensor that is given to a collective, or sent or received."""
+    noted: list[torch.Tensor] = []
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                noted.extend(one for one in (value if isinstance(value, list) else [value]) if torch.is_tensor(one))
+            return function(*args, **kwargs)
+
+        return call
+
+    names = ("gather", "broadcast", "all_gather", "all_reduce", "P2POp")
+    kept = {name: getattr(dist, name) for name in names}
+    for name, function in kept.items():
+        setattr(dist, name, noting(function))
+    try:
+        yield noted
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def _sends_in_every_way(folder: str) -> list[int]:
+    kept = comm_module._AT_ONCE, comm_module.BY_MAIN
+    shard = ShardedTensor.from_rank_offsets(f"w{dist.get_rank()}", torch.ones(9))
+    part, _ = TensorAwareStateDict.from_state_dict({"w": shard}, "atomic")
+    comm = Comm()
+    with _noted_messages() as noted:
+        for comm_module._AT_ONCE, comm_module.BY_MAIN in (kept, (0, 0)):
+            values = (comm.all_gather(comm.rank), comm.gather(comm.rank), comm.broadcast(7), comm.total(1))
+            assert values == ([0, 1], [0, 1] if comm.is_main else [], 7, [2])
+        comm_module._AT_ONCE, comm_module.BY_MAIN = kept
+        with suppress(CheckpointingException), comm.phase("failing"):
+            raise ShardingError("bad shard")
+        LocalCheckpointManager(f"{folder}/{comm.rank}", CliqueReplication(1, 2)).save(part, 1)
+    return [len(noted), sum(not tensor.untyped_storage().resizable() for tensor in noted)]
+
+
+def test_messages_are_in_memory_of_torch(ranks: RankPool, tmp_path: Path) -> None:
+    """No collective takes a tensor over Python's memory: gloo may let go of it when there is no Python any more."""
+    for count, foreign in ranks.run(2, _sends_in_every_way, str(tmp_path)):
+        assert count > 40
+        assert foreign == 0  # what torch has not allocated cannot be resized

@@ -37,7 +37,7 @@ def _texts(found: _Outcomes) -> set[str]:
 
 
 def test_a_busy_rank_is_not_taken_for_dead(outcomes: dict[str, _Outcomes]) -> None:
-    """Whoever waits hears of a death at once, not by the timeout; whoever comes later hears the same; no one else is named."""
+    """Who waits hears of a death at once, who comes later hears the same, and no one but the dead rank is named."""
     found = outcomes["busy"]
     assert set(found) == {"0", "1", "3"}
     (text,) = _texts(found)
@@ -58,7 +58,9 @@ def test_a_rank_that_came_late_and_waits_is_not_taken_for_stopped(outcomes: dict
 def test_in_smaller_groups_ranks_have_the_numbers_of_the_job(outcomes: dict[str, _Outcomes]) -> None:
     """A rank is named by its number in the whole job, with the ranks of its group."""
     ((text, missing, _),) = outcomes["pair"].values()
-    assert text.startswith("rank 3 (of the group of ranks 1, 3) died or left the process group: a collective of 2 ranks")
+    assert text.startswith(
+        "rank 3 (of the group of ranks 1, 3) died or left the process group: a collective of 2 ranks"
+    )
     assert missing == [3]
 
 
@@ -67,5 +69,7 @@ def test_no_rank_is_blamed_where_all_are_there(outcomes: dict[str, _Outcomes]) -
     found = outcomes["none"]
     assert set(found) == {"0", "1", "2"}
     assert all(missing == [] for _, missing, _ in found.values())
-    assert all("a collective of 3 ranks failed in 'meeting', and none of them is missing" in text for text in _texts(found))
+    assert all(
+        "a collective of 3 ranks failed in 'meeting', and none of them is missing" in text for text in _texts(found)
+    )
     assert max(seconds for _, _, seconds in found.values()) < GROUP_TIMEOUT

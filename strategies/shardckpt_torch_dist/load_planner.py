@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+import shardckpt.comm  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.torch_private
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError
 from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
 from shardckpt.planning.coverage import find_hole, find_overlap

@@ -29,7 +29,10 @@ DEADLINE = 40.0
 
 
 class Scenario(TypedDict):
-    """Which ranks make up the group, when each enters, in seconds, and which one ends how: ``kill``, ``stop``, ``none``."""
+    """Which ranks make up the group, after how many seconds each enters, and which ends by ``kill`` or ``stop``.
+
+    With ``none`` its call fails, and it is there.
+    """
 
     members: list[int]
     delays: list[float]

@@ -80,7 +80,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=[name_of(what) for what in SCENARIOS])
 def test_lost_rank(reports: list[dict[str, Any]], number: int) -> None:
-    """Every other rank ends with the same CommunicationError, which names the rank that died or stopped, and the step."""
+    """Every other rank ends with the same CommunicationError, which names the rank that died or stopped first."""
     check_survivors(SCENARIOS[number], reports[number])
 
 
