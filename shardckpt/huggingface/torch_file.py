@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import re
+import struct
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
 from shardckpt.storage.filesystem import naming
+from shardckpt.storage.opcodes import check_pickle
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+#: Before torch 1.6: a magic number, the protocol, the system, the state dict, and its storages' names.
+_OLD_PICKLES = 5
+#: Lengths of name and extra field in the header of a zip's member, and its bytes.
+_NAME_LENGTHS, _HEADER_BYTES = struct.Struct("<26xHH"), 30
 _REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
 
 
@@ -29,6 +37,7 @@ def read_torch_file(path: Path) -> dict[Any, Any]:
     kind = _first_bytes(path)
     if kind != _ZIP and not kind.startswith(_PICKLE):
         raise CorruptCheckpointError(f"{path} is not a file of torch.save: it begins with {kind!r}")
+    _check_cost(path, kind)
     try:
         # only the format since torch 1.6 can be mapped
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=kind == _ZIP)
@@ -47,6 +56,38 @@ def read_torch_file(path: Path) -> dict[Any, Any]:
 def _first_bytes(path: Path) -> bytes:
     with naming("open", path), path.open("rb") as file:
         return file.read(len(_ZIP))
+
+
+def _check_cost(path: Path, kind: bytes) -> None:
+    """Refuse pickles that would take memory or time out of proportion, or crash torch's reader, and bombs of zip."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if kind != _ZIP:
+            end = 0
+            for _ in range(_OLD_PICKLES):
+                end = check_pickle(data, str(path), plain=True, start=end)
+                if end == len(data):
+                    break
+            return
+        try:
+            members = zipfile.ZipFile(file).infolist()
+        except (zipfile.BadZipFile, ValueError) as exc:
+            raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc
+        for member in members:
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise CorruptCheckpointError(
+                    f"{path}: its member {member.filename!r:.80} is compressed: torch does not"
+                )
+            if member.filename.endswith("data.pkl"):
+                check_pickle(_content(data, member, path), f"{path}: {member.filename}", plain=True)
+
+
+def _content(data: mmap.mmap, member: zipfile.ZipInfo, path: Path) -> bytes:
+    """The bytes of a stored member, without the checksum, which torch may leave out."""
+    start = member.header_offset
+    if start + _HEADER_BYTES > len(data):
+        raise CorruptCheckpointError(f"{path} is damaged: its member {member.filename!r:.80} is out of bounds")
+    start += _HEADER_BYTES + sum(_NAME_LENGTHS.unpack_from(data, start))
+    return data[start : start + member.file_size]
 
 
 def _reason(error: Exception) -> str:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.members import Member, ReadRange
 
 
+#: Bytes of nested archives that any archive may have.
+_FREE = 64 << 10
+
+
 class StoredPayload(NamedTuple):
     """A tensor as an archive stores it.
 
@@ -56,6 +60,19 @@ class StoredPayload(NamedTuple):
         return True
 
 
+class _Nested:
+    """Counts the bytes of archives that a pickle holds as bytes: it may name the same ones again and again."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = _FREE + nbytes
+
+    def spend(self, nbytes: int, source: str) -> None:
+        """Refuse more than there can be."""
+        self._left -= nbytes
+        if self._left < 0:
+            raise CorruptCheckpointError(f"{source}: its pickle loads archives that it holds too often")
+
+
 class Archive:
     """One ``torch.save`` archive.
 
@@ -86,8 +103,9 @@ class Archive:
         record = self._record(storage)
         return StoredPayload(dtype, shape, stride, first, record.offset, record.size, lazy)
 
-    def load(self, allow_globals: Iterable[Any] = ()) -> Any:
-        """The object of the archive."""
+    def load(self, allow_globals: Iterable[Any] = (), nested: _Nested | None = None) -> Any:
+        """The object of the archive; ``nested``: what archives that lie in it as bytes may take, if it is one."""
+        inner = nested or _Nested(2 * len(self._pickled()))
         storages: dict[int, torch.UntypedStorage] = {}
 
         def memory(record: Member) -> torch.UntypedStorage:
@@ -102,7 +120,8 @@ class Archive:
             return storages[record.offset]
 
         rebuild = TensorRebuilder(
-            lambda storage: memory(self._record(storage)), lambda data: load_bytes(data, self._source, allow_globals)
+            lambda storage: memory(self._record(storage)),
+            lambda data: load_bytes(data, self._source, allow_globals, inner),
         )
         return unpickle(self._pickled(), self._source, rebuild.torch_global, allow_globals)
 
@@ -131,9 +150,11 @@ class Archive:
         return records
 
 
-def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = ()) -> Any:
-    """The object of an archive in memory."""
-    return Archive(lambda offset, size: data[offset : offset + size], len(data), source).load(allow_globals)
+def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = (), nested: _Nested | None = None) -> Any:
+    """The object of an archive in memory, or in another one, of which ``nested`` says what it may take."""
+    if nested is not None:
+        nested.spend(len(data), source)
+    return Archive(lambda offset, size: data[offset : offset + size], len(data), source).load(allow_globals, nested)
 
 
 __all__ = ["Archive", "StoredPayload", "load_bytes"]

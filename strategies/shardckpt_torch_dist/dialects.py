@@ -24,6 +24,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning.boxes import Box, Ints, flat_parts
 from shardckpt.storage.filesystem import check_file_name
+from shardckpt_torch_dist.guards import brief
 from shardckpt_torch_dist.index_file import INDEX_FILE, parse
 from shardckpt_torch_dist.stored import (
     COMMON_FILE,
@@ -47,6 +48,11 @@ METADATA_FILE = ".metadata"
 
 #: Where the bytes of a file end at most.
 _LARGEST = (1 << 63) - 1
+
+#: Axes that a tensor has at most, as in torch.
+_AXES = 64
+#: Steps that the path of a value in a state dict has at most.
+STEPS = 200
 
 _Places = dict[tuple[str, Ints | None], Item]
 
@@ -103,7 +109,9 @@ def index_of(raw: Any, source: str) -> StoredIndex:
         source: The file, named in errors.
     """
     try:
-        return _index(raw)
+        return _index(raw)  # what is not as DCP writes it fails somehow; what would take long is looked for
+    except CorruptCheckpointError as exc:
+        raise CorruptCheckpointError(f"{source}: {exc}") from exc
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as exc:
         raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
 
@@ -117,9 +125,13 @@ def _index(raw: Any) -> StoredIndex:
     loose: dict[tuple[Any, ...], Item] = {}
     named: dict[str, Item] = {}
     common = None
+    lists = set[int]()
     for key, entry in raw.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
             true_shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
+            if id(entry.chunks) in lists:
+                raise CorruptCheckpointError(f"tensor {key!r} has the list of chunks of another one")
+            lists.add(id(entry.chunks))
             tensors[key] = _tensor(key, entry, true_shape, places)
             continue
         if (key, None) not in places:
@@ -130,7 +142,7 @@ def _index(raw: Any) -> StoredIndex:
         elif (unique_key := object_key(key)) is not None:
             objects[unique_key] = item
         else:
-            loose[tuple(paths.get(key, (key,)))] = item
+            loose[_path(paths.get(key, (key,)), key)] = item
     dtypes, shapes = [tensor.dtype for tensor in tensors.values()], [tensor.shape for tensor in tensors.values()]
     return StoredIndex(
         list(tensors),
@@ -177,7 +189,9 @@ def _places(raw: Any) -> _Places:
                 "not supported: load it with torch.distributed.checkpoint and save it again"
             )
         offset = getattr(index, "offset", None)  # left out of the pickle where it is None
-        place = None if offset is None else tuple(offset)
+        place = None if offset is None else _axes(offset)
+        if type(index.fqn) is not str:
+            raise TypeError(f"a key is a {type(index.fqn).__name__}")
         item = Item(check_file_name(info.relative_path), int(info.offset), int(info.length))
         if item.offset < 0 or item.length < 0 or item.offset + item.length > _LARGEST:
             raise CorruptCheckpointError(f"{index.fqn!r} cannot be {item.length} bytes at {item.offset} of {item.file}")
@@ -186,27 +200,42 @@ def _places(raw: Any) -> _Places:
 
 
 def _tensor(key: str, entry: Any, true_shape: Any, places: _Places) -> StoredTensor:
-    shape = tuple(entry.size if true_shape is None else true_shape)
+    size = _axes(entry.size)
+    shape = size if true_shape is None else _axes(true_shape)
     dtype = entry.properties.dtype
     chunks: dict[Ints, Chunk] = {}
     claimed: dict[Item, int] = {}
     for stored in entry.chunks:
-        offset, sizes = tuple(stored.offsets), tuple(stored.sizes)
+        offset, sizes = _axes(stored.offsets), _axes(stored.sizes)
         item = places.get((key, offset))
         if item is None:
             continue  # a save that lost it: a load that needs it finds a hole
         volume = math.prod(sizes)
         claimed[item] = claimed.get(item, 0) + volume * dtype.itemsize
-        if not _fits(entry.size, offset, sizes) or claimed[item] > item.length:
+        if not _fits(size, offset, sizes) or claimed[item] > item.length:
             raise CorruptCheckpointError(
-                f"tensor {key!r} of shape {tuple(entry.size)} and {dtype} cannot have a chunk of {sizes} at {offset} "
+                f"tensor {key!r} of shape {size} and {dtype} cannot have a chunk of {sizes} at {offset} "
                 f"in {item.length} bytes of {item.file}, of which its chunks claim {claimed[item]}"
             )
         parts = [(Box(offset, sizes), 0)]
         if true_shape is not None:
-            parts = _flattened(shape, tuple(entry.size), offset, sizes)
+            parts = _flattened(shape, size, offset, sizes)
         chunks.update({box.offset: Chunk(box, item, first, volume) for box, first in parts})
     return StoredTensor(dtype, shape, chunks)
+
+
+def _axes(values: Any) -> Ints:
+    """A shape or an offset; a long one may stand for any number of chunks."""
+    if len(values) > _AXES:
+        raise ValueError(f"{len(values)} axes")
+    return tuple(values)
+
+
+def _path(path: Any, key: str) -> tuple[str | int, ...]:
+    """Where a value was in the saved state dict."""
+    if len(path) > STEPS or not all(type(step) in (str, int) for step in path):
+        raise CorruptCheckpointError(f"{key!r} cannot be at {brief(path)} of a state dict")
+    return tuple(path)
 
 
 def _fits(shape: Ints, offset: Ints, sizes: Ints) -> bool:
@@ -224,4 +253,4 @@ def _flattened(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) 
     return [(part.box.moved(corner), part.start) for part in flat_parts(block, offset[-1], offset[-1] + sizes[-1])]
 
 
-__all__ = ["METADATA_FILE", "index_of", "needs_common_file", "read_index", "save_of"]
+__all__ = ["METADATA_FILE", "STEPS", "index_of", "needs_common_file", "read_index", "save_of"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import UnsafePickleError
-from shardckpt_torch_dist.guards import Marker, shielded
+from shardckpt_torch_dist.guards import Marker, brief, shielded
 from shardckpt_torch_dist.stand_ins import Frozen, StandIn
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Properties(_Plain):
 
 def _latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise UnsafePickleError(f"_codecs.encode with {encoding!r}: only latin1, as pickle itself writes bytes")
+        raise UnsafePickleError(f"_codecs.encode with {brief(encoding)}: only latin1, as pickle itself writes bytes")
     return text.encode("latin1")
 
 
@@ -63,6 +63,11 @@ def _path(*parts: str) -> pathlib.PurePosixPath:
     return pathlib.PurePosixPath(*parts)
 
 
+def _ordered_dict() -> collections.OrderedDict[Any, Any]:
+    """An empty one: ``.metadata`` fills them item by item, and a copy of another would take memory."""
+    return collections.OrderedDict()
+
+
 def _layout(name: Any) -> str:
     return name if isinstance(name, str) else "unknown"
 
@@ -72,14 +77,14 @@ def _getattr(owner: Any, name: str) -> Any:
         return owner(name)
     if isinstance(owner, enum.EnumMeta) and name in owner.__members__:  # one that the caller allows
         return owner.__members__[name]
-    raise UnsafePickleError(f"a pickle asks for attribute {name!r} of {owner!r}: refused")
+    raise UnsafePickleError(f"a pickle asks for attribute {brief(name)} of {brief(owner)}: refused")
 
 
 def _reconstructor(kind: Any, _base: Any, _state: Any) -> Any:
     """``object.__new__`` of a class, as copyreg writes it."""
     if isinstance(kind, type) and (issubclass(kind, StandIn) or kind.__new__ is object.__new__):
         return StandIn.__new__(kind) if issubclass(kind, StandIn) else object.__new__(kind)
-    raise UnsafePickleError(f"a pickle asks for an object of {kind!r} without its constructor: refused")
+    raise UnsafePickleError(f"a pickle asks for an object of {brief(kind)} without its constructor: refused")
 
 
 _BUILTINS = (bool, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)
@@ -134,7 +139,7 @@ METADATA_TABLE: Table = {
     (_DCP + "metadata", "TensorProperties"): _Properties,
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
     ("torch.serialization", "_get_layout"): shielded(_layout),
-    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "OrderedDict"): shielded(_ordered_dict),
     ("torch", "Size"): torch.Size,
     **{key: value for key, value in _PLAIN.items() if key[0].startswith("pathlib")},
 }

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt_torch_dist.guards import Marker, Unbuilt, shielded
+from shardckpt_torch_dist.guards import Marker, Unbuilt, brief, shielded
 
 _MODULES = {
     "_reconstruct": ("numpy.core.multiarray", "numpy._core.multiarray"),
@@ -62,7 +62,7 @@ def _dtype(name: Any, _align: Any = False, _copy: Any = True) -> Unbuilt:  # num
     """``numpy.dtype(name, False, True)``, whose state follows."""
     found = _PLAIN.fullmatch(name) if isinstance(name, str) else None
     if found is None:
-        raise _bad(f"dtype {name!r}")
+        raise _bad(f"dtype {brief(name)}")
     base = _numpy().dtype("O" if found[3] else name)
     return Unbuilt(f"a numpy dtype {name}", lambda state: _dtype_with(base, state))
 
@@ -73,7 +73,7 @@ def _dtype_with(base: Any, state: Any) -> Any:
         raise _bad("dtype with an unknown state")
     _, order, subarray, names, fields, itemsize = state[:6]
     if order not in ("<", ">", "=", "|"):
-        raise _bad(f"dtype of byte order {order!r}")
+        raise _bad(f"dtype of byte order {brief(order)}")
     if base.kind in "mM":
         base = _with_unit(base, state)
     elif base.kind == "V" and names is not None:
@@ -87,17 +87,17 @@ def _with_unit(base: Any, state: tuple[Any, ...]) -> Any:
     unit, count = state[8][1][:2] if len(state) > 8 else ("generic", 1)  # noqa: PLR2004 - numpy's layout
     unit = unit.decode() if isinstance(unit, bytes) else unit
     if unit not in _TIME_UNITS or not isinstance(count, int) or not 0 < count < 1 << 31:
-        raise _bad(f"dtype of {count!r} {unit!r}")
+        raise _bad(f"dtype of {brief(count)} {brief(unit)}")
     return base if unit == "generic" else _numpy().dtype(f"{base.kind}8[{count}{unit}]")
 
 
 def _structured(base: Any, names: Any, fields: Any, itemsize: Any) -> Any:
     parts = [tuple(fields[name])[:2] for name in names]
     if itemsize != base.itemsize or not all(isinstance(name, str) for name in names):
-        raise _bad(f"dtype of {itemsize!r} bytes with fields {names!r}")
+        raise _bad(f"dtype of {brief(itemsize)} bytes with fields {brief(names)}")
     for dtype, offset in parts:
         if type(offset) is not int or offset < 0 or offset + _known(dtype).itemsize > itemsize:
-            raise _bad(f"dtype with a field at {offset!r}, outside its {itemsize} bytes")
+            raise _bad(f"dtype with a field at {brief(offset)}, outside its {itemsize} bytes")
     formats, offsets = [dtype for dtype, _ in parts], [offset for _, offset in parts]
     return _numpy().dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
 
@@ -112,7 +112,7 @@ def _subarray(base: Any, subarray: Any) -> Any:
 
 def _known(dtype: Any) -> Any:
     if not isinstance(dtype, _numpy().dtype):
-        raise _bad(f"dtype that is {dtype!r}")
+        raise _bad(f"dtype that is {brief(dtype)}")
     return dtype
 
 
@@ -124,7 +124,7 @@ def _reconstruct(kind: Any, _shape: Any, _code: Any) -> Unbuilt:
     if kind is NDARRAY:
         return Unbuilt("a numpy array", _array)
     if not isinstance(kind, type) or not issubclass(kind, _numpy().ndarray):
-        raise _bad(f"array of class {kind!r}")
+        raise _bad(f"array of class {brief(kind)}")
     return Unbuilt(f"a {kind.__name__}", lambda state: _array(state).view(kind))
 
 
@@ -182,7 +182,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     """A shape that is a short tuple of sizes."""
     short = isinstance(shape, (tuple, list)) and len(shape) <= _MAX_DIMENSIONS
     if not short or not all(type(size) is int and size >= 0 for size in shape):
-        raise _bad(f"array of shape {shape!r:.80}")
+        raise _bad(f"array of shape {brief(shape)}")
     return tuple(shape)
 
 
@@ -192,4 +192,10 @@ def copied_bytes(state: Any) -> int:
     return len(content) if isinstance(content, (bytes, bytearray, str, list)) else 0
 
 
-__all__ = ["NDARRAY", "copied_bytes", "numpy_global"]
+def objects_of(state: Any) -> list[Any]:
+    """The objects of an array's state."""
+    content = state[-1] if isinstance(state, tuple) and state else None
+    return content if isinstance(content, list) else []
+
+
+__all__ = ["NDARRAY", "copied_bytes", "numpy_global", "objects_of"]

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from shardckpt.errors import UnsafePickleError
+from shardckpt_torch_dist.guards import brief
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -90,7 +91,7 @@ class StandIn(metaclass=_StandInClass):
         return (_RECONSTRUCT, (real, object, None), *rest)
 
     def __repr__(self) -> str:
-        return f"<stand-in for {self.origin}{self.args!r}>"
+        return f"<stand-in for {self.origin}{brief(self.args)}>"
 
 
 def _real(kind: Any) -> Any:
@@ -98,7 +99,7 @@ def _real(kind: Any) -> Any:
     module, name = kind.home
     found: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
+        found = getattr(found, "__dict__", {}).get(part)  # getattr(module, part) may import, as the checkpoint chooses
     if found is None:
         raise _cannot_be_saved(kind)
     return found

@@ -35,7 +35,8 @@ from shardckpt.storage.directory import open_directory, retry_if_replaced
 from shardckpt.storage.memory import synchronize_devices
 from shardckpt.storage.reader import OPEN_FILES, CheckpointReader
 from shardckpt_torch_dist.archive import load_bytes
-from shardckpt_torch_dist.dialects import METADATA_FILE, index_of, read_index, save_of
+from shardckpt_torch_dist.dialects import METADATA_FILE, STEPS, index_of, read_index, save_of
+from shardckpt_torch_dist.guards import brief
 from shardckpt_torch_dist.index_file import INDEX_FILE
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
 from shardckpt_torch_dist.load_plan import dcp_tensor
@@ -257,10 +258,12 @@ def _checked(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] | None
     if not isinstance(paths, dict):
         return None
     for key, path in paths.items():
-        if not isinstance(path, tuple) or not all(
-            isinstance(part, str) or (type(part) is int and 0 <= part < len(paths)) for part in path
+        if (
+            not isinstance(path, tuple)
+            or len(path) > STEPS
+            or not all(isinstance(part, str) or (type(part) is int and 0 <= part < len(paths)) for part in path)
         ):
-            raise CorruptCheckpointError(f"{source}: {key!r} cannot be at {path!r:.200} of a state dict")
+            raise CorruptCheckpointError(f"{source}: {key!r} cannot be at {brief(path)} of a state dict")
     return paths
 
 

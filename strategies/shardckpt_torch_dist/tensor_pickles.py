@@ -13,11 +13,15 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt_torch_dist.dtypes import storage_dtype
-from shardckpt_torch_dist.guards import Marker, Shield, shielded
+from shardckpt_torch_dist.guards import Marker, Shield, brief, shielded
 from shardckpt_torch_dist.unpickle import load_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+
+#: Copies of a storage that lazy views may need: ``conj``, ``neg`` and both.
+_LAZY_VIEWS = 3
 
 
 class _StorageType(NamedTuple):
@@ -61,7 +65,7 @@ def _storage(pid: Any) -> Storage:
     """The storage of a persistent id, as torch.save writes them."""
     kind, storage_type, name, _, numel = pid
     if kind != "storage" or not isinstance(storage_type, _StorageType) or type(numel) is not int or numel < 0:
-        raise CorruptCheckpointError(f"its pickle refers to something that is no storage: {pid!r:.80}")
+        raise CorruptCheckpointError(f"its pickle refers to something that is no storage: {brief(pid)}")
     return Storage(storage_type.dtype, str(name), numel * (storage_type.dtype.itemsize if storage_type.dtype else 1))
 
 
@@ -85,6 +89,7 @@ class TensorRebuilder:
     def __init__(self, memory: Callable[[Storage], torch.UntypedStorage], nested: Callable[[bytes], Any]) -> None:
         self._memory = memory
         self._nested = nested
+        self._made: dict[str, dict[tuple[torch.dtype, frozenset[str]], torch.UntypedStorage]] = {}
 
     def torch_global(self, module: str, name: str) -> Any:
         """The function for a global of torch, or None."""
@@ -103,16 +108,28 @@ class TensorRebuilder:
 
     def _tensor(self, storage: Storage, first: Any, shape: Any, stride: Any, grad: Any, _hooks: Any, *more: Any) -> Any:
         found = _geometry(storage, first, shape, stride, more)
-        memory = self._memory(storage)
+        memory = self._resolved(found) if found.lazy else self._memory(storage)
         tensor = torch.empty(0, dtype=found.dtype, device="cpu").set_(memory, found.first, found.shape, found.stride)
-        tensor = resolved(tensor, found.lazy)
         return tensor.requires_grad_(bool(grad)) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+    def _resolved(self, found: Geometry) -> torch.UntypedStorage:
+        """The storage of a conjugate or negated view with its values: the view may have any number of elements."""
+        made = self._made.setdefault(found.storage.name, {})
+        key = found.dtype, found.lazy
+        if key not in made:
+            if len(made) == _LAZY_VIEWS:
+                raise CorruptCheckpointError(f"storage {found.storage.name!r} has too many kinds of lazy views")
+            memory = self._memory(found.storage)
+            shape = (memory.nbytes() // found.dtype.itemsize,)
+            values = torch.empty(0, dtype=found.dtype, device="cpu").set_(memory, 0, shape, (1,))
+            made[key] = resolved(values, found.lazy).untyped_storage()
+        return made[key]
 
 
 def _of_type(function: Any, _type: Any, args: Any, _state: Any) -> torch.Tensor:
     """A tensor with attributes or of a subclass: the tensor alone."""
     if not isinstance(function, Shield) or type(args) is not tuple:
-        raise CorruptCheckpointError(f"a tensor is rebuilt by {function!r}, which is none of torch's functions")
+        raise CorruptCheckpointError(f"a tensor is rebuilt by {brief(function)}, which is none of torch's functions")
     tensor = function(*args)
     if not isinstance(tensor, torch.Tensor):
         raise CorruptCheckpointError(f"what is rebuilt as a tensor is a {type(tensor).__name__}")
@@ -148,7 +165,7 @@ def resolved(tensor: torch.Tensor, lazy: frozenset[str]) -> torch.Tensor:
 def _geometry(storage: Storage, first: int, shape: Any, stride: Any, more: tuple[Any, ...]) -> Geometry:
     """How the tensor lies in its storage, once it is known to lie inside it."""
     if not isinstance(shape, (tuple, list)) or not isinstance(stride, (tuple, list)) or type(first) is not int:
-        raise CorruptCheckpointError(f"a tensor of shape {shape!r:.80} with strides {stride!r:.80} does not exist")
+        raise CorruptCheckpointError(f"a tensor of shape {brief(shape)} with strides {brief(stride)} does not exist")
     dtype = storage.dtype or next((value for value in more if isinstance(value, torch.dtype)), torch.uint8)
     shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
     if len(shape) != len(stride) or first < 0 or any(value < 0 for value in (*shape, *stride)):

@@ -1,4 +1,8 @@
-"""The one guarded reader of pickles: globals come from an allow-list or not at all, and there is no other path."""
+"""The one guarded reader of pickles: globals come from an allow-list or not at all, and there is no other path.
+
+What a pickle would cost is known from its opcodes, before anything is built (shardckpt/storage/opcodes.py); what only
+its values can show is checked while the one in Python builds them.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
+from shardckpt.storage.opcodes import check_pickle
 from shardckpt_torch_dist.globals import (
     METADATA_TABLE,
     OBJECT_TABLE,
     STAND_IN_PACKAGES,
     Table,
 )
-from shardckpt_torch_dist.guards import Unbuilt, check_arguments, check_container, give_state
-from shardckpt_torch_dist.numpy_globals import copied_bytes, numpy_global
+from shardckpt_torch_dist.guards import (
+    Collisions,
+    Nesting,
+    Unbuilt,
+    brief,
+    check_arguments,
+    check_container,
+    give_state,
+    keys_of,
+    values_of,
+)
+from shardckpt_torch_dist.numpy_globals import copied_bytes, numpy_global, objects_of
 from shardckpt_torch_dist.stand_ins import StandIn, stand_in
 
 if TYPE_CHECKING:
@@ -26,9 +41,8 @@ if TYPE_CHECKING:
 
     _Storage = Callable[[Any], Any]
 
-#: How many bytes and elements the calls of a pickle may copy for each of its own bytes; small arguments are free.
-_COPIES = 4
-_FREE = 64
+#: How many bytes the calls of a pickle may copy: so many in any case, and so many for each of its own.
+_FREE, _COPIES = 16 << 20, 64
 
 
 class _AllowList:
@@ -44,7 +58,7 @@ class _AllowList:
         if found is None and self.more is not None:
             found = self.more(module, name)
         if found is None and module == "torch":
-            dtype = getattr(torch, name, None)
+            dtype = vars(torch).get(name)  # getattr would import what torch loads lazily, by the pickle's choice
             found = dtype if isinstance(dtype, torch.dtype) else None
         if found is None:
             raise UnsafePickleError(
@@ -63,7 +77,9 @@ class _MetadataUnpickler(_AllowList, pickle.Unpickler):
         self.table, self.source = METADATA_TABLE, source
 
     def persistent_load(self, pid: Any) -> Any:
-        raise CorruptCheckpointError(f"{self.source}: a pickle outside an archive refers to a tensor storage: {pid!r}")
+        raise CorruptCheckpointError(
+            f"{self.source}: a pickle outside an archive refers to a tensor storage: {brief(pid)}"
+        )
 
 
 class _Memo(dict[int, Any]):
@@ -93,7 +109,9 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         self.memo = _Memo()
         self.stack: list[Any] = []
         self._size = len(data)
-        self._copied = 0
+        self._left = _FREE + _COPIES * len(data)
+        self._collisions = Collisions(len(data))
+        self._nesting = Nesting()
         self._storage = storage
         self._made_of: set[type] = set()
         self._unbuilt: set[Unbuilt] = set()
@@ -116,19 +134,26 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
     def get_extension(self, code: int) -> Any:
         raise CorruptCheckpointError(f"{self.source}: the pickle has extension code {code}, which nothing registers")
 
-    def _spend(self, count: int) -> None:
+    def _spend(self, nbytes: int) -> None:
         """Count what calls copy: a pickle that copies much more than it has wants to fill the memory."""
-        self._copied += max(0, count - _FREE)
-        if self._copied > _COPIES * self._size:
+        self._left -= nbytes
+        if self._left < 0:
             raise CorruptCheckpointError(f"{self.source}: the pickle of {self._size} bytes copies itself too often")
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
-        function = self.stack[-1]
-        self._spend(check_arguments(function, args))
-        made = self.stack[-1] = function(*args)
+        made = self.stack[-1] = self._made(self.stack[-1], args, self.stack[-1])
         if isinstance(made, Unbuilt):
             self._unbuilt.add(made)
+
+    def _made(self, function: Any, args: Any, call: Callable[..., Any], *first: Any) -> Any:
+        """What a call of a function or class gives, once its arguments are known to be harmless."""
+        self._spend(check_arguments(function, args))
+        if isinstance(function, type):
+            self._collisions.add(None, keys_of(function, args))
+        made = call(*first, *args)
+        self._nesting.add(made, values_of(made))
+        return made
 
     def load_newobj(self) -> None:
         self.stack.append({})
@@ -137,13 +162,12 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
     def load_newobj_ex(self) -> None:
         names, args, kind = self.stack.pop(), self.stack.pop(), self.stack.pop()
         if not isinstance(kind, type) or type(names) is not dict:
-            raise UnsafePickleError(f"the pickle makes an object of {kind!r:.80}, which is no class: refused")
-        self._spend(check_arguments(kind, args) + check_arguments(kind, tuple(names.values())))
-        self.stack.append(kind.__new__(kind, *args, **names))
+            raise UnsafePickleError(f"the pickle makes an object of {brief(kind)}, which is no class: refused")
+        self._spend(check_arguments(kind, tuple(names.values())))
+        self.stack.append(self._made(kind, args, functools.partial(kind.__new__, **names), kind))
 
     def _instantiate(self, klass: Any, args: list[Any]) -> None:
-        self._spend(check_arguments(klass, tuple(args)))
-        self.stack.append(klass(*args))
+        self.stack.append(self._made(klass, tuple(args), klass))
 
     def load_build(self) -> None:
         state = self.stack.pop()
@@ -151,6 +175,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         if isinstance(target, Unbuilt):
             self._spend(copied_bytes(state))
             built = self.stack[-1] = target.build(state)
+            self._nesting.add(built, objects_of(state))
             self.memo.update(dict.fromkeys(target.keys, built))
             self._unbuilt.discard(target)
         elif not give_state(target, state, self._is_own):
@@ -161,24 +186,38 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         return kind in self._made_of or issubclass(kind, StandIn)
 
     def load_append(self) -> None:
-        check_container(self.stack[-2])
+        self._put(self.stack[-2], [self.stack[-1]])
         super().load_append()
 
     def load_appends(self) -> None:
-        check_container(self.metastack[-1][-1])
+        self._put(self.metastack[-1][-1], self.stack)
         super().load_appends()
 
     def load_setitem(self) -> None:
-        check_container(self.stack[-3])
+        self._put(self.stack[-3], [self.stack[-1]], [self.stack[-2]])
         super().load_setitem()
 
     def load_setitems(self) -> None:
-        check_container(self.metastack[-1][-1])
+        self._put(self.metastack[-1][-1], self.stack[1::2], self.stack[::2])
         super().load_setitems()
 
     def load_additems(self) -> None:
-        check_container(self.metastack[-1][-1])
+        self._put(self.metastack[-1][-1], (), self.stack)
         super().load_additems()
+
+    def load_dict(self) -> None:
+        self._collisions.add(None, self.stack[::2])
+        super().load_dict()
+
+    def load_frozenset(self) -> None:
+        self._collisions.add(None, self.stack)
+        super().load_frozenset()
+
+    def _put(self, target: Any, values: Iterable[Any], keys: Iterable[Any] = ()) -> None:
+        """Check what goes into a container."""
+        check_container(target)
+        self._collisions.add(target, keys)
+        self._nesting.add(target, values)
 
     def load_bytearray8(self) -> None:
         size = int.from_bytes(self.read(8), "little")
@@ -198,12 +237,15 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
         pickle.ADDITEMS[0]: load_additems,
+        pickle.DICT[0]: load_dict,
+        pickle.FROZENSET[0]: load_frozenset,
         pickle.BYTEARRAY8[0]: load_bytearray8,
     }
 
 
 def load_metadata(data: bytes, source: str) -> Any:
     """What a ``.metadata`` file says, as inert records with the attributes of DCP's classes."""
+    check_pickle(data, source, plain=True)
     return _load(_MetadataUnpickler(data, source), source)
 
 
@@ -234,6 +276,7 @@ def load_object(
             return allowed()[module, name]
         return stand_in(module, name) if module.partition(".")[0] in STAND_IN_PACKAGES else None
 
+    check_pickle(data, source)
     return _load(_ObjectUnpickler(data, source, extra, storage), source)
 
 

@@ -92,6 +92,8 @@ CALLS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "shardckpt.dist_checkpointing.save": ("shardckpt.dist_checkpointing", "save", ({}, MARK)),
     "collections.OrderedDict.fromkeys": ("collections", "OrderedDict.fromkeys", ()),
     "torch.Tensor.backward": ("torch", "Tensor.backward", ()),
+    # torch imports these when their attribute is asked for
+    **{f"torch.{name}": ("torch", name, ()) for name in ("_dynamo", "_inductor", "onnx")},
 }
 
 #: A chain of getattr from an allowed class to its module's globals.

@@ -1,0 +1,168 @@
+"""A pickle takes time and memory by its size, whatever it asks for, and none ends the process."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.huggingface.torch_file import read_torch_file
+from shardckpt.storage.opcodes import check_pickle
+from tests.faults import samples
+from tests.faults.bombs import ANYWHERE, METADATA, OBJECTS, VIEWS
+from tests.faults.hostile import OBJECT_KEY, Foreign, archive
+from tests.faults.programs import run_program
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_STORAGE = {"0": bytes(16)}
+#: (kind of file, name of the payload): the file's name in errors.
+CASES = {
+    **{(".metadata", name): ".metadata" for name in (*ANYWHERE, *METADATA)},
+    **{("common.pt", name): "common.pt" for name in ("nested tuples as a key", "a far memo place", "colliding keys")},
+    **{("object", name): OBJECT_KEY for name in (*ANYWHERE, *OBJECTS)},
+}
+
+
+def _put(foreign: Foreign, place: str, name: str) -> None:
+    pickled = {**ANYWHERE, **METADATA, **OBJECTS, **VIEWS}[name]
+    if place == "object":
+        foreign.put_object(archive(pickled, _STORAGE))
+    else:
+        foreign.put(place, pickled if place == ".metadata" else archive(pickled, _STORAGE))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """What a fork of a process of its own reports of every case."""
+    root = tmp_path_factory.mktemp("bombs")
+    dist_checkpointing.save(samples.state_dict(1), root / "base")
+    cases = [*CASES, *(("object", name) for name in VIEWS)]
+    directories = {case: root / str(number) for number, case in enumerate(cases)}
+    for (place, name), directory in directories.items():
+        _put(Foreign(root / "base", directory), place, name)
+    done = run_program("bombs", text=json.dumps([str(root / "base"), *map(str, directories.values())]))
+    assert done.returncode == 0, done.stderr[-4000:]
+    reports = json.loads(done.stdout)
+    assert reports[str(root / "base")]["kind"] == ""
+    return {case: reports[str(directory)] for case, directory in directories.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=": ".join)
+def test_refused_at_once(found: dict[tuple[str, str], Any], case: tuple[str, str]) -> None:
+    """The load is refused by an error that names the file, in less than a second and 64 MiB."""
+    report = found[case]
+    assert report["kind"] in ("CorruptCheckpointError", "UnsafePickleError"), report
+    assert CASES[case] in report["message"]
+    assert report["seconds"] < 1
+    assert report["grown"] < 64
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_small(found: dict[tuple[str, str], Any], name: str) -> None:
+    """A negated view of a few bytes takes a few bytes, whatever its shape."""
+    report = found["object", name]
+    assert report["kind"] == ""
+    assert report["seconds"] < 1
+    assert report["grown"] < 64
+
+
+def _deep_path(metadata: Any) -> None:
+    """Give a loose object a path that hashing would not come back from."""
+    path: Any = ("a",)
+    for _ in range(60):
+        path = (path, path)
+    metadata.state_dict_metadata["loose"] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex("loose")] = next(iter(metadata.storage_data.values()))
+    metadata.planner_data = {"loose": path}
+
+
+def _shared_chunks(metadata: Any) -> None:
+    """Let a thousand tensors have one list of chunks."""
+    entry = metadata.state_dict_metadata["split"]
+    metadata.state_dict_metadata.update({f"split{number}": entry for number in range(1000)})
+
+
+def _many_axes(metadata: Any) -> None:
+    """Say that a chunk has ten thousand axes."""
+    metadata.state_dict_metadata["split"].chunks[0].sizes = torch.Size((1,) * 10_000)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(_deep_path, "cannot be at a tuple"), (_shared_chunks, "list of chunks of another"), (_many_axes, "10000 axes")],
+)
+def test_metadata_that_multiplies(tmp_path: Path, change: Any, text: str) -> None:
+    """What .metadata says once is not worked on a million times."""
+    dist_checkpointing.save(samples.state_dict(1), tmp_path / "base")
+    foreign = Foreign(tmp_path / "base", tmp_path / "ckpt")
+    foreign.edit_metadata(change)
+    with pytest.raises(CorruptCheckpointError, match=rf"\.metadata.*{text}"):
+        samples.load(foreign.directory)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("name", ["nested tuples as a key", "tuples that hold one twice, as a key", "colliding keys"])
+def test_torch_files(tmp_path: Path, name: str, old: bool) -> None:
+    """Files of torch.save are looked at alike before torch's own reader gets them, in its old format, too."""
+    if old:
+        file = io.BytesIO()
+        torch.save({}, file, _use_new_zipfile_serialization=False)
+        empty = pickle.dumps({}, 2)
+        content = file.getvalue().replace(empty, ANYWHERE[name])
+        assert content != file.getvalue()
+    else:
+        content = archive(ANYWHERE[name])
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.bin.*(deep|10000 values|too many keys)"):
+        read_torch_file(tmp_path / "model.bin")
+
+
+def test_compressed_torch_file(tmp_path: Path) -> None:
+    """A file of a few bytes does not become a gigabyte."""
+    content = archive(pickle.dumps({"a": "x" * 1_000_000}), compression=zipfile.ZIP_DEFLATED)
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.bin.*compressed"):
+        read_torch_file(tmp_path / "model.bin")
+
+
+def _plain_values() -> list[Any]:
+    shared = [1, 2.5, "text", b"bytes", None, True, 1 << 100]
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    by_tuple = {(x, y): x * y for x in range(-50, 50) for y in range(-50, 50)}
+    return [shared, {"a": shared, "b": [shared] * 1000}, deep, by_tuple, {frozenset((1, 2)), (3, (4, 5))}, 3 + 4j]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_honest_pickles(protocol: int) -> None:
+    """What pickle itself writes is let through, by every protocol, up to its end and no further."""
+    data = pickle.dumps(_plain_values(), protocol)
+    assert check_pickle(data + b"more", "it") == len(data)
+
+
+@pytest.mark.parametrize("chunks", [1, 4000])
+def test_honest_metadata(tmp_path: Path, chunks: int) -> None:
+    """The records of a long .metadata, which are looked at as a whole, are let through and loaded as short ones are."""
+    dist_checkpointing.save(samples.state_dict(1), tmp_path / "base")
+    foreign = Foreign(tmp_path / "base", tmp_path / "ckpt")
+
+    def grow(metadata: Any) -> None:
+        places = metadata.storage_data
+        index, place = next((index, place) for index, place in places.items() if index.fqn == "split")
+        for number in range(chunks):
+            offset = torch.Size((1_000_000 + number, *index.offset[1:]))
+            places[MetadataIndex(f"unused{number}", offset, number)] = place
+
+    foreign.edit_metadata(grow)
+    assert samples.differences(samples.load(foreign.directory), 1) == []
