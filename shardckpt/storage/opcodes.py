@@ -95,7 +95,7 @@ class _Tuple(_Value):
 
     def __init__(self, items: Sequence[_Value]) -> None:
         super().__init__(_sum_of_weights(items) + 2, _SLOT * len(items))
-        self.depth = 1 + max((item.depth for item in items if isinstance(item, _Tuple)), default=0)
+        self.depth: int = 1 + max((item.depth for item in items if isinstance(item, _Tuple)), default=0)
         self.items = items
         if self.depth > _DEEPEST:
             raise CorruptCheckpointError(f"has tuples in tuples, more than {_DEEPEST} deep")
@@ -332,13 +332,13 @@ class _Walk:
         self._get(int(self._line()))
 
     def get1(self) -> None:
-        matches = self._records and self._data[self.at + 1] == _EMPTY_TUPLE
-        if not (matches and self._go_over_records(self._records.match)):
+        records = self._records if self._data[self.at + 1] == _EMPTY_TUPLE else None
+        if records is None or not self._go_over_records(records.match):
             self._get(self._number(1))
 
     def get4(self) -> None:
-        matches = self._records and self._data[self.at + 4] == _EMPTY_TUPLE
-        if not (matches and self._go_over_records(self._records.match)):
+        records = self._records if self._data[self.at + 4] == _EMPTY_TUPLE else None
+        if records is None or not self._go_over_records(records.match):
             self._get(self._number(4))
 
     def _get(self, index: int) -> None:

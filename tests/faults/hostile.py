@@ -39,7 +39,8 @@ OBJECT_KEY = "object/shard_0_1"
 _HEADROOM = 2 << 30
 
 _FORBIDDEN = (
-    "builtins.",
+    "builtins.breakpoint",
+    "builtins.input",
     "code.",
     "compile",
     "ctypes.call_function",
