@@ -32,10 +32,10 @@ def why_not_together(name: str, comm: Comm, group: dist.ProcessGroup | None) -> 
         comm: The ranks.
         group: The group that it was made of.
     """
-    store = _store(comm, group)
+    store = _store(comm, name, group)
     if store is None:
         return "the process group was destroyed before"
-    counter, met = f"shardckpt/{name}/ranks", f"shardckpt/{name}/met"
+    counter, met = "ranks", "met"
     try:
         if store.add(counter, 1) == comm.world_size:
             store.set(met, b"1")
@@ -55,12 +55,12 @@ def say(text: str, comm: Comm) -> None:
         logger.error("%s", text)
 
 
-def _store(comm: Comm, group: dist.ProcessGroup | None) -> Any:
-    """The store of the group of ranks; None if that was destroyed."""
+def _store(comm: Comm, name: str, group: dist.ProcessGroup | None) -> Any:
+    """The store of the group of ranks, with keys for what is to be finished; None if the group was destroyed."""
     if dist.is_initialized():
-        with suppress(CommunicationError, KeyError):  # KeyError: of a group that someone still refers to
+        with suppress(CommunicationError, ValueError):  # ValueError: of a group that someone still refers to
             comm.members  # noqa: B018 - a default group that was made since is another one
-            return group_store(dist.group.WORLD if group is None else group)
+            return group_store(dist.group.WORLD if group is None else group, f"shardckpt/{name}")
     return None
 
 

@@ -98,6 +98,10 @@ class CheckpointReader:
             raise replaced_error(self.directory, f"it is not known whether {name} was there")
         return found
 
+    def was_replaced(self) -> bool:
+        """Whether another save, or none, is where the checkpoint was; of a local one, if it is held open."""
+        return self._save.was_replaced()
+
     def check_unchanged(self) -> None:
         """Raise if what was read may be of two saves; called at the end of a load.
 
@@ -107,7 +111,7 @@ class CheckpointReader:
             CheckpointReplacedError: on a store, there is another save now.
             StorageError: another library has written to a file that was read.
         """
-        if self._is_remote and not self._has_digests and self._save.was_replaced():
+        if self._is_remote and not self._has_digests and self.was_replaced():
             raise replaced_error(self.directory, "nothing tells whether all that was read is of one save")
         self._files.check_unchanged()
 
