@@ -50,8 +50,12 @@ def create_staging(target: Path, save_id: str) -> Path:
     staging = staging_path(target, save_id)
     with naming("create the staging directory", staging):
         _make_directory(target.parent)
-        staging.mkdir()
-    claim(staging.name)
+        claim(staging.name)  # first: a purge in another thread removes what this process has and does not claim
+        try:
+            staging.mkdir()
+        except BaseException:
+            release(staging.name)
+            raise
     return staging
 
 
@@ -137,9 +141,10 @@ def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
             raise StorageError(f"{exc}; {state}") from exc
         logger.warning("interrupted: %s", state)
         raise
+    else:
+        _remove_replaced(aside, staging)
     finally:
         release(aside.name)
-    _remove_replaced(aside, staging)
 
 
 def _swap(staging: Path, target: Path, aside: Path) -> None:

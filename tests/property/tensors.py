@@ -24,10 +24,19 @@ DTYPES = (
     *COMPLEX,
     *(getattr(torch, name) for name in OTHERS if hasattr(torch, name)),
 )
-#: dtypes into which the values of others go in one well-defined way.
+
+
+def _wider(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The wide integer dtypes that have all values of one."""
+    inner = torch.iinfo(dtype)
+    outer = {other: torch.iinfo(other) for other in (torch.int32, torch.int64)}
+    return tuple(other for other, has in outer.items() if has.min <= inner.min and inner.max <= has.max)
+
+
+#: dtypes into which the values of others go in one well-defined way, and which a load gives without allow_dtype_cast.
 CASTS: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.bool: (torch.uint8, torch.int64, torch.float32),
-    **dict.fromkeys(INTEGERS, (torch.int64, torch.int32, torch.float64, torch.bfloat16)),
+    **{dtype: (*_wider(dtype), torch.float64, torch.bfloat16) for dtype in INTEGERS},
     **dict.fromkeys(FLOATS, FLOATS),
     **dict.fromkeys(FLOAT8, (torch.float32, torch.bfloat16)),
     **dict.fromkeys(COMPLEX, COMPLEX),

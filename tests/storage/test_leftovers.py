@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,23 @@ NAMES = ("c", "a.b", "x" * 159, "x" * 160, "x" * 201, "x" * 255, "├й" * 127, "хн
 
 def _all(folder: Path) -> Any:
     return find_leftovers(folder, lambda _: True)
+
+
+def test_a_save_that_begins_while_others_are_cleared_away_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A purge in another thread does not take a staging directory for a leftover, from its first moment on."""
+    make = pathlib.Path.mkdir
+
+    def make_and_purge(path: Path, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        remove_free(_all(tmp_path))
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", make_and_purge)
+    staging = commit.create_staging(tmp_path / "step-1", new_save_id())
+    assert staging.is_dir()
+    commit.discard(staging)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", NAMES, ids=[f"{len(os.fsencode(name))} {name[:1]!a}" for name in NAMES])
