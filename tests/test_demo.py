@@ -191,6 +191,7 @@ def test_experts_go_on_with_another_parallelism(experts: Demo) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_experts_are_dealt_out_first(experts: Demo) -> None:
     """Seven experts lie as trainers deal them out: over ep first, FSDP2 inside, and so unevenly."""
     rows = {row[0]: row[1:] for row in experts.rows("How tensors were resharded")}

@@ -137,7 +137,7 @@ def test_a_save_in_flight_when_the_group_is_destroyed_is_absent(tmp_path: Path, 
     "end",
     [
         "rank and os._exit(3)",  # it never comes to its end
-        "rank and time.sleep(6)",  # later than any rank waits
+        pytest.param("rank and time.sleep(6)", marks=pytest.mark.slow),  # later than any rank waits
     ],
 )
 def test_ranks_that_end_apart_lose_the_save_and_say_so(tmp_path: Path, end: str) -> None:

@@ -171,7 +171,10 @@ def _misdeeds(folder: str, way: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("way", "world"), [("foreground", 1), ("foreground", 3), ("thread", 2), ("process", 2)])
+@pytest.mark.parametrize(
+    ("way", "world"),
+    [("foreground", 1), ("foreground", 3), ("thread", 2), pytest.param("process", 2, marks=pytest.mark.slow)],
+)
 def test_files_without_digests_fail_the_save(ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:
     """Unfinished files, and whatever else lies there without digests, are an error on all ranks that names them."""
     outcomes = ranks.run(world, _misdeeds, str(tmp_path), way)
