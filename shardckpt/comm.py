@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
-from shardckpt.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_through, moves_by_gloo
+from shardckpt.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_through, moves_by_gloo, note_use
 from shardckpt.groups import alive, cpu_group, joined_group, moves
 from shardckpt.raw_memory import packed, view_tensor
 from shardckpt.verdict import Report, verdict
@@ -82,6 +82,8 @@ class Comm:
         # weak: an error's traceback may keep this alive, and a job must be able to end its groups all the same
         self._groups = (ref(own), ref(group)) if active else None
         self._by_gloo = active and moves_by_gloo(group)
+        if active:
+            note_use(group)
         self.rank: int = dist.get_rank(group) if active else 0
         self.world_size: int = dist.get_world_size(group) if active else 1
         self._phase = "start"

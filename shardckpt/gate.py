@@ -26,6 +26,7 @@ from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_N
 from shardckpt.registry import parse_key
 from shardckpt.storage.commit import is_staging, replaced_of, staging_of
 from shardckpt.storage.directory import (
+    RelativePath,
     blaming_replacement,
     open_directory,
     real_path,
@@ -81,7 +82,8 @@ def hold_checkpoint(directory: Path, host: PluginHost, *, moved: bool = False) -
             break
         time.sleep(pause)
         place = open_directory(directory)
-    with blaming_replacement(place, functools.partial(has_changed, place) if isinstance(place, RemotePath) else None):
+    changed = functools.partial(has_changed, place) if isinstance(place, RemotePath) else None
+    with blaming_replacement(place, changed), naming("look at", directory):
         manifest = _read_manifest(place, host, moved=moved)
     if manifest.record is None and was_replaced(place):  # its files are being removed: what is missing was there
         raise replaced_error(directory, f"it is not known whether {RECORD_NAME} was there")
@@ -110,7 +112,9 @@ def hold_same(directory: Path, manifest: Manifest) -> Path:
 
 def _is_set_aside(place: Path) -> bool:
     """Whether nothing is at the path, and a checkpoint beside it: some file systems take two renames to overwrite."""
-    return not isinstance(place, RemotePath) and not place.exists() and bool(replaced_of(place))
+    if isinstance(place, (RemotePath, RelativePath)):  # a directory that could be opened is there
+        return False
+    return not place.exists() and bool(replaced_of(place))
 
 
 def _read_manifest(directory: Path, host: PluginHost, *, moved: bool) -> Manifest:
@@ -121,7 +125,7 @@ def _read_manifest(directory: Path, host: PluginHost, *, moved: bool) -> Manifes
     marker_file, record_file = directory / MARKER_NAME, directory / RECORD_NAME
     if not marker_file.exists():
         if not directory.is_dir():
-            raise _absent(directory)
+            raise _absent(real_path(directory))
         return _recognised(directory, host)
     marker = parse_file(Marker.model_validate_json, marker_file, MARKER_LIMIT)
     record = None

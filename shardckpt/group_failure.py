@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ LOOK_INTERVAL = 0.5
 #: Seconds in which the survivors must have said that they are alive: they look that often, and some are slow.
 _PATIENCE = 1.0
 #: Seconds in which a rank whose connections are closed must have said so: gloo closes those of one that times out.
-_CONFIRMATION = 0.7
+_CONFIRMATION = 1.0
 #: Seconds for the others to read the diagnosis.
 _LINGER = 0.4
 #: Seconds for connections of ranks that die together to close.
@@ -41,8 +42,11 @@ _STORE_PATIENCE = 0.5
 _SKEW = 10.0
 #: Seconds between two looks of a rank that knows of the failure.
 _PAUSE = 0.02
+#: When this process first used each group: what was said before is of an earlier group with the same store and name.
+_first_used: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 #: Of receives that only ask whether there is a connection.
 _TAG = 0x5C4B
+_DIAGNOSIS = "diagnosis"
 
 
 class Diagnosis(NamedTuple):
@@ -77,10 +81,11 @@ class GroupFailure:
         self._rank = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._others = [rank for rank in self._ranks if rank != self._rank]
+        self._since = _first_used.get(group, 0.0)
 
     def is_announced(self) -> bool:
         """Whether another rank has said that a collective of this group failed."""
-        return bool(self._ask(lambda store: store.check(["failed"])))
+        return bool(self._ask(lambda store: store.check(["failed"]) and float(store.get("failed")) >= self._since))
 
     def diagnose(self, error: Exception, phase: str) -> Diagnosis:
         """Find out together with the other survivors which ranks are missing; it takes less than 2 s.
@@ -102,7 +107,7 @@ class GroupFailure:
             time.sleep(_GRACE)
             closed = self._closed_connections()
         self._close_connections()
-        while (found := self._ask(_agreed)) is None and self._store is not None:
+        while (found := self._ask(self._agreed)) is None and self._store is not None:
             silent = self._silent()
             if self._store is None:
                 break
@@ -134,8 +139,9 @@ class GroupFailure:
 
     def _announce(self) -> None:
         def announce(store: Any) -> None:
-            self._alive.set(str(self._rank), str(time.time()).encode())
-            store.set("failed", b"1")
+            now = str(time.time()).encode()
+            self._alive.set(str(self._rank), now)
+            store.set("failed", now)
 
         self._ask(announce)
 
@@ -143,14 +149,19 @@ class GroupFailure:
         """The diagnosis of whoever was first with it."""
 
         def agree(store: Any) -> Diagnosis | None:
-            if store.add("deciding", 1) == 1:
-                store.set("diagnosis", json.dumps(diagnosis).encode())
-            ends = time.monotonic() + 2 * _GRACE
-            while (found := _agreed(store)) is None and time.monotonic() < ends:
-                time.sleep(_PAUSE)
-            return found
+            before = store.get(_DIAGNOSIS).decode() if store.check([_DIAGNOSIS]) else ""
+            if self._agreed(store) is None:  # there is none yet, or that of an earlier group
+                store.compare_set(_DIAGNOSIS, before, json.dumps((time.time(), *diagnosis)))
+            return self._agreed(store)
 
         return self._ask(agree) or diagnosis
+
+    def _agreed(self, store: Any) -> Diagnosis | None:
+        """What the survivors have agreed on, if they have."""
+        if not store.check([_DIAGNOSIS]):
+            return None
+        said, text, missing = json.loads(store.get(_DIAGNOSIS))
+        return Diagnosis(text, tuple(missing)) if said >= self._since else None
 
     def _silent(self) -> list[int]:
         """The ranks that have not said that they are alive."""
@@ -255,6 +266,11 @@ class GroupFailure:
         return answers[0]
 
 
+def note_use(group: Any) -> None:
+    """Note that this process uses a group from now on, if not before."""
+    _first_used.setdefault(group, time.time())
+
+
 def moves_by_gloo(group: Any) -> bool:
     """Whether gloo moves the group's CPU tensors."""
     return "cpu:gloo" in str(dist.get_backend_config(group))
@@ -273,14 +289,6 @@ def is_through(work: Any, seconds: float) -> bool:
             return False
         work.wait()  # it may have ended just now
     return True
-
-
-def _agreed(store: Any) -> Diagnosis | None:
-    """What the survivors have agreed on, if they have."""
-    if not store.check(["diagnosis"]):
-        return None
-    text, missing = json.loads(store.get("diagnosis"))
-    return Diagnosis(text, tuple(missing))
 
 
 def _host_of(store: Any) -> int | None:
@@ -305,4 +313,4 @@ def _within(seconds: float, function: Callable[[], _T]) -> _T | None:
     return results[0] if results else None
 
 
-__all__ = ["LOOK_INTERVAL", "Diagnosis", "GroupFailure", "is_through", "moves_by_gloo"]
+__all__ = ["LOOK_INTERVAL", "Diagnosis", "GroupFailure", "is_through", "moves_by_gloo", "note_use"]

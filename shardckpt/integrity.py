@@ -217,6 +217,7 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     with CheckpointWriter(directory, 0) as writer:
         writer.write(_UNFINISHED, Integrity(files=dict(zip(names, hashes, strict=True))).dump())
     if was_replaced(place):
+        (directory / _UNFINISHED).unlink(missing_ok=True)
         raise replaced_error(directory, f"{INTEGRITY_NAME} would have digests of another save's files")
     with naming(f"rename {_UNFINISHED} to", directory / INTEGRITY_NAME):
         os.rename(directory / _UNFINISHED, directory / INTEGRITY_NAME)

@@ -113,7 +113,7 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool)
         found = find_leftovers(target.parent, _is_of(target))
         if restore:
             found = _restored(target, found)
-    except CheckpointingException as exc:
+    except (CheckpointingException, OSError) as exc:  # OSError: another process has moved one meanwhile
         logger.warning("what earlier saves to %s have left stays there: %s", target, exc)
         return
     kept = remove_free(found, lambda leftover: why_kept_beside(leftover, target, is_superseded))

@@ -14,7 +14,7 @@ from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME, Integrity
 from shardckpt.operation import Operation
 from shardckpt.pruning import clear_leftovers, supersedes
 from shardckpt.storage import commit
-from shardckpt.storage.directory import replaced_error, retry_if_replaced, was_replaced
+from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.filesystem import allocated_bytes, is_there, naming
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.rewrite import rewrite_file
@@ -87,8 +87,6 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
                 "no tensor or object of %s has a key that begins with %r: nothing is removed", directory, prefix
             )
             return RemovalReport(bytes_before=before, bytes_after=before)
-        if was_replaced(place):
-            raise replaced_error(directory, "what would be removed is of another save than what is there")
         if not dry_run:
             _replace(directory, reader, removal)
     after = before + _growth(directory, removal) if dry_run else allocated_bytes(directory)
@@ -116,9 +114,10 @@ def _growth(directory: Path, removal: Removal) -> int:
 
 def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> None:
     """Make the new checkpoint beside the old one, links to all files that stay as they are, and exchange the two."""
-    manifest, integrity = reader.manifest, read_integrity(directory)
+    manifest, integrity = reader.manifest, read_integrity(reader.place)
     if integrity is not None:
-        _check_renewed(directory, manifest, integrity, removal)
+        _check_renewed(reader.place, manifest, integrity, removal)
+    opened = reader.place.stat()
     staging = commit.create_staging(directory, new_save_id())
     try:
         # what stays has digests of the old record's algorithm
@@ -127,7 +126,10 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
             for name, items in removal.rewritten.items():
                 rewrite_file(name, items, reader, writer)
             _write(writer, manifest.record, integrity, removal)
-        commit.replace(staging, directory, removal.dropped)  # all that is neither dropped nor written anew is linked
+        reader.close()  # what is open while it is removed stays there under another name on NFS
+        # All that is neither dropped nor written anew is linked. It must be of the save that was opened: writing takes
+        # as long as a save, in which another may have come.
+        commit.replace(staging, directory, removal.dropped, opened)
     except BaseException:
         if staging.exists():
             commit.discard(staging)

@@ -12,7 +12,7 @@ from shardckpt.locations import locate
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
 from shardckpt.plugins import host
 from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.storage.filesystem import file_size
+from shardckpt.storage.filesystem import file_size, naming
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import ChecksFiles
 
@@ -84,7 +84,8 @@ def _verified(directory: Path) -> list[FileResult]:
             if before is None or result.fault:
                 found[result.name] = result
     known = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, *found}
-    extra = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    with naming("list", path):
+        extra = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
     return [
         *(found[name] for name in sorted(found)),
         *(FileResult(name, 0, "", foreign=True) for name in extra),

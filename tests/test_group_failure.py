@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from typing import TYPE_CHECKING
 
 import pytest
+import torch.distributed as dist
 
+from shardckpt.comm import Comm
+from shardckpt.group_failure import Diagnosis, GroupFailure
 from tests.faults.collective_deaths import GROUP_TIMEOUT, Scenario
 from tests.faults.programs import run_program
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.ranks import RankPool
 
 _Outcomes = dict[str, tuple[str, list[int], float]]
 
@@ -73,3 +79,23 @@ def test_no_rank_is_blamed_where_all_are_there(outcomes: dict[str, _Outcomes]) -
         "a collective of 3 ranks failed in 'meeting', and none of them is missing" in text for text in _texts(found)
     )
     assert max(seconds for _, _, seconds in found.values()) < GROUP_TIMEOUT
+
+
+def _twice(folder: str) -> list[object]:
+    """What a group is told of the failure of an earlier one that had met in the same store."""
+    found: list[object] = []
+    store = dist.FileStore(f"{folder}/store", 1)
+    for _ in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=dt.timedelta(seconds=8))
+        comm = Comm()
+        failure = GroupFailure(dist.group.WORLD)
+        found.append(failure.is_announced())
+        found.append(failure.abandon(Diagnosis(f"failure {len(found)}", (3,))).text)
+        comm.settle()
+    return found
+
+
+def test_what_became_of_an_earlier_group_is_not_told_of_the_next(ranks: RankPool, tmp_path: Path) -> None:
+    """A job that makes its groups anew, with the store that it has, hears of failures from then on alone."""
+    assert ranks.run(1, _twice, str(tmp_path)) == [[False, "failure 1", False, "failure 3"]]

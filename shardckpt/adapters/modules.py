@@ -74,7 +74,8 @@ def initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> d
     """State as the optimizers make it for parameters that have none yet, by full name: memory that a load can fill.
 
     Its values mean nothing, and the optimizers do not keep it. FSDP1 gives one state for parameters that it has made
-    one, so under it only an optimizer without any state counts.
+    one, so under it only an optimizer without any state counts; and so of optimizers that are not torch's own, whose
+    step may be collective, or not take zeros.
 
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
@@ -82,7 +83,7 @@ def initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> d
     states = _Merged("optimizer")
     for number, optimizer in enumerate(optimizers):
         part = owner(parts, optimizer, number)
-        if optimizer.state and FullyShardedDataParallel.fsdp_modules(part):
+        if optimizer.state and (not _steps_alone(optimizer) or FullyShardedDataParallel.fsdp_modules(part)):
             continue
         lacking = [
             param
@@ -94,6 +95,11 @@ def initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> d
             found: Any = get_optimizer_state_dict(part, optimizer)["state"] if is_made else {}
         states.add(number, {name: state for name, state in found.items() if state})
     return states.values
+
+
+def _steps_alone(optimizer: Optimizer) -> bool:
+    """Whether a step with some gradients needs neither other ranks nor a closure: torch's own, but for LBFGS."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:

@@ -170,7 +170,8 @@ class AsyncCallsQueue:
             self.close()
             return
         lost = ", ".join(call.request.name for call in self._calls)
-        why = why_not_together(f"end/{lost}/{self._scheduled}", self._comm, self._group)
+        first = self._calls[0].request.call_idx  # no path: ranks may have the same place by different names
+        why = why_not_together(f"end/{first}/{len(self._calls)}/{self._scheduled}", self._comm, self._group)
         if not why:
             try:
                 self.close()

@@ -157,6 +157,7 @@ class _Export:
             staging = self._comm.broadcast(self._staging)
             with self._operation.step("writing"):
                 self._write(staging)
+                self._checkpoint.context.reader.check_unchanged()  # before the commit: after it there is no way back
             self._comm.settle()  # all have written
             with self._operation.step("committing"):
                 if self._comm.is_main:

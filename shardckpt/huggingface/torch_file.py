@@ -77,7 +77,7 @@ def _check_cost(path: Path, kind: bytes) -> None:
                 raise CorruptCheckpointError(
                     f"{path}: its member {member.filename!r:.80} is compressed: torch does not"
                 )
-            if member.filename.endswith("data.pkl"):
+            if member.filename.lower().endswith("data.pkl"):  # torch finds it in any case
                 check_pickle(_content(data, member, path), f"{path}: {member.filename}", plain=True)
 
 

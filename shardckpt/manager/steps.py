@@ -170,6 +170,7 @@ class StepFolder:
 
         def check() -> Manifest:
             nonlocal manifest
+            manifest = None  # what an attempt before has found is gone
             place, manifest = hold_checkpoint(directory, self.host)
             with blaming_replacement(place):
                 _check_files(place, manifest)

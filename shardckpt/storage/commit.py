@@ -12,6 +12,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
+from shardckpt.storage.directory import replaced_error
 from shardckpt.storage.filesystem import exchange, naming, sync_directory, sync_file
 from shardckpt.storage.owner import claim, release
 from shardckpt.storage.staging_names import (
@@ -76,12 +77,12 @@ def is_staging(path: Path) -> bool:
 
 def discard(staging: Path) -> None:
     """Remove a staging directory after a failed save; what cannot be removed is reported, not raised."""
-    release(staging.name)
     gone = staging.with_name(discarded_name(staging.name))
     try:
         os.rename(staging, gone)  # who still writes there finds no directory, and cannot add to it while it is emptied
     except OSError:
         gone = staging
+    release(staging.name)  # not before: a purge in another thread would take it meanwhile
     try:
         shutil.rmtree(gone)
     except OSError as exc:
@@ -110,7 +111,7 @@ def publish(staging: Path, target: Path) -> None:
         raise StorageError(f"{exc}; {target} is the new checkpoint, whole, perhaps not yet durable") from exc
 
 
-def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
+def replace(staging: Path, target: Path, owned: Collection[str], old: os.stat_result | None = None) -> None:
     """Put a staging directory in the place of an existing one, and remove the old.
 
     An error leaves either the old directory at ``target`` and the new one at ``staging``, or the new one at ``target``
@@ -121,10 +122,16 @@ def replace(staging: Path, target: Path, owned: Collection[str]) -> None:
         staging: The new checkpoint.
         target: The directory to replace.
         owned: Names in ``target`` that are the old checkpoint's; all others are kept, as hard links.
+        old: The directory that is to be replaced, where no other may be.
+
+    Raises:
+        CheckpointReplacedError: another save has replaced the old directory; its own is as it was.
     """
     with naming("keep the other files of", target):
         _keep_foreign(target, staging, owned)
     sync_directory(staging)
+    if old is not None and not _is_directory(target, old):
+        raise replaced_error(target, "what would take its place was made from another save than what is there")
     aside = target.with_name(temporary_name(target.name, REPLACED, new_save_id()))
     new = staging.stat()
     claim(aside.name)

@@ -6,6 +6,7 @@ the one and some of the other.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -34,6 +35,12 @@ _FLAGS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 #: Seconds before each further attempt to read what is being replaced. The first are without: of saves that follow each
 #: other at once the next attempt meets another, or none. The last let a network file system forget what it has cached.
 _PAUSES = (*(0.0,) * 16, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+#: As pathlib: of a path that leads nowhere, and of one that leads round in a circle.
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
+#: Of a directory that is there no longer, on a network file system too.
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 class RelativePath(_Base):
@@ -81,8 +88,8 @@ class RelativePath(_Base):
         """Whether the directory's path leads to another directory now, or nowhere."""
         try:
             return not os.path.samestat(self._directory.path.stat(), os.fstat(self._directory.fd))
-        except OSError:
-            return True
+        except OSError as exc:
+            return exc.errno in _GONE
 
     def exists(self) -> bool:
         """Whether it is there, or what it is a link to."""
@@ -132,8 +139,10 @@ class RelativePath(_Base):
     def _mode(self, *, follow_symlinks: bool = True) -> int | None:
         try:
             return self.stat(follow_symlinks=follow_symlinks).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as exc:
+            if exc.errno in _ABSENT:
+                return None
+            raise
 
 
 class _OpenDirectory:

@@ -31,13 +31,16 @@ _MANY = 1 << 40
 #: Picklers number their memo 0, 1, 2, ...; some leave a number out.
 _GAP = 1024
 #: The protocol that has MEMOIZE.
-_MEMOIZING = 4
+_MEMOIZING = b"\x04"
 #: Digits of numbers that are written as text.
 _DIGITS = 1000
 #: In a plain pickle: keys that are numbers or tuples, at most, and bytes of an integer.
 _ODD_KEYS, _PLAIN_BYTES = 1000, 32
 #: Integers of so many bytes have hashes of their own.
 _OWN_HASH_BYTES = 7
+_TWO_WAYS = "numbers its memo in two ways"
+#: Lists, dicts, sets, and marks that lie in each other: an opcode makes what takes so many bytes.
+_LIST_BYTES, _DICT_BYTES, _SET_BYTES, _MARKS = 64, 64, 216, 10_000
 #: Records are matched as a whole in pickles of at least so many bytes, and while no tuple has more values.
 _LARGE, _LIGHT = 1 << 16, 64
 
@@ -108,6 +111,7 @@ def _sum_of_weights(items: Iterable[_Value]) -> int:
 #: Values whose hashes differ if they do; numbers that can be made to collide; texts by their bytes.
 _ATOM, _NUMBER = _Value(), _Value(2)
 _TEXTS = [_Value(1, size) for size in range(256)]
+_NO_VALUES = _Tuple(())
 
 
 class _Walk:
@@ -126,12 +130,11 @@ class _Walk:
         self._ended = False
         self._records: re.Pattern[bytes] | None = None
         if len(data) >= _LARGE:
-            memoizes = data[start : start + 1] == pickle.PROTO and data[start + 1] >= _MEMOIZING
+            memoizes = data[start : start + 1] == pickle.PROTO and data[start + 1 : start + 2] >= _MEMOIZING
             self._records = _records(pickle.MEMOIZE if memoizes else b"")
             size = _Value(16)  # of at most nine numbers, as the pattern says
             self._record_memos = [
-                [[_Made()] * 2 + [_TEXTS[255]] * texts + [size] * 3 * max(0, last - 1) for last in range(4)]
-                for texts in (0, 1)
+                [[_Made()] * 2 + [_TEXTS[255]] * texts + [size] * 3 * sizes for sizes in range(3)] for texts in (0, 1)
             ]
             self._memoizes = memoizes
 
@@ -216,6 +219,8 @@ class _Walk:
             raise CorruptCheckpointError(f"has {len(self._data) - self.at} bytes left, not {size} for a frame")
 
     def mark(self) -> None:
+        if len(self._outer) >= _MARKS:
+            raise CorruptCheckpointError(f"has values in values, more than {_MARKS} deep")
         self._outer.append(self._stack)
         self._stack = []
 
@@ -237,12 +242,12 @@ class _Walk:
 
     def list_to_mark(self) -> None:
         items = self._to_mark()
-        self.container()
+        self.make_list()
         self._grow(self._stack[-1], items, _sum_of_weights(items))
 
     def dict_to_mark(self) -> None:
         items = self._to_mark()
-        self.container()
+        self.make_dict()
         self._set(items)
 
     def frozenset_to_mark(self) -> None:
@@ -250,8 +255,20 @@ class _Walk:
         self._hash(items)
         self._stack.append(self._light(_Made(_sum_of_weights(items) + 2, _ENTRY * len(items))))
 
-    def container(self) -> None:
+    def make_list(self) -> None:
+        self._spend(_LIST_BYTES)
         self._stack.append(_Made())
+
+    def make_dict(self) -> None:
+        self._spend(_DICT_BYTES)
+        self._stack.append(_Made())
+
+    def make_set(self) -> None:
+        self._spend(_SET_BYTES)
+        self._stack.append(_Made())
+
+    def empty_tuple(self) -> None:
+        self._stack.append(_NO_VALUES)
 
     def append(self) -> None:
         item = self._stack.pop()
@@ -362,7 +379,7 @@ class _Walk:
 
     def memoize(self) -> None:
         if self._puts:
-            raise CorruptCheckpointError("numbers its memo in two ways")
+            raise CorruptCheckpointError(_TWO_WAYS)
         self._memo.append(self._stack[-1])
 
     def _go_over_records(self, match: Callable[[bytes | mmap, int], re.Match[bytes] | None]) -> bool:
@@ -372,7 +389,10 @@ class _Walk:
             self.at = found.end()
             self._stack.append(_ATOM)
             if self._memoizes:
-                self._memo += self._record_memos[found.end(1) > 0][found.lastindex or 0]
+                if self._puts:
+                    raise CorruptCheckpointError(_TWO_WAYS)
+                sizes = (found.end(2) > 0) + (found.end(3) > 0)
+                self._memo += self._record_memos[found.end(1) > 0][sizes]
         if self.at > start:
             return True
         self.at += 1
@@ -449,11 +469,13 @@ _BY_NAME: dict[str, Callable[[_Walk], None]] = {
     **dict.fromkeys(("SHORT_BINSTRING", "SHORT_BINUNICODE", "SHORT_BINBYTES"), _pushes_text(1)),
     **dict.fromkeys(("BINSTRING", "BINUNICODE", "BINBYTES"), _pushes_text(4)),
     **dict.fromkeys(("BINUNICODE8", "BINBYTES8", "BYTEARRAY8"), _pushes_text(8)),
-    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"), _Walk.container),
+    "EMPTY_LIST": _Walk.make_list,
+    "EMPTY_DICT": _Walk.make_dict,
+    "EMPTY_SET": _Walk.make_set,
     "LIST": _Walk.list_to_mark,
     "DICT": _Walk.dict_to_mark,
     "FROZENSET": _Walk.frozenset_to_mark,
-    "EMPTY_TUPLE": _pushes_tuple(0),
+    "EMPTY_TUPLE": _Walk.empty_tuple,
     "TUPLE": _Walk.tuple_to_mark,
     "TUPLE1": _pushes_tuple(1),
     "TUPLE2": _pushes_tuple(2),

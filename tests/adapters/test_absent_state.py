@@ -21,6 +21,7 @@ from shardckpt.errors import KeyMismatchError
 from shardckpt.local import TensorAwareStateDict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import OptionalEntries, ShardedTensor
+from shardckpt.template import LoadTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -375,3 +376,20 @@ def test_fsdp2_with_an_expert_that_one_rank_reaches(
     loaded = ranks.run(world_size, _resume_sharded, tmp_path / "c", optimizer)
     assert loaded == saved
     assert saved[0][1] == {f"{part}.{name}" for part in ("shared", "experts.0") for name in ("weight", "bias")}
+
+
+def test_an_optimizer_that_needs_a_closure_is_not_stepped() -> None:
+    """LBFGS has state of one parameter for all: a load takes that, and makes none for the others."""
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value: torch.Tensor = model(torch.ones(1, WIDTH)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    template = LoadTemplate(to_sharded_state_dict(model, optimizer))
+    assert any(shard.key.startswith("optimizer.state.weight.") for shard in template.shards)
+    assert not any(shard.key.startswith("optimizer.state.bias.") for shard in template.shards)

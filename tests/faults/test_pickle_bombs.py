@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import sys
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -166,3 +167,63 @@ def test_honest_metadata(tmp_path: Path, chunks: int) -> None:
 
     foreign.edit_metadata(grow)
     assert samples.differences(samples.load(foreign.directory), 1) == []
+
+
+_RECORD = b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n\x940"
+_NAMES = b"\x8c\x01a\x940" + b"ctorch\nSize\n\x940"
+_MORE = b"N0" * 40_000  # records are matched as a whole in large pickles alone
+
+
+def _get(place: int) -> bytes:
+    return b"j" + place.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("plain", [0, 1, 8, 9, 16, 20, 24])
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("sizes", [0, 1, 2])
+def test_records_fill_the_memo_as_they_do(plain: int, text: bool, sizes: int) -> None:
+    """However many attributes of which kind a record has: the values that follow it are taken for what they are."""
+    attributes = (_get(1) + b"K\x01") * plain
+    attributes += (_get(1) + b"\x8c\x01b\x94") * text
+    attributes += (_get(1) + _get(2) + b"K\x01\x85\x94\x85\x94R\x94") * sizes
+    record = _get(0) + b")\x81\x94}\x94(" + attributes + b"ub0"
+    place = 3 + 2 + text + 3 * sizes
+    chain = b")\x940N\x940N\x940N\x940"
+    for _ in range(1_500):
+        chain += _get(place) + b"\x85\x940N\x940N\x940N\x940"
+        place += 4
+    pickled = b"\x80\x04" + _RECORD + _NAMES + record + chain + _MORE + b"}" + _get(place) + b"Ns."
+    with pytest.raises(CorruptCheckpointError, match="tuples in tuples"):
+        check_pickle(pickled, "it", plain=True)
+
+
+def test_a_memo_that_is_numbered_in_two_ways() -> None:
+    """Places that are said and places that are counted do not mix: nothing is taken for what it is not."""
+    record = b"h\x00)\x81\x94}\x94(ub"
+    said = _RECORD.replace(b"\x940", b"q\x000") + b"\x8c\x01aq\x010"
+    with pytest.raises(CorruptCheckpointError, match="numbers its memo in two ways"):
+        check_pickle(b"\x80\x04" + said + record * 3 + _MORE + b"N.", "it", plain=True)
+
+
+@pytest.mark.parametrize("opcode", [pickle.EMPTY_SET, pickle.MARK], ids=["sets", "marks"])
+def test_containers_of_a_byte_each(opcode: bytes) -> None:
+    """An opcode that makes much more than a byte counts as what it makes."""
+    with pytest.raises(CorruptCheckpointError, match=r"copies itself too often|values in values"):
+        check_pickle(b"\x80\x04" + opcode * 1_000_000 + b"N.", "it", plain=True)
+
+
+def test_a_member_that_torch_finds_by_another_case(tmp_path: Path) -> None:
+    """Torch looks for a member without regard to case: so does the check of what it would read."""
+    path = tmp_path / "model.bin"
+    torch.save({"a": torch.ones(2), "nested": _nested(2_000)}, path)
+    path.write_bytes(path.read_bytes().replace(b"/data.pkl", b"/DATA.PKL"))
+    with pytest.raises(CorruptCheckpointError, match="tuples in tuples"):
+        read_torch_file(path)
+
+
+def _nested(depth: int) -> Any:
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))
+    value: Any = ()
+    for _ in range(depth):
+        value = (value,)
+    return value

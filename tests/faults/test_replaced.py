@@ -6,6 +6,8 @@ import contextlib
 import gc
 import io
 import os
+import re
+import shutil
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +17,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from shardckpt import dist_checkpointing
+from shardckpt import dist_checkpointing, removing
 from shardckpt.cli import main
-from shardckpt.errors import CheckpointReplacedError, IncompleteCheckpointError, StorageError
-from shardckpt.huggingface import dcp_to_torch_state_dict, export_to_huggingface, load_from_huggingface
+from shardckpt.errors import (
+    CannotLoadError,
+    CheckpointReplacedError,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+    StorageError,
+)
+from shardckpt.gate import read_manifest
+from shardckpt.huggingface import dcp_to_torch_state_dict, export, export_to_huggingface, load_from_huggingface
 from shardckpt.huggingface.folder import check_same, read_folder
 from shardckpt.integrity import verify_integrity_manifest
+from shardckpt.manager import steps
 from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins import host
 from shardckpt.storage.directory import open_directory
 from shardckpt.verifying import verify_checkpoint
 from shardckpt_torch_dist import CheckpointStorageReader
@@ -370,3 +381,67 @@ def test_integrity_is_of_one_save(scene: Scene) -> None:
         dist_checkpointing.save(samples.state_dict(version), scene.place / name, overwrite=True, verify_integrity=True)
     scene = Scene(scene.place)
     assert set(at_every_open(scene, verify_integrity_manifest)) == {None}
+
+
+def test_a_removal_spares_a_save_that_came_while_it_wrote(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are taken out of the save that is there at the end; none is lost to one that was there before."""
+    scene.reset()
+    rewrite, overwritten = removing.rewrite_file, []
+
+    def rewrite_while_overwritten(*args: Any) -> None:
+        rewrite(*args)
+        if not overwritten:
+            overwritten.append(scene.replace())
+
+    monkeypatch.setattr(removing, "rewrite_file", rewrite_while_overwritten)
+    report = dist_checkpointing.remove_sharded_tensors(scene.target, "uneven")
+    assert overwritten
+    assert report.keys == ("uneven",)
+    with dist_checkpointing.open_checkpoint(scene.target) as checkpoint:
+        assert "uneven" not in checkpoint
+        assert int(checkpoint["big"].read()[0]) // 1000 == NEW
+        assert checkpoint.common["iteration"] == samples.state_dict(NEW)["iteration"]
+    assert not [result for result in verify_checkpoint(scene.target) if result.fault]
+
+
+def test_an_export_of_two_saves_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where plain DCP writes into the source meanwhile, the error comes before there is a folder."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+
+    def save(value: float) -> None:
+        dcp.save({"w": torch.full((4, 4), value)}, checkpoint_id=str(source), no_dist=True)
+
+    save(1.0)
+    write = export._Export._write
+
+    def write_while_saved(*args: Any) -> None:
+        write(*args)
+        save(2.0)
+
+    monkeypatch.setattr(export._Export, "_write", write_while_saved)
+    with pytest.raises(StorageError, match="source"):
+        export_to_huggingface(source, folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_step_removed_while_it_is_looked_at_is_no_refusal(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that another process purges is not there: a restart takes the one before it."""
+    scene.reset()
+    scene.target.rename(scene.place / "step-1")
+    check = steps._check_files
+
+    def check_what_is_purged(place: Path, manifest: Any) -> None:
+        shutil.rmtree(scene.place / "step-1", ignore_errors=True)
+        check(place, manifest)
+
+    monkeypatch.setattr(steps, "_check_files", check_what_is_purged)
+    found = steps.StepFolder(scene.place, host()).look(1)
+    assert (found.refusal, type(found.error)) == (None, NotACheckpointError)
+
+
+@pytest.mark.parametrize("read", [read_manifest, lambda path, _: verify_checkpoint(path)], ids=["gate", "verify"])
+def test_links_that_lead_nowhere_are_no_checkpoint(tmp_path: Path, read: Callable[..., Any]) -> None:
+    """A marker that is a link to itself is an error of the family, as one that is not there."""
+    (tmp_path / "metadata.json").symlink_to("metadata.json")
+    with pytest.raises(CannotLoadError, match=re.escape("has no metadata.json")):
+        read(tmp_path, host())
