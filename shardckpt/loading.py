@@ -17,6 +17,7 @@ from shardckpt.operation import Operation
 from shardckpt.planning.dtypes import Casts, casts_text, check_dtypes, is_exact
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.replicas import settle_replicas
+from shardckpt.storage.directory import is_read_again
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.template import MISSING, LoadTemplate
@@ -98,6 +99,9 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
             operation.dispatched(strategy)
             reader = CheckpointReader(place, manifest)
         with reader:
+            if is_read_again():  # what is open can be read whatever comes: the next save may be as near as the last
+                with operation.step("opening the files"):
+                    reader.open_files()
             yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
             reader.check_unchanged()
 

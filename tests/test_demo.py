@@ -277,6 +277,7 @@ def test_a_rank_that_dies_ends_the_demo_and_all_ranks(tmp_path: Path) -> None:
     assert _all_end(pids)
 
 
+@pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_end_of_the_demo_is_the_end_of_its_ranks(tmp_path: Path, number: signal.Signals) -> None:

@@ -13,6 +13,7 @@ import stat
 import time
 import weakref
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,6 +42,10 @@ _PAUSES = (*(0.0,) * 16, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 #: Of a directory that is there no longer, on a network file system too.
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+
+
+#: Whether :func:`retry_if_replaced` is in a further attempt.
+_again: ContextVar[bool] = ContextVar("_again", default=False)
 
 
 class RelativePath(_Base):
@@ -233,12 +238,16 @@ def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
     Raises:
         CheckpointReplacedError: it was replaced in every one of the attempts.
     """
-    for pause in _PAUSES:
+    for number, pause in enumerate(_PAUSES):
+        again = _again.set(number > 0)
         try:
             return attempt()
         except CheckpointReplacedError as exc:
             logger.info("%s is read again: %s", path, exc)
+        finally:
+            _again.reset(again)
         time.sleep(pause)
+    again = _again.set(True)
     try:
         return attempt()
     except CheckpointReplacedError as exc:
@@ -246,11 +255,19 @@ def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
             f"{path} is being overwritten: in each of {len(_PAUSES) + 1} attempts to read it, another save replaced it "
             f"meanwhile; load it when that has ended, or save to a directory for each step. The last attempt: {exc}"
         ) from exc
+    finally:
+        _again.reset(again)
+
+
+def is_read_again() -> bool:
+    """Whether a checkpoint is read once more, because it was replaced meanwhile: it may be again soon."""
+    return _again.get()
 
 
 __all__ = [
     "RelativePath",
     "blaming_replacement",
+    "is_read_again",
     "listed_anew",
     "open_directory",
     "real_path",

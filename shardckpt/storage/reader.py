@@ -115,6 +115,12 @@ class CheckpointReader:
             raise replaced_error(self.directory, "nothing tells whether all that was read is of one save")
         self._files.check_unchanged()
 
+    def open_files(self) -> None:
+        """Open all files that the checkpoint names, if they are few: what replaces it then does not matter."""
+        if len(self._records or ()) < OPEN_FILES:
+            for name in self._records or ():
+                self.size(name)
+
     def size(self, name: str) -> int:
         """Bytes of the file."""
         return self._files.get(name).size

@@ -82,6 +82,7 @@ def _with_planners(folder: Path) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_planners_take_any_layout_through_plain_dcp(ranks: RankPool, tmp_path: Path) -> None:
     """dcp.save and dcp.load with our planners: all experts in true order, and any layout loaded in place."""
     assert ranks.run(4, _with_planners, tmp_path) == [120] * 4

@@ -404,6 +404,7 @@ def test_a_removal_spares_a_save_that_came_while_it_wrote(scene: Scene, monkeypa
     assert not [result for result in verify_checkpoint(scene.target) if result.fault]
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
 def test_an_export_of_two_saves_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where plain DCP writes into the source meanwhile, the error comes before there is a folder."""
     source, folder = tmp_path / "source", tmp_path / "folder"

@@ -64,7 +64,10 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "ckpt"))
 
 
-@pytest.mark.parametrize(("verb", "have"), [("save", (1, 0)), ("save", (0, 1)), ("save in the background", (1, 0))])
+@pytest.mark.parametrize(
+    ("verb", "have"),
+    [("save", (1, 0)), ("save", (0, 1)), pytest.param("save in the background", (1, 0), marks=pytest.mark.slow)],
+)
 def test_a_save_by_ranks_of_which_one_lacks_it(tmp_path: Path, verb: str, have: tuple[int, int]) -> None:
     """Where any rank has none, all use CRC-32, and everyone loads and verifies what they save."""
     found = outcomes(f"{verb},load", tmp_path / "ckpt", *have)
