@@ -11,10 +11,12 @@ rank that stops they hear by the group's timeout. Together they find out which i
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import hashlib
 import itertools
 import pickle
+from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 from weakref import ref
@@ -46,6 +48,11 @@ BY_MAIN = 512 << 10
 _BESIDE = 6
 #: Bytes of a settlement.
 SETTLEMENT = 8 * (1 + _BESIDE)
+#: The last collectives, which are never freed. A thread of gloo lets go of one just after it has woken who waits. Were
+#: it the last to have it, it would free its tensors, for which it needs the interpreter: that may be ending by then, and
+#: the process would be aborted ("terminate called without an active exception").
+_last_works: deque[Any] = deque(maxlen=4)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last_works))
 #: Tells the Comms of a process apart.
 _numbers = itertools.count()
 
@@ -437,6 +444,7 @@ class Comm:
 
     def _wait(self, work: Any) -> None:
         """Wait for a collective, and look now and then whether it failed on another rank. Ctrl-C waits, too."""
+        _last_works.append(work)
         failure = None
         while True:
             try:

@@ -99,7 +99,7 @@ def initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> d
 
 def _steps_alone(optimizer: Optimizer) -> bool:
     """Whether a step with some gradients needs neither other ranks nor a closure: torch's own, but for LBFGS."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
