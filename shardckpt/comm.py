@@ -49,8 +49,8 @@ _BESIDE = 6
 #: Bytes of a settlement.
 SETTLEMENT = 8 * (1 + _BESIDE)
 #: The last collectives, which are never freed. A thread of gloo lets go of one just after it has woken who waits. Were
-#: it the last to have it, it would free its tensors, and need the interpreter for that, which may be ending by then: the
-#: process would be aborted ("terminate called without an active exception").
+#: it the last to have it, it would free its tensors, and need the interpreter for that, which may be ending: the
+#: process would be aborted then ("terminate called without an active exception").
 _last_works: deque[Any] = deque(maxlen=4)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last_works))
 #: Tells the Comms of a process apart.
