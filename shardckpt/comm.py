@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
-from shardckpt.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_through, moves_by_gloo, note_use
+from shardckpt.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_done, moves_by_gloo, note_use
 from shardckpt.groups import alive, cpu_group, joined_group, moves
 from shardckpt.raw_memory import packed, view_tensor
 from shardckpt.verdict import Report, verdict
@@ -451,7 +451,7 @@ class Comm:
                 if not self._by_gloo:
                     work.wait()
                     return
-                if is_through(work, LOOK_INTERVAL):
+                if is_done(work, LOOK_INTERVAL):
                     return
                 failure = failure or GroupFailure(self._group)
                 if failure.is_announced():

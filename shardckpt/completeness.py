@@ -1,4 +1,4 @@
-"""Whether a strategy has stored what it was given: each shard of every rank, on whichever rank, however it was cut."""
+"""Whether a strategy stored every shard that it was given, on whichever rank and in whatever pieces."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _Name: TypeAlias = "tuple[str, str]"
 
 
 class GivenShards:
-    """This rank's part of what a strategy was given, without data.
+    """The shards of this rank that a strategy was given, without data.
 
-    Ranks compare sums over their boxes (see :func:`shardckpt.planning.table.fingerprint`), which do not depend on which
-    rank stores a box, nor on how it is cut. Only where the sums differ do boxes travel, to name what is missing; it is
-    that comparison which decides, so that a copy more, or another dtype, is no error.
+    Ranks compare sums over their boxes (see :func:`shardckpt.planning.table.fingerprint`). The sums do not depend on
+    which rank stores a box, nor on the pieces in which it is stored. If they differ, the boxes go to the main rank,
+    which decides and names what is missing: one copy too many, or another dtype, is no error.
 
     Args:
         described: The main replicas among the rank's shards, which a strategy must store.
@@ -49,14 +49,15 @@ class GivenShards:
         self._last: tuple[list[PackedShards], list[int]] = ([], [])
 
     def compare(self, recorded: Sequence[ShardedBase | PackedShards], comm: Comm) -> None:
-        """Compare with what the ranks have recorded; all call it.
+        """Collective: compare them with what the strategy recorded as stored.
 
         Args:
-            recorded: By this rank, of the shards that its files hold.
-            comm: The ranks that save.
+            recorded: The shards that the files of this rank hold.
+            comm: The ranks that save, all of which call.
 
         Raises:
-            PluginError: on every rank, with the first shards that are given and not stored, or the other way round.
+            PluginError: on every rank; it names the first shards that were given and not stored, or stored and not
+                given.
         """
         with comm.task("summing up what was stored"):
             difference = self._difference(recorded)

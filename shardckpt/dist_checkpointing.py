@@ -10,7 +10,7 @@ from shardckpt.comm import Comm
 from shardckpt.entries import StrategyAction
 from shardckpt.errors import CheckpointingException
 from shardckpt.lazy import StoredCheckpoint
-from shardckpt.loading import LoadOptions, load_checkpoint
+from shardckpt.loading import LoadOptions, load_checkpoint, read_checkpoint
 from shardckpt.loading import open_checkpoint as open_stored
 from shardckpt.locations import locate, locate_local
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, Marker
@@ -346,13 +346,8 @@ def _content_metadata(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:
 
 
 def _read(checkpoint_dir: PathLike, options: LoadOptions, read: Callable[[OpenCheckpoint], _T]) -> _T:
-    """What this process alone reads of a checkpoint, of one save."""
-
-    def attempt() -> _T:
-        with _opened(checkpoint_dir, options) as checkpoint:
-            return read(checkpoint)
-
-    return retry_if_replaced(attempt, checkpoint_dir)
+    """What this process alone reads of a checkpoint."""
+    return read_checkpoint(checkpoint_dir, Comm(alone=True), host(), options, read)
 
 
 def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:

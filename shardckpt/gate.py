@@ -27,7 +27,7 @@ from shardckpt.registry import parse_key
 from shardckpt.storage.commit import is_staging, replaced_of, staging_of
 from shardckpt.storage.directory import (
     RelativePath,
-    blaming_replacement,
+    detect_replacement,
     open_directory,
     real_path,
     replaced_error,
@@ -83,7 +83,7 @@ def hold_checkpoint(directory: Path, host: PluginHost, *, moved: bool = False) -
         time.sleep(pause)
         place = open_directory(directory)
     changed = functools.partial(has_changed, place) if isinstance(place, RemotePath) else None
-    with blaming_replacement(place, changed), naming("look at", directory):
+    with detect_replacement(place, changed), naming("look at", directory):
         manifest = _read_manifest(place, host, moved=moved)
     if manifest.record is None and was_replaced(place):  # its files are being removed: what is missing was there
         raise replaced_error(directory, f"it is not known whether {RECORD_NAME} was there")
@@ -101,7 +101,7 @@ def hold_same(directory: Path, manifest: Manifest) -> Path:
         return place
     if _is_set_aside(place):
         raise replaced_error(directory, "nothing is there at this moment")
-    with blaming_replacement(place):
+    with detect_replacement(place):
         is_same = not place.is_dir() or is_of_save(place, manifest.record)
     if not is_same:
         raise replaced_error(

@@ -1,8 +1,9 @@
-"""Which ranks died or stopped when a collective failed: the survivors find out together, and say it in the same words.
+"""After a collective failed: which ranks died or stopped. All survivors find the same ranks, and raise the same text.
 
-They meet in the store of the process group, which a healthy group never touches. A rank on which a collective fails
-writes there that it is alive, and closes its connections, so that those who wait for it hear at once; who waits long
-looks there now and then. Missing is who says nothing: it died if its connections are closed, else it does not answer.
+They use the store of the process group, which a healthy group never touches. A rank on which a collective fails writes
+to the store that it is alive, and closes its connections, so that ranks that wait for it fail at once. A rank that
+waits for long reads the store now and then. A rank that writes nothing is missing: it died if its connections are
+closed; else it does not answer.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ _T = TypeVar("_T")
 
 #: Seconds between two looks at the store by a rank that waits. A collective that is quicker costs none.
 LOOK_INTERVAL = 0.5
-#: Seconds in which the survivors must have said that they are alive: they look that often, and some are slow.
+#: Seconds in which the survivors must have said that they are alive: they look now and then, and gloo closes the
+#: connections of a rank that times out before that rank hears of it.
 _PATIENCE = 1.0
-#: Seconds in which a rank whose connections are closed must have said so: gloo closes those of one that times out.
-_CONFIRMATION = 1.0
 #: Seconds for the others to read the diagnosis.
 _LINGER = 0.4
 #: Seconds for connections of ranks that die together to close.
@@ -62,7 +62,7 @@ class Diagnosis(NamedTuple):
 
 
 class GroupFailure:
-    """A collective of a group that failed, or that may have.
+    """The failure of a collective, or what looks like one: a collective that takes long.
 
     Args:
         group: The process group, which moves CPU tensors.
@@ -88,13 +88,16 @@ class GroupFailure:
         return bool(self._ask(lambda store: store.check(["failed"]) and float(store.get("failed")) >= self._since))
 
     def diagnose(self, error: Exception, phase: str) -> Diagnosis:
-        """Find out together with the other survivors which ranks are missing; it takes less than 2 s.
+        """Collective of the survivors: find out which ranks are missing, in less than 2 s.
 
-        The group's connections are closed afterwards: nothing of a collective that was left arrives any more.
+        It closes the connections of the group, so that nothing of the failed collective arrives later.
 
         Args:
             error: What the collective raised on this rank.
-            phase: What this rank did.
+            phase: What this rank was doing, for the text.
+
+        Returns:
+            What all survivors report.
         """
         begun = time.monotonic()
         timed_out = "timed out" in str(error).lower()
@@ -113,7 +116,7 @@ class GroupFailure:
                 break
             died = [rank for rank in silent if rank in closed]
             known = died and not timed_out
-            patience = _CONFIRMATION if known else _PATIENCE if timed_out else _PATIENCE + 2 * _GRACE
+            patience = _PATIENCE if known or timed_out else _PATIENCE + 2 * _GRACE
             if not silent or time.monotonic() > begun + patience:
                 mute = [] if known else [rank for rank in silent if rank not in closed]
                 found = self._agree(self._describe(died, mute, error, phase))
@@ -125,10 +128,13 @@ class GroupFailure:
         return found
 
     def abandon(self, diagnosis: Diagnosis) -> Diagnosis:
-        """Leave the group because of what happened in another one; its other ranks hear of it when they wait.
+        """Leave the group because another group failed; ranks that wait for this one in the group raise the same.
+
+        Args:
+            diagnosis: Of the group that failed.
 
         Returns:
-            The diagnosis, or that of another rank which was first.
+            It, or the one that another rank has published before.
         """
         ends = time.monotonic() + _PATIENCE + _LINGER
         agreed = self._agree(diagnosis)
@@ -146,7 +152,7 @@ class GroupFailure:
         self._ask(announce)
 
     def _agree(self, diagnosis: Diagnosis) -> Diagnosis:
-        """The diagnosis of whoever was first with it."""
+        """Publish a diagnosis, unless another rank has: the first one counts for all."""
 
         def agree(store: Any) -> Diagnosis | None:
             before = store.get(_DIAGNOSIS).decode() if store.check([_DIAGNOSIS]) else ""
@@ -157,14 +163,14 @@ class GroupFailure:
         return self._ask(agree) or diagnosis
 
     def _agreed(self, store: Any) -> Diagnosis | None:
-        """What the survivors have agreed on, if they have."""
+        """The diagnosis that a survivor has published; None if none has."""
         if not store.check([_DIAGNOSIS]):
             return None
         said, text, missing = json.loads(store.get(_DIAGNOSIS))
         return Diagnosis(text, tuple(missing)) if said >= self._since else None
 
     def _silent(self) -> list[int]:
-        """The ranks that have not said that they are alive."""
+        """The other ranks that have not written that they are alive."""
         since = time.time() - group_timeout(self._group).total_seconds() - _SKEW
 
         def is_silent(rank: int) -> bool:
@@ -175,7 +181,7 @@ class GroupFailure:
         return self._others if found is None else found
 
     def _let_others_read(self, diagnosis: Diagnosis, ends: float) -> None:
-        """Where the store ends with this process, wait until the survivors have read it, as far as they wait for us."""
+        """If this process hosts the store, keep it until the survivors have read the diagnosis, or for a moment."""
         self._ask(lambda store: store.set(f"read/{self._rank}", b"1"))
         readers = [f"read/{rank}" for rank in self._ranks if rank not in diagnosis.missing]
         while self._rank == self._host and time.monotonic() < ends and self._store is not None:
@@ -204,7 +210,7 @@ class GroupFailure:
         return Diagnosis("; ".join(texts), (*died, *mute))
 
     def _describe_without_store(self, closed: list[int], error: Exception, phase: str, *, timed_out: bool) -> Diagnosis:
-        """What this rank can tell alone: the store has gone, too, mostly with the rank that hosts it."""
+        """What this rank can tell without the store, which most often died with the rank that hosts it."""
         if self._host in self._others and (timed_out or self._host in closed):
             suspects = [self._host]
         elif len(self._others) == 1 or not closed:
@@ -267,7 +273,7 @@ class GroupFailure:
 
 
 def note_use(group: Any) -> None:
-    """Note that this process uses a group from now on, if not before."""
+    """Remember when this process first used a group."""
     _first_used.setdefault(group, time.time())
 
 
@@ -276,8 +282,15 @@ def moves_by_gloo(group: Any) -> bool:
     return "cpu:gloo" in str(dist.get_backend_config(group))
 
 
-def is_through(work: Any, seconds: float) -> bool:
-    """Wait so long for a collective of gloo; whether it is through. One that is not goes on.
+def is_done(work: Any, seconds: float) -> bool:
+    """Wait for a collective of gloo; one that is not done by then goes on.
+
+    Args:
+        work: The collective, begun with ``async_op=True``.
+        seconds: How long to wait.
+
+    Returns:
+        Whether it is done.
 
     Raises:
         RuntimeError: it failed.
@@ -300,7 +313,7 @@ def _host_of(store: Any) -> int | None:
 
 
 def _within(seconds: float, function: Callable[[], _T]) -> _T | None:
-    """The function's result; None if it fails, or takes longer: then it is left to itself."""
+    """The function's result, or None if it fails or takes longer; its thread is not waited for then."""
     results: list[_T] = []
 
     def run() -> None:
@@ -313,4 +326,4 @@ def _within(seconds: float, function: Callable[[], _T]) -> _T | None:
     return results[0] if results else None
 
 
-__all__ = ["LOOK_INTERVAL", "Diagnosis", "GroupFailure", "is_through", "moves_by_gloo", "note_use"]
+__all__ = ["LOOK_INTERVAL", "Diagnosis", "GroupFailure", "is_done", "moves_by_gloo", "note_use"]

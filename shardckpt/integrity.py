@@ -15,7 +15,7 @@ from shardckpt.locations import locate, locate_local
 from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
 from shardckpt.planning.balance import deal
 from shardckpt.plugins import host
-from shardckpt.storage.directory import blaming_replacement, replaced_error, retry_if_replaced, was_replaced
+from shardckpt.storage.directory import detect_replacement, replaced_error, retry_if_replaced, was_replaced
 from shardckpt.storage.filesystem import check_file_name, file_size, is_there, naming, sync_directory
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.writer import CheckpointWriter
@@ -234,7 +234,7 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
 
     def attempt() -> None:
         directory, manifest = hold_checkpoint(locate(checkpoint_dir, host()), host())
-        with blaming_replacement(directory):
+        with detect_replacement(directory):
             if not is_there(directory / INTEGRITY_NAME):
                 raise CheckpointingException(
                     f"{directory} has no {INTEGRITY_NAME}: save with verify_integrity=True, or write one for a "

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from shardckpt.errors import PluginError, ShardingError, listed
 from shardckpt.gate import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.integrity import verify_integrity
+from shardckpt.locations import locate
 from shardckpt.mapping import ShardedTensor
 from shardckpt.operation import Operation
 from shardckpt.planning.dtypes import Casts, casts_text, check_dtypes, is_exact
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.replicas import settle_replicas
-from shardckpt.storage.directory import is_read_again
+from shardckpt.storage.directory import is_read_again, retry_if_replaced
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.template import MISSING, LoadTemplate
@@ -25,7 +26,8 @@ from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, stor
 from shardckpt.wrappers import fill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    import os
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from shardckpt.comm import Comm
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from shardckpt.plugins import PluginHost
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,39 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
         with reader:
             if is_read_again():  # what is open can be read whatever comes: the next save may be as near as the last
                 with operation.step("opening the files"):
-                    reader.open_files()
+                    reader.open_files([] if manifest.record is None else [f.name for f in manifest.record.files])
             yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
             reader.check_unchanged()
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str],
+    comm: Comm,
+    host: PluginHost,
+    options: LoadOptions,
+    read: Callable[[OpenCheckpoint], _T],
+) -> _T:
+    """Collective: open a checkpoint and read from it; where another save replaces it meanwhile, open it again.
+
+    Args:
+        path: The checkpoint, or its URL; looked up for each attempt, since links may lead elsewhere by then.
+        comm: The ranks, all of which call.
+        host: The installed plugins.
+        options: How it is opened.
+        read: Called with the open checkpoint in each attempt.
+
+    Returns:
+        What ``read`` returns, all of it from one save.
+
+    Raises:
+        CheckpointReplacedError: other saves replaced it in every attempt.
+    """
+
+    def attempt() -> _T:
+        with open_checkpoint(locate(path, host), comm, host, options) as checkpoint:
+            return read(checkpoint)
+
+    return retry_if_replaced(attempt, path)
 
 
 def load_checkpoint(
@@ -198,4 +232,4 @@ def _delivered(shard: ShardedBase, value: Any) -> Any:
     return shard.data
 
 
-__all__ = ["LoadOptions", "OpenCheckpoint", "load_checkpoint", "open_checkpoint"]
+__all__ = ["LoadOptions", "OpenCheckpoint", "load_checkpoint", "open_checkpoint", "read_checkpoint"]

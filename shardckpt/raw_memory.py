@@ -26,9 +26,9 @@ def view_tensor(tensor: torch.Tensor) -> memoryview:
 
 
 def packed(data: bytes, nbytes: int | None = None) -> torch.Tensor:
-    """The bytes, filled up with zeros, in a tensor that a collective may keep: torch owns its memory.
+    """A copy of the bytes, with zeros behind them, in memory that torch owns.
 
-    A thread of gloo may be the last to let go of a tensor. Were its memory Python's, it would need an interpreter then.
+    A thread of gloo may free a tensor last. To free Python's memory it would need the interpreter, which may be gone.
     """
     tensor = torch.empty(len(data) if nbytes is None else nbytes, dtype=torch.uint8, device="cpu")
     view_tensor(tensor)[: len(data)] = data

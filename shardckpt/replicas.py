@@ -203,8 +203,9 @@ def _mostly_equal(samples: Mapping[_Mark, torch.Tensor], comm: Comm) -> set[_Mar
         bits = [samples[mark].tolist() if mark in samples else [] for mark in batch]
         padded = [value for values in bits for value in (*values, *[None] * (_SAMPLE - len(values)))]
         numbers = [_NOTHING if value is None else value for value in padded]
-        largest = comm.largest(*numbers)
-        smallest = comm.largest(*(_NOTHING if value is None else -value for value in padded))
+        negated = [_NOTHING if value is None else -value for value in padded]
+        found = comm.largest(*numbers, *negated)
+        largest, smallest = found[: len(numbers)], found[len(numbers) :]
         for number, mark in enumerate(batch):
             place = slice(number * _SAMPLE, (number + 1) * _SAMPLE)
             pairs = [pair for pair in zip(largest[place], smallest[place], strict=True) if pair[0] != _NOTHING]

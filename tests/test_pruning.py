@@ -23,11 +23,10 @@ from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, 
 from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
 from shardckpt.migrating import migrate_checkpoint
 from shardckpt.pruning import prune_leftovers, prune_spools
-from shardckpt.storage import commit
 from shardckpt.storage.owner import Owner
 from shardckpt.storage.staging_names import REMOVED, REPLACED, STAGING, new_save_id, stem, temporary_name
 from tests.faults import samples
-from tests.faults.test_overwrite import Interruption, add_foreign, no_exchange
+from tests.faults.test_overwrite import Interruption, add_foreign
 from tests.storage import owners
 
 if TYPE_CHECKING:
@@ -134,20 +133,14 @@ def test_the_save_after_one_that_failed_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, error: type[BaseException], after: bool
 ) -> None:
     """Whatever call of an overwrite fails, the next one in the same process leaves the checkpoint and others' files."""
-    swap = commit.exchange if exchanges else no_exchange
-    rename, sync = os.rename, commit.sync_directory
     left = 0
     for number in range(1, 20):
         target = tmp_path / str(number) / "ckpt"
         _save(target, OLD)
         foreign = add_foreign(target)
         stop = Interruption(error("stop"), number, after)
-        with monkeypatch.context() as patched:
-            patched.setattr("shardckpt.storage.commit.exchange", stop.around("exchange", swap))
-            patched.setattr("shardckpt.storage.commit.sync_directory", stop.around("sync", sync))
-            patched.setattr("os.rename", stop.around("rename", rename))
-            with suppress(error, CheckpointingException):
-                _save(target)
+        with stop.in_overwrites(monkeypatch, target, exchanges=exchanges), suppress(error, CheckpointingException):
+            _save(target)
         if len(stop.calls) < number:
             break
         left += len(_names(target.parent)) > 1

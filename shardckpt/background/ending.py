@@ -1,4 +1,4 @@
-"""The end of a program with several ranks: whether they can still finish together what one of them has left open."""
+"""The end of a program that runs on several ranks: whether they can still finalize a background save together."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a rank that ends waits for the others to end, too; a job in which one fails ends so much later.
+#: Seconds that a rank waits at its end for the other ranks. A job in which one rank fails ends that much later.
 END_TIMEOUT = 20.0
 
 
-def why_not_together(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
-    """Wait until all ranks of a group are at their ends; why they cannot finish together, or ``""`` if they can.
+def meet_at_end(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
+    """Collective: wait until the programs of all ranks end.
 
-    By the store through which the ranks have met, not by a collective: ranks that are not at their ends hear nothing.
+    It uses the store of the process group, not a collective of torch, because a rank that is not at its end would not
+    take part.
 
     Args:
-        name: What is to be finished; the same on all ranks, and used for nothing else.
+        name: What is to be finalized; the same on all ranks, and used for nothing else.
         comm: The ranks.
-        group: The group that it was made of.
+        group: The process group of ``comm``; None for the default one.
+
+    Returns:
+        ``""`` if all ranks are there, and may call collectives; else the reason why they may not.
     """
     store = _store(comm, name, group)
     if store is None:
@@ -50,7 +54,7 @@ def why_not_together(name: str, comm: Comm, group: dist.ProcessGroup | None) -> 
 
 
 def say(text: str, comm: Comm) -> None:
-    """Tell the user: on stderr whatever logging is set to, and by the other ranks as an error in the log."""
+    """Report to the user: the main rank on stderr, however logging is configured; other ranks log an error."""
     if comm.rank == 0 and sys.stderr is not None:
         sys.stderr.write(f"shardckpt: {text}\n")
         sys.stderr.flush()
@@ -75,4 +79,4 @@ def _leave(store: Any, counter: str, world_size: int) -> None:
         logger.debug("the store is gone", exc_info=True)
 
 
-__all__ = ["END_TIMEOUT", "say", "why_not_together"]
+__all__ = ["END_TIMEOUT", "meet_at_end", "say"]

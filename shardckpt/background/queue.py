@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
-from shardckpt.background.ending import say, why_not_together
+from shardckpt.background.ending import meet_at_end, say
 from shardckpt.comm import Comm
 from shardckpt.errors import CheckpointingException
 
@@ -171,7 +171,7 @@ class AsyncCallsQueue:
             return
         lost = ", ".join(call.request.name for call in self._calls)
         first = self._calls[0].request.call_idx  # no path: ranks may have the same place by different names
-        why = why_not_together(f"end/{first}/{len(self._calls)}/{self._scheduled}", self._comm, self._group)
+        why = meet_at_end(f"end/{first}/{len(self._calls)}/{self._scheduled}", self._comm, self._group)
         if not why:
             try:
                 self.close()

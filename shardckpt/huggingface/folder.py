@@ -12,7 +12,7 @@ from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface.header import HEADER_LIMIT, LENGTH_BYTES, FileTensor, header_length, parse_header
 from shardckpt.huggingface.names import SAFETENSORS, file_names, index_name
 from shardckpt.locations import is_remote
-from shardckpt.storage.directory import blaming_replacement, real_path, replaced_error, was_replaced
+from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import (
     check_file_name,
     close_file,
@@ -76,7 +76,7 @@ def read_folder(folder: Path) -> Folder:
         CorruptCheckpointError: a file is missing, cut short, or not what the index says.
         CheckpointReplacedError: it is held open, and an export has replaced it meanwhile.
     """
-    with blaming_replacement(folder):
+    with detect_replacement(folder):
         found = _read_folder(folder)
     if was_replaced(folder):  # without config.json, perhaps, which was there
         raise replaced_error(folder, "it is not known whether all its files were there")
@@ -93,7 +93,7 @@ def check_same(folder: Path, found: Folder) -> None:
     """
     if found.stamp is None or found.directory:  # the cache's files are named by their content
         return
-    with blaming_replacement(folder):
+    with detect_replacement(folder):
         stamp = _stamp(folder, sorted(found.names))
     if stamp is not None and (
         stamp[1] != found.stamp[1] or (stamp[0] != found.stamp[0] and stamp[2] != found.stamp[2])

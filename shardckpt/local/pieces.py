@@ -71,7 +71,7 @@ class Buffers:
 
 
 def _page_aligned(nbytes: int) -> torch.Tensor:
-    """Memory that torch owns, since a thread of gloo may be the last to let go of it, from the start of a page on."""
+    """Memory that begins at a page, and that torch owns: see :func:`shardckpt.raw_memory.packed`."""
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % PAGE
     return memory[start : start + nbytes]

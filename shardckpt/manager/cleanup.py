@@ -60,8 +60,7 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
     comm.agree(save_total_limit=limit, shared_file_system=shared_file_system)
     with comm.phase("removing old checkpoints"):
         if _limit(limit) and _removes(comm, shared_file_system):
-            folders = _folders(training_args)
-            _clean(next((folder for folder in folders if _has_steps(folder)), folders[-1]), folders, limit)
+            _clean(_folders(training_args), limit)
 
 
 def _limit(limit: Any) -> int:
@@ -100,15 +99,16 @@ def _has_steps(folder: str) -> bool:
     return any(family.parse(name) is not None for family in _FAMILIES for name in names)
 
 
-def _clean(folder: str, folders: list[str], limit: int) -> None:
-    """Remove the old checkpoints of a folder, and say what else is left there, and in the others that it may mean."""
+def _clean(folders: list[str], limit: int) -> None:
+    """Remove the old checkpoints of the first folder that has any; say what is left there and in the others."""
+    with_steps = [folder for folder in folders if _has_steps(folder)]
+    folder = with_steps[0] if with_steps else folders[-1]
     for names in _FAMILIES:
         steps = StepFolder(folder, host(), names)
         purge(steps, Retention(keep_latest_k=limit), _tracked(steps.place))
     left = _left(folder, all_directories=folder != folders[-1])
-    elsewhere = folders[folders.index(folder) + 1 :]
-    left |= {place: f"{folder} is the one that is cleaned" for place in elsewhere if _has_steps(place)}
-    if not _has_steps(folder):
+    left |= dict.fromkeys(with_steps[1:], f"{folder} is the one that is cleaned")
+    if not with_steps:
         left[" and ".join(folders)] = "no checkpoint of a step is there: nothing is removed"
     new = {place: why for place, why in left.items() if (place, why) not in _said}
     _said.update(new.items())

@@ -18,7 +18,7 @@ from shardckpt.errors import (
 from shardckpt.gate import choose_reader, hold_checkpoint
 from shardckpt.integrity import named_files
 from shardckpt.locations import locate
-from shardckpt.storage.directory import blaming_replacement, retry_if_replaced
+from shardckpt.storage.directory import detect_replacement, retry_if_replaced
 from shardckpt.storage.filesystem import file_size, naming
 from shardckpt.storage.remote import ListsFolders, RemotePath, attempt
 
@@ -172,7 +172,7 @@ class StepFolder:
             nonlocal manifest
             manifest = None  # what an attempt before has found is gone
             place, manifest = hold_checkpoint(directory, self.host)
-            with blaming_replacement(place):
+            with detect_replacement(place):
                 _check_files(place, manifest)
             return manifest
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import StorageError
 from shardckpt.storage.directory import replaced_error
 from shardckpt.storage.filesystem import exchange, naming, sync_directory, sync_file
+from shardckpt.storage.leftovers import remove_tree
 from shardckpt.storage.owner import claim, release
 from shardckpt.storage.staging_names import (
     REPLACED,
@@ -84,9 +85,9 @@ def discard(staging: Path) -> None:
         gone = staging
     release(staging.name)  # not before: a purge in another thread would take it meanwhile
     try:
-        shutil.rmtree(gone)
-    except OSError as exc:
-        logger.warning("cannot remove %s, which is no longer needed: %s", staging, exc)
+        remove_tree(gone)
+    except StorageError as exc:
+        logger.warning("%s", exc)
 
 
 def is_free(target: Path) -> bool:

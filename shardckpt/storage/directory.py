@@ -36,14 +36,10 @@ _FLAGS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 #: Seconds before each further attempt to read what is being replaced. The first are without: of saves that follow each
 #: other at once the next attempt meets another, or none. The last let a network file system forget what it has cached.
 _PAUSES = (*(0.0,) * 16, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-
-
 #: As pathlib: of a path that leads nowhere, and of one that leads round in a circle.
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 #: Of a directory that is there no longer, on a network file system too.
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-
-
 #: Whether :func:`retry_if_replaced` is in a further attempt.
 _again: ContextVar[bool] = ContextVar("_again", default=False)
 
@@ -199,12 +195,12 @@ def replaced_error(path: Path, why: object) -> CheckpointReplacedError:
 
 
 @contextmanager
-def blaming_replacement(path: Path, replaced: Callable[[], bool] | None = None) -> Iterator[None]:
-    """For an error inside the block: say that the checkpoint was replaced, if that is why.
+def detect_replacement(path: Path, replaced: Callable[[], bool] | None = None) -> Iterator[None]:
+    """Raise CheckpointReplacedError in the place of an error inside the block, if the checkpoint was replaced.
 
     Args:
         path: The checkpoint.
-        replaced: Whether it was; by default, as :func:`was_replaced` says of the path.
+        replaced: Tells whether it was; by default :func:`was_replaced` of the path.
 
     Raises:
         CheckpointReplacedError: it was.
@@ -227,36 +223,39 @@ def _is_so(replaced: Callable[[], bool]) -> bool:
 
 
 def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
-    """What an attempt to read a checkpoint returns; it is begun again where another save replaces that meanwhile.
+    """Call a function that reads a checkpoint, and call it again each time that another save replaced it meanwhile.
 
-    Ranks that read together all call it: they raise the same error, and so all begin again.
+    Collective where ``attempt`` is: all ranks then raise the same error, and so all begin again.
 
     Args:
-        attempt: Opens the checkpoint and reads all that it returns.
+        attempt: Opens the checkpoint, and returns what it has read.
         path: The checkpoint, named in errors.
+
+    Returns:
+        What ``attempt`` returns.
 
     Raises:
         CheckpointReplacedError: it was replaced in every one of the attempts.
     """
-    for number, pause in enumerate(_PAUSES):
-        again = _again.set(number > 0)
+    pauses = iter(_PAUSES)
+    is_again = False
+    while True:
+        before = _again.set(is_again)
         try:
             return attempt()
         except CheckpointReplacedError as exc:
+            pause = next(pauses, None)
+            if pause is None:
+                raise CheckpointReplacedError(
+                    f"{path} is being overwritten: in each of {len(_PAUSES) + 1} attempts to read it, another save "
+                    "replaced it meanwhile; load it when that has ended, or save to a directory for each step. The "
+                    f"last attempt: {exc}"
+                ) from exc
             logger.info("%s is read again: %s", path, exc)
         finally:
-            _again.reset(again)
+            _again.reset(before)
         time.sleep(pause)
-    again = _again.set(True)
-    try:
-        return attempt()
-    except CheckpointReplacedError as exc:
-        raise CheckpointReplacedError(
-            f"{path} is being overwritten: in each of {len(_PAUSES) + 1} attempts to read it, another save replaced it "
-            f"meanwhile; load it when that has ended, or save to a directory for each step. The last attempt: {exc}"
-        ) from exc
-    finally:
-        _again.reset(again)
+        is_again = True
 
 
 def is_read_again() -> bool:
@@ -266,7 +265,7 @@ def is_read_again() -> bool:
 
 __all__ = [
     "RelativePath",
-    "blaming_replacement",
+    "detect_replacement",
     "is_read_again",
     "listed_anew",
     "open_directory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
-from shardckpt.storage.directory import blaming_replacement, listed_anew, real_path, was_replaced
+from shardckpt.storage.directory import detect_replacement, listed_anew, real_path, was_replaced
 from shardckpt.storage.filesystem import close_file, is_there, open_existing, read_file, read_into
 from shardckpt.storage.remote import RemotePath
 
@@ -42,9 +42,9 @@ class OpenedSave:
         record = self._manifest.record
         return (record is not None and not is_of_save(listed_anew(self._place), record)) or has_changed(self._place)
 
-    def blaming(self) -> AbstractContextManager[None]:
-        """For an error inside the block: say that the checkpoint was replaced, if that is why."""
-        return blaming_replacement(real_path(self._place), self.was_replaced)
+    def detect_replacement(self) -> AbstractContextManager[None]:
+        """A context that raises CheckpointReplacedError in the place of an error, if another save is there now."""
+        return detect_replacement(real_path(self._place), self.was_replaced)
 
 
 def has_changed(place: RemotePath) -> bool:

@@ -95,7 +95,8 @@ class OpenFiles:
         directory: Where they are.
         records: What was written, by name; None if that is not known.
         algorithm: Of their digests, if they are to be checked.
-        blaming: Guards the opening of a file, and says why it failed if another save came in between.
+        detect_replacement: A context in which files are opened: it raises CheckpointReplacedError in the place of an
+            error, if another save has replaced the checkpoint.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class OpenFiles:
         directory: Path,
         records: dict[str, FileRecord] | None,
         algorithm: str | None,
-        blaming: Callable[[], AbstractContextManager[None]],
+        detect_replacement: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._directory = directory
         self._records = records
         self._algorithm = algorithm
-        self._blaming = blaming
+        self._detect_replacement = detect_replacement
         #: (size, time of writing) of files of which nothing else says what was written, when they were first opened.
         self._stamps: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -122,7 +123,7 @@ class OpenFiles:
         record = None if self._records is None else self._records.get(name)
         if self._records is not None and record is None:
             raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
-        with self._blaming():
+        with self._detect_replacement():
             file = OpenFile(path, record, self._algorithm)
         if record is None and isinstance(path, RelativePath) and (found := status(file.fd)) is not None:
             self._stamps.setdefault(name, _stamp(found))
@@ -165,7 +166,7 @@ class OpenFiles:
             if file is None:
                 file = self._files[name] = self.opened(name)
             if not file.is_open:
-                with self._blaming():
+                with self._detect_replacement():
                     file.open_again()
             file.users += 1
             self._used(file)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
 from shardckpt.storage.directory import real_path, replaced_error, was_replaced
@@ -23,7 +23,7 @@ from shardckpt.storage.spans import Elements, Span, batches, cut
 from shardckpt.storage.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -78,7 +78,7 @@ class CheckpointReader:
                 raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
         self._has_digests = algorithm is not None
         self._save = OpenedSave(directory, manifest)
-        self._files = OpenFiles(directory, self._records, algorithm, self._save.blaming)
+        self._files = OpenFiles(directory, self._records, algorithm, self._save.detect_replacement)
         self._is_remote = isinstance(directory, RemotePath)
         self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
         self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
@@ -115,11 +115,21 @@ class CheckpointReader:
             raise replaced_error(self.directory, "nothing tells whether all that was read is of one save")
         self._files.check_unchanged()
 
-    def open_files(self) -> None:
-        """Open all files that the checkpoint names, if they are few: what replaces it then does not matter."""
-        if len(self._records or ()) < OPEN_FILES:
-            for name in self._records or ():
+    def open_files(self, names: Collection[str]) -> None:
+        """Open files now, if they are few: what is open can be read whatever replaces the checkpoint then.
+
+        One that cannot be opened is left for whoever reads it to report.
+
+        Raises:
+            CheckpointReplacedError: another save has replaced the checkpoint already.
+        """
+        for name in names if len(names) < OPEN_FILES else ():
+            try:
                 self.size(name)
+            except CheckpointReplacedError:  # noqa: PERF203 - of files, few
+                raise
+            except CheckpointingException:
+                continue
 
     def size(self, name: str) -> int:
         """Bytes of the file."""
@@ -314,7 +324,7 @@ class CheckpointReader:
                         f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
                     )
         except CheckpointingException as exc:
-            with self._save.blaming():
+            with self._save.detect_replacement():
                 raise type(exc)(f"{what}: {exc}") from exc
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,11 @@ class FsspecFolder:
         self._filesystem.invalidate_cache()
         try:
             entries = self._filesystem.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return
+        except FileNotFoundError as exc:
+            if not self._filesystem.exists(self._root):
+                return
+            # A filesystem of directories looks at one entry after the other, and one of them has gone meanwhile.
+            raise OSError(errno.EAGAIN, "the folder changed while it was listed") from exc
         for entry in entries:
             path = entry["name"].rstrip("/") if entry["type"] == "directory" else entry["name"]
             folder, _, name = path.rpartition("/")

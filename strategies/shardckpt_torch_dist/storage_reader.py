@@ -33,7 +33,7 @@ from shardckpt.manifest import Manifest
 from shardckpt.planning.dtypes import refuse_cast
 from shardckpt.storage.directory import open_directory, retry_if_replaced
 from shardckpt.storage.memory import synchronize_devices
-from shardckpt.storage.reader import OPEN_FILES, CheckpointReader
+from shardckpt.storage.reader import CheckpointReader
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.dialects import METADATA_FILE, STEPS, index_of, read_index, save_of
 from shardckpt_torch_dist.guards import brief
@@ -204,22 +204,11 @@ def _opened(path: str, rank: int | None) -> _Opened:
     try:
         with reading(reader, rank or 0, "reading the metadata"):
             opened = _read_metadata(reader, name)
-            if len(opened.stored.files) < OPEN_FILES:
-                _open_files(reader, opened.stored.files)
+            reader.open_files(opened.stored.files)
     except BaseException:
         reader.close()
         raise
     return opened if name == METADATA_FILE else opened._replace(save="")
-
-
-def _open_files(reader: CheckpointReader, names: Iterable[str]) -> None:
-    for name in names:
-        try:
-            reader.size(name)
-        except CheckpointReplacedError:  # noqa: PERF203 - of files, few
-            raise
-        except CheckpointingException:  # reading it, if that is wanted, says so
-            continue
 
 
 def _read_metadata(reader: CheckpointReader, name: str) -> _Opened:

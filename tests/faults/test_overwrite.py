@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from tests.faults.disks import make_read_only, small_disk
 from tests.names import SHARED, data_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.ranks import RankPool
 
@@ -304,6 +305,21 @@ class Interruption:
 
         return counted
 
+    @contextmanager
+    def in_overwrites(self, monkeypatch: pytest.MonkeyPatch, target: Path, *, exchanges: bool) -> Iterator[None]:
+        """Count the calls by which an overwrite of ``target`` replaces it, with or without RENAME_EXCHANGE."""
+        sync = commit.sync_directory
+
+        def sync_named(path: Path) -> None:
+            self.around("sync parent" if path == target.parent else "sync", sync)(path)
+
+        swap = commit.exchange if exchanges else no_exchange
+        with monkeypatch.context() as patched:
+            patched.setattr("shardckpt.storage.commit.exchange", self.around("exchange", swap))
+            patched.setattr("shardckpt.storage.commit.sync_directory", sync_named)
+            patched.setattr("os.rename", self.around("rename", os.rename))
+            yield
+
 
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
@@ -312,21 +328,12 @@ def test_an_overwrite_that_ends_at_any_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, error: type[BaseException], after: bool
 ) -> None:
     """Whatever call of an overwrite fails or is interrupted: the target is whole, and no only copy is removed."""
-    swap = commit.exchange if exchanges else no_exchange
-    rename, sync = os.rename, commit.sync_directory
     ends = 0
     for number in range(1, 20):
         target = tmp_path / str(number) / "ckpt"
         dist_checkpointing.save(samples.state_dict(OLD), target)
         stop = Interruption(error("stop"), number, after)
-
-        def sync_named(path: Path, stop: Interruption = stop, parent: Path = target.parent) -> None:
-            stop.around("sync parent" if path == parent else "sync", sync)(path)
-
-        with monkeypatch.context() as patched:
-            patched.setattr("shardckpt.storage.commit.exchange", stop.around("exchange", swap))
-            patched.setattr("shardckpt.storage.commit.sync_directory", sync_named)
-            patched.setattr("os.rename", stop.around("rename", rename))
+        with stop.in_overwrites(monkeypatch, target, exchanges=exchanges):
             try:
                 overwrite(target)
             except (error, CheckpointingException) as exc:

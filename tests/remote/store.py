@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,9 +97,16 @@ class FaultyFileSystem(AbstractFileSystem):
                 raise FileNotFoundError(path)
             hidden = folder.parent / "hidden"
             without = hidden.read_text() if hidden.exists() else None
-            found = [entry for entry in sorted(folder.iterdir()) if entry.name != without]
-        kinds = {True: "directory", False: "file"}
-        return [{"name": str(e), "size": e.stat().st_size, "type": kinds[e.is_dir()]} for e in found]
+            found = []
+            for entry in sorted(folder.iterdir()):
+                with suppress(FileNotFoundError):  # deleted meanwhile: a store lists in one step
+                    size, kind = entry.stat().st_size, "directory" if entry.is_dir() else "file"
+                    found.append({"name": str(entry), "size": size, "type": kind})
+        return [entry for entry in found if Path(entry["name"]).name != without]
+
+    def exists(self, path: str, **_: Any) -> bool:
+        """Whether there is an object or a folder."""
+        return Path(path).exists()
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """A range of an object."""
@@ -179,6 +187,9 @@ class LoopedFileSystem(AsyncFileSystem):
         if path not in self._listings:
             self._listings[path] = self._local.ls(path, detail)
         return self._listings[path]
+
+    async def _exists(self, path: str, **_: Any) -> bool:
+        return self._local.exists(path)  # type: ignore[no-any-return]
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         return self._local.cat_file(path, start, end)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint
+from fsspec.implementations.local import LocalFileSystem
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
@@ -18,7 +19,9 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Not
 from shardckpt.hookspecs import hookimpl
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import host
+from shardckpt.storage.upload import list_folder
 from shardckpt.verifying import verify_checkpoint
+from shardckpt_fsspec.folder import FsspecFolder
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.names import SHARED, data_file
 from tests.remote import jobs
@@ -72,6 +75,23 @@ def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path) -> No
     with pytest.raises(StorageError, match=r"cannot open looped:.*common\.pt"):
         jobs.check(f"looped://{tmp_path}/c", 5.0)
     assert "fsspecIO" in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_folder_that_changes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a filesystem meets an entry that has gone, the folder is listed again: it is not taken for empty."""
+    (tmp_path / "object").write_bytes(b"12345")
+    errors = iter([FileNotFoundError("another object has gone meanwhile")])
+    listing = LocalFileSystem.ls
+
+    def ls(filesystem: LocalFileSystem, *args: Any, **kwargs: Any) -> Any:
+        for error in errors:
+            raise error
+        return listing(filesystem, *args, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", ls)
+    folder = FsspecFolder(f"local://{tmp_path}", LocalFileSystem(), str(tmp_path))
+    assert list_folder(folder) == {"object": 5}
+    assert list_folder(FsspecFolder("local://absent", LocalFileSystem(), str(tmp_path / "absent"))) == {}
 
 
 def test_folders_are_made_but_no_buckets(tmp_path: Path) -> None:

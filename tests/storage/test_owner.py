@@ -67,18 +67,19 @@ def test_of_other_hosts_nothing_is_known() -> None:
 
 def test_another_container_is_another_host() -> None:
     """A process in a namespace of its own, with this host's name, judges none of this one's, nor the other way."""
+    said, own = _in_a_namespace("--mount-proc", sys.executable, "-c", _INSIDE, Owner.current().text).split()
+    assert said == "None"
+    assert Owner.from_number(int(own, 16)).is_alive() is None
+
+
+def _in_a_namespace(*command: str) -> str:
+    """What a command, behind options of unshare, prints in a namespace of process ids of its own."""
     inside = subprocess.run(
-        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", _INSIDE, Owner.current().text],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        ["unshare", "--pid", "--fork", *command], capture_output=True, text=True, timeout=60, check=False
     )
     if inside.returncode and "unshare" in inside.stderr:
         pytest.skip(f"no namespaces here: {inside.stderr}")
-    said, own = inside.stdout.split()
-    assert said == "None"
-    assert Owner.from_number(int(own, 16)).is_alive() is None
+    return inside.stdout
 
 
 _INSIDE = """
@@ -92,16 +93,7 @@ def test_a_foreign_proc_proves_nothing() -> None:
     """Where /proc shows the ids of another namespace, who has an id may be alive, and is not judged by its start."""
     program = "import os, sys\nfrom shardckpt.storage.owner import Owner\nown = Owner.current()\n"
     program += "print(own._replace(start=own.start + 1).is_alive())"
-    inside = subprocess.run(
-        ["unshare", "--pid", "--fork", sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if inside.returncode and "unshare" in inside.stderr:
-        pytest.skip(f"no namespaces here: {inside.stderr}")
-    assert inside.stdout.strip() == "True"
+    assert _in_a_namespace(sys.executable, "-c", program).strip() == "True"
 
 
 def test_a_hidden_process_is_alive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

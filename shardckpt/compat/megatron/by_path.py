@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 from shardckpt import dist_checkpointing
 from shardckpt.comm import Comm
 from shardckpt.errors import StrategyMismatchError
-from shardckpt.loading import LoadOptions, OpenCheckpoint, load_checkpoint, open_checkpoint
-from shardckpt.locations import locate
+from shardckpt.loading import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
 from shardckpt.manifest import Manifest
 from shardckpt.plugins import host
-from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.strategy import LoadContext
 from shardckpt.validation import StrictHandling
 
@@ -102,11 +100,7 @@ class LoadsByPath:
             )
 
     def _read(self, checkpoint_dir: PathLike, comm: Comm, read: Callable[[OpenCheckpoint], Any]) -> Any:
-        def attempt() -> Any:
-            with open_checkpoint(locate(checkpoint_dir, host()), comm, host(), LoadOptions(self)) as checkpoint:
-                return read(checkpoint)
-
-        return retry_if_replaced(attempt, checkpoint_dir)
+        return read_checkpoint(checkpoint_dir, comm, host(), LoadOptions(self), read)
 
 
 class _WithoutCommon(OpenCheckpoint):
