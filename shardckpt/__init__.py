@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardckpt import dist_checkpointing
     from shardckpt.errors import CheckpointingException
-    from shardckpt.hookspecs import Event, hookimpl
     from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+    from shardckpt.plugins.hookspecs import Event, hookimpl
     from shardckpt.strategy import LoadContext, LoadStrategy, Migration, SaveContext, SaveStrategy
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointingException": "errors",
-    "Event": "hookspecs",
+    "Event": "plugins.hookspecs",
     "LoadContext": "strategy",
     "LoadStrategy": "strategy",
     "LocalNonpersistentObject": "mapping",
@@ -27,7 +27,7 @@ _HOMES = {
     "ShardedTensor": "mapping",
     "ShardedTensorFactory": "mapping",
     "dist_checkpointing": "",
-    "hookimpl": "hookspecs",
+    "hookimpl": "plugins.hookspecs",
 }
 
 

@@ -6,13 +6,14 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.background.saving import request_save
-from shardckpt.comm import Comm
-from shardckpt.entries import StrategyAction
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.lazy import StoredCheckpoint
+from shardckpt.engine.loading import LoadOptions, load_checkpoint, read_checkpoint
+from shardckpt.engine.loading import open_checkpoint as open_stored
+from shardckpt.engine.locations import locate, locate_local
+from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
 from shardckpt.errors import CheckpointingException
-from shardckpt.lazy import StoredCheckpoint
-from shardckpt.loading import LoadOptions, load_checkpoint, read_checkpoint
-from shardckpt.loading import open_checkpoint as open_stored
-from shardckpt.locations import locate, locate_local
+from shardckpt.maintenance.remove import RemovalReport, remove_keys
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, Marker
 from shardckpt.mapping import (
     LocalNonpersistentObject,
@@ -22,12 +23,11 @@ from shardckpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from shardckpt.plugins import host
-from shardckpt.removing import RemovalReport, remove_keys
-from shardckpt.saving import SaveOptions, find_saver, save_checkpoint
+from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.manager import host
 from shardckpt.storage.directory import retry_if_replaced
 from shardckpt.storage.filesystem import is_there, read_file
-from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
+from shardckpt.validation.keys import StrictHandling, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
     import os
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.background.request import AsyncRequest
-    from shardckpt.gate import Accept
-    from shardckpt.loading import OpenCheckpoint
+    from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
+    from shardckpt.plugins.resolver import Accept
     from shardckpt.strategy import LoadStrategy, SaveStrategy
-    from shardckpt.validation import KeyMismatch
+    from shardckpt.validation.keys import KeyMismatch
 
     PathLike = str | os.PathLike[str]
     LoadChoice = str | tuple[str, int] | LoadStrategy | None

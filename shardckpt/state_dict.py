@@ -23,7 +23,7 @@ from shardckpt.mapping import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
 #: Where torch keeps its tensors that are spread over ranks: DTensor, ShardedTensor.
 _SHARDED_BY_TORCH = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
@@ -201,24 +201,11 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     return x1
 
 
-def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """``(sharded tensors, rest)``."""
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
-
-
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
     """``(sharded tensors and factories, rest)``."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory)))
-
-
-def extract_sharded_tensors_or_nonpersistent(
-    sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
-    """``(sharded tensors, factories and local non-persistent objects, rest)``."""
-    kinds = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, kinds))
 
 
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
@@ -229,37 +216,6 @@ def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedS
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
     """``(local non-persistent objects, rest)``."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
-
-
-def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
-    """Prepend ``prefix`` to the key of every sharded leaf, in place."""
-    for value in nested_values(sharded_state_dict):
-        if isinstance(value, ShardedBase):
-            value.key = f"{prefix}{value.key}"
-
-
-def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix of every sharded leaf's key, in place.
-
-    Raises:
-        ValueError: a key does not begin with ``old_prefix``; nothing is changed then.
-    """
-    leaves = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedBase)]
-    for leaf in leaves:
-        if not leaf.key.startswith(old_prefix):
-            raise ValueError(f"cannot replace prefix {old_prefix!r} by {new_prefix!r}: key {leaf.key!r} lacks it")
-    for leaf in leaves:
-        leaf.key = new_prefix + leaf.key[len(old_prefix) :]
-
-
-def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
-    """Replace, in place, the first of the given prefixes that a sharded leaf's key begins with."""
-    for value in nested_values(sharded_state_dict):
-        if isinstance(value, ShardedBase):
-            for old, new in prefix_map.items():
-                if value.key.startswith(old):
-                    value.key = new + value.key[len(old) :]
-                    break
 
 
 def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
@@ -315,21 +271,6 @@ def checked_copy(shard: ShardedBase) -> ShardedBase:
     found: ShardedBase = _copied(shard)
     found.validate_metadata_integrity()
     return found
-
-
-def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, StateDict]:
-    """What a load wants, taken apart: ``(wanted, local values, factories)``; the argument stays.
-
-    Returns:
-        A nest with factories built and local objects left out; the local objects' values; and the factories, with
-        lists as dicts from index to value, as :func:`apply_factory_merges` takes them.
-    """
-    wanted = filter_out_empty_flatten_tensor(sharded_state_dict)
-    factories, _ = extract_matching_values(
-        wanted, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
-    )
-    local, rest = extract_nonpersistent(dict_list_map_outplace(build_copy, wanted))
-    return rest, dict_list_map_outplace(LocalNonpersistentObject.unwrap, local), factories
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
@@ -434,10 +375,8 @@ def _shown(key: tuple[Any, ...]) -> str:
 
 
 __all__ = [
-    "add_prefix_for_sharding",
     "apply_factories",
     "apply_factory_merges",
-    "apply_prefix_mapping",
     "build_copy",
     "checked_copy",
     "dict_list_map_inplace",
@@ -446,17 +385,13 @@ __all__ = [
     "extract_matching_values",
     "extract_nonpersistent",
     "extract_sharded_base",
-    "extract_sharded_tensors",
     "extract_sharded_tensors_and_factories",
-    "extract_sharded_tensors_or_nonpersistent",
     "filter_out_empty_flatten_tensor",
-    "load_preprocess",
     "map_reduce",
     "merge",
     "nested_items",
     "nested_values",
     "of_type",
-    "replace_prefix_for_sharding",
     "split_for_save",
     "take_apart",
 ]

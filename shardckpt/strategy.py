@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.comm import Comm
+    from shardckpt.distributed.comm import Comm
     from shardckpt.errors import CheckpointingException
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict

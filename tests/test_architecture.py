@@ -11,23 +11,16 @@ STRATEGIES = ROOT / "strategies"
 
 #: The house from the cellar to the roof; a room imports from rooms below it, and from itself.
 FLOORS = (
-    ("errors", "torch_private"),
-    ("settings", "wrappers", "collector", "verdict", "groups", "group_failure", "raw_memory"),
-    ("mapping", "manifest"),
-    ("state_dict", "comm", "planning"),
-    ("template", "fit", "storage", "quantized", "optimizer"),
-    ("strategy", "key_mapping"),
-    ("entries",),
-    ("registry",),
-    ("hookspecs",),
-    ("plugins",),
-    ("validation", "locations", "gate", "operation", "adapters", "parallel", "replicas", "completeness"),
-    ("integrity", "recall"),
-    ("pruning",),
-    ("transaction",),
-    ("saving", "loading", "removing", "hosted"),
-    ("background", "lazy", "local", "optimizer_state"),
-    ("dist_checkpointing", "async_save", "migrating", "verifying"),
+    ("errors",),
+    ("settings", "manifest", "tensors"),
+    ("mapping",),
+    ("state_dict", "distributed", "planning"),
+    ("storage", "quantized"),
+    ("strategy",),
+    ("plugins", "validation", "adapters", "parallel"),
+    ("engine",),
+    ("background", "local", "maintenance", "optimizer"),
+    ("dist_checkpointing", "async_save", "optimizer_state"),
     ("huggingface",),
     ("manager",),
     ("integrations",),
@@ -37,24 +30,33 @@ FLOORS = (
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
+#: The rooms inside torch_dist, as above.
+TORCH_DIST_FLOORS = ("archive", "dialects", "plan", "dcp")
+
 #: What a strategy may use of the core.
-PUBLIC_ROOMS = {
-    "mapping",
-    "state_dict",
-    "strategy",
-    "manifest",
-    "planning",
-    "storage",
-    "errors",
-    "comm",
-    "hookspecs",
-    "registry",
-    "wrappers",
-    "parallel",
-    "adapters",
-    "validation",
-    "hosted",
-}
+PUBLIC = tuple(
+    f"shardckpt.{name}."
+    for name in (
+        "mapping",
+        "state_dict",
+        "strategy",
+        "manifest",
+        "planning",
+        "storage",
+        "errors",
+        "distributed.comm",
+        "tensors.copier",
+        "tensors.memory",
+        "tensors.raw_memory",
+        "tensors.wrappers",
+        "plugins.hookspecs",
+        "plugins.registry",
+        "parallel",
+        "adapters",
+        "validation",
+        "engine.externally_coordinated",
+    )
+)
 
 
 def _imports(path: Path) -> set[str]:
@@ -99,7 +101,9 @@ def test_no_file_imports_itself_in_a_circle() -> None:
         for path in _core_files()
     }
     files |= {
-        f"{path.parent.name}.{path.stem}": path for path in STRATEGIES.rglob("*.py") if path.name != "__init__.py"
+        path.relative_to(STRATEGIES).with_suffix("").as_posix().replace("/", "."): path
+        for path in STRATEGIES.rglob("*.py")
+        if path.name != "__init__.py"
     }
     graph = {name: {other for other in _imports(path) if other in files} for name, path in files.items()}
     while leaves := [name for name, needs in graph.items() if not needs]:
@@ -108,6 +112,27 @@ def test_no_file_imports_itself_in_a_circle() -> None:
         for needs in graph.values():
             needs.difference_update(leaves)
     assert not graph, f"circle among {sorted(graph)}"
+
+
+def test_arrows_point_down_in_torch_dist() -> None:
+    """A room inside torch_dist imports from those below it, and never from its strategies."""
+    root = STRATEGIES / "shardckpt_torch_dist"
+    upper = {f"{root.name}.{path.stem}" for path in root.glob("*.py") if path.stem not in ("__init__", "torch_private")}
+    for level, room in enumerate(TORCH_DIST_FLOORS):
+        above = {f"{root.name}.{name}" for name in TORCH_DIST_FLOORS[level + 1 :]}
+        above |= upper if room != "dcp" else set()
+        for path in (root / room).rglob("*.py"):
+            assert not {".".join(name.split(".")[:2]) for name in _imports(path)} & above, path
+    assert {path.name for path in root.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(
+        TORCH_DIST_FLOORS
+    )
+
+
+def test_few_modules_stand_at_the_top() -> None:
+    """At the top of the core stand the faces and the vocabulary, each with a floor; what they need lies in rooms."""
+    modules = {path.stem for path in CORE.glob("*.py")}
+    assert modules <= {room for rooms in FLOORS for room in rooms} | {"__init__"}
+    assert len(modules) <= 12
 
 
 def test_the_core_names_no_strategy() -> None:
@@ -131,7 +156,8 @@ def test_nothing_imports_the_names_of_other_libraries() -> None:
 def test_strategies_use_public_rooms_only() -> None:
     """A built-in strategy takes from the core only what a third party may take."""
     for path in STRATEGIES.rglob("*.py"):
-        assert _rooms(path) <= PUBLIC_ROOMS, path
+        taken = {name for name in _imports(path) if name.startswith("shardckpt.") and name.split(".")[1] in LEVEL}
+        assert not [name for name in taken if not f"{name}.".startswith(PUBLIC)], path
 
 
 def test_only_comm_calls_collectives() -> None:
@@ -139,7 +165,7 @@ def test_only_comm_calls_collectives() -> None:
     for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
         calls = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         used = calls & {"all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "barrier"}
-        assert not used or path == CORE / "comm.py" or path.parent == CORE / "demo", f"{path}: {used}"
+        assert not used or path == CORE / "distributed" / "comm.py" or path.parent == CORE / "demo", f"{path}: {used}"
 
 
 def test_pickles_are_read_in_one_guarded_place() -> None:
@@ -153,7 +179,7 @@ def test_pickles_are_read_in_one_guarded_place() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 name = f"{node.value.id}.{node.attr}"
-                sent = name == "pickle.loads" and path == CORE / "comm.py"
+                sent = name == "pickle.loads" and path == CORE / "distributed" / "comm.py"
                 sent |= name == "torch.load" and path == CORE / "huggingface" / "torch_file.py"
                 assert sent or name not in ("torch.load", "pickle.load", "pickle.loads", "dill.load"), path
                 assert name not in ("pickle.Unpickler", "pickle._Unpickler") or path.name == "unpickle.py", path

@@ -306,7 +306,7 @@ def test_casts_are_logged_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureF
     dc.save({str(n): _tensor(str(n), 1.5) for n in range(9)}, tmp_path / "c")
     for dtype, level in ((torch.bfloat16, "WARNING"), (torch.float64, "INFO"), (torch.float32, None)):
         caplog.clear()
-        with caplog.at_level("INFO", "shardckpt.loading"):
+        with caplog.at_level("INFO", "shardckpt.engine.loading"):
             wanted = {str(n): torch.zeros(3, 2, dtype=dtype) for n in range(9)}
             dc.load({key: ShardedTensor.from_rank_offsets(key, data) for key, data in wanted.items()}, tmp_path / "c")
         lines = [record for record in caplog.records if "cast" in record.getMessage()]

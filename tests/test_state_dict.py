@@ -7,6 +7,12 @@ import pytest
 import torch
 
 from shardckpt import state_dict as sd
+from shardckpt.compat.megatron.dist_checkpointing.utils import (
+    add_prefix_for_sharding,
+    apply_prefix_mapping,
+    extract_sharded_tensors,
+    replace_prefix_for_sharding,
+)
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 
@@ -103,7 +109,7 @@ def test_extractions_by_kind() -> None:
         "n": LocalNonpersistentObject(1),
         "c": 5,
     }
-    assert set(sd.extract_sharded_tensors(nest)[0]) == {"t"}
+    assert set(extract_sharded_tensors(nest)[0]) == {"t"}
     assert set(sd.extract_sharded_tensors_and_factories(nest)[0]) == {"t", "f"}
     assert set(sd.extract_sharded_base(nest)[0]) == {"t", "o", "f"}
     assert set(sd.extract_nonpersistent(nest)[0]) == {"n"}
@@ -113,13 +119,13 @@ def test_extractions_by_kind() -> None:
 def test_prefixes() -> None:
     """Prefixes of keys are added, replaced and mapped; a key without the old prefix is an error and nothing changes."""
     nest = {"a": _tensor("x.a"), "b": [_tensor("y.b")]}
-    sd.add_prefix_for_sharding(nest, "m.")
+    add_prefix_for_sharding(nest, "m.")
     assert [leaf.key for leaf in sd.nested_values(nest)] == ["m.x.a", "m.y.b"]
     with pytest.raises(ValueError, match="lacks"):
-        sd.replace_prefix_for_sharding(nest, "m.x.", "q.")
+        replace_prefix_for_sharding(nest, "m.x.", "q.")
     assert [leaf.key for leaf in sd.nested_values(nest)] == ["m.x.a", "m.y.b"]
-    sd.replace_prefix_for_sharding(nest, "m.", "")
-    sd.apply_prefix_mapping(nest, {"x.": "1.", "y.": "2."})
+    replace_prefix_for_sharding(nest, "m.", "")
+    apply_prefix_mapping(nest, {"x.": "1.", "y.": "2."})
     assert [leaf.key for leaf in sd.nested_values(nest)] == ["1.a", "2.b"]
 
 

@@ -164,7 +164,7 @@ def _strict(path: str, mode: str | bool) -> Any:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardckpt.validation")
+    logger = logging.getLogger("shardckpt.validation.keys")
     logger.addHandler(handler)
     try:
         found = dc.load(wanted, path, strict=mode)

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.comm import BY_MAIN, SETTLEMENT
+from shardckpt.distributed.comm import BY_MAIN, SETTLEMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

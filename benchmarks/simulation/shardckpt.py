@@ -11,9 +11,9 @@ import torch
 from benchmarks.simulation.figures import COLUMNS, ROWS, Figures
 from benchmarks.simulation.replay import Replay
 from shardckpt import dist_checkpointing
-from shardckpt.fit import validate_shards
 from shardckpt.mapping import ShardedTensor
 from shardckpt.strategy import PlanContext
+from shardckpt.validation.sharding import validate_shards
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 
 #: Chunks of a checkpoint that is really saved, at most.

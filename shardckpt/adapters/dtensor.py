@@ -13,7 +13,7 @@ from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
 from shardckpt.planning.placements import Piece, Split, empty_box, local_shape, pieces
-from shardckpt.torch_private import split_factor
+from shardckpt.tensors.torch_private import split_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

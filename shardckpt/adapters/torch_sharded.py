@@ -11,7 +11,7 @@ from shardckpt.adapters.dtensor import sharded_tensor_from_dtensor
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
-from shardckpt.torch_private import is_sharded_tensor
+from shardckpt.tensors.torch_private import is_sharded_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

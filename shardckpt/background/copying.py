@@ -12,7 +12,8 @@ import torch
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage.memory import (
+from shardckpt.storage.workers import Workers
+from shardckpt.tensors.memory import (
     LARGE,
     PAGE,
     has_values_here,
@@ -22,8 +23,7 @@ from shardckpt.storage.memory import (
     plain_cpu,
     synchronize_devices,
 )
-from shardckpt.storage.workers import Workers
-from shardckpt.torch_private import copy_each
+from shardckpt.tensors.torch_private import copy_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -5,32 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt import plugins
 from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
+from shardckpt.engine.locations import open_folder
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.plan_cache import recall
+from shardckpt.engine.saving import check_state, prepare_save
+from shardckpt.engine.transaction import Transaction, Written, as_json
 from shardckpt.errors import CheckpointingException
-from shardckpt.locations import open_folder
-from shardckpt.operation import Operation
-from shardckpt.recall import recall
-from shardckpt.saving import check_state, prepare_save
+from shardckpt.plugins import manager
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.upload import upload_files
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
-from shardckpt.transaction import Transaction, Written, as_json
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from shardckpt.comm import Comm
-    from shardckpt.completeness import GivenShards
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.engine.plan_cache import Remembered
+    from shardckpt.engine.saving import SaveOptions
     from shardckpt.mapping import ShardedBase, ShardedStateDict
-    from shardckpt.plugins import PluginHost
-    from shardckpt.recall import Remembered
-    from shardckpt.saving import SaveOptions
+    from shardckpt.plugins.manager import PluginHost
     from shardckpt.strategy import PreparedSave
+    from shardckpt.validation.completeness import GivenShards
 
 
 class _Job(NamedTuple):
@@ -192,7 +192,7 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
         result = work.write(writer)
         files = writer.recorded_files()
         if job.url:
-            upload_files(open_folder(job.url, plugins.host()), job.staging, [file.name for file in files], job.save_id)
+            upload_files(open_folder(job.url, manager.host()), job.staging, [file.name for file in files], job.save_id)
         shards = [shard if isinstance(shard, PackedShards) else shard.without_data() for shard in writer.shards]
         return _Result(job.save_id, Written(files, writer.sha256), shards, result)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, KeyMismatchError, listed
 
 if TYPE_CHECKING:
-    from shardckpt.integrity import UnfitFile
-    from shardckpt.lazy import StoredCheckpoint, StoredTensor
+    from shardckpt.engine.integrity import UnfitFile
+    from shardckpt.engine.lazy import StoredCheckpoint, StoredTensor
 
 
 def add(verbs: Any) -> None:

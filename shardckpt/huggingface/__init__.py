@@ -6,7 +6,7 @@ from shardckpt.huggingface.export import Exported, export_to_huggingface
 from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.huggingface.shards import get_shard_info, save_state_dict
-from shardckpt.key_mapping import Identity, KeyMapping, Link
+from shardckpt.plugins.key_mapping import Identity, KeyMapping, Link
 
 __all__ = [
     "Exported",

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.loading import LoadOptions, open_checkpoint
+from shardckpt.engine.locations import locate, locate_local
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.pruning import clear_leftovers
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.blocks import BlockWriter
 from shardckpt.huggingface.dtypes import parse_dtype
@@ -19,12 +23,8 @@ from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, i
 from shardckpt.huggingface.planning import Choice, Plan, plan_export
 from shardckpt.huggingface.safetensors_file import SafetensorsFile
 from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
-from shardckpt.loading import LoadOptions, open_checkpoint
-from shardckpt.locations import locate, locate_local
-from shardckpt.operation import Operation
 from shardckpt.planning.balance import deal
-from shardckpt.plugins import host
-from shardckpt.pruning import clear_leftovers
+from shardckpt.plugins.manager import host
 from shardckpt.storage import commit
 from shardckpt.storage.directory import replaced_error, retry_if_replaced
 from shardckpt.storage.filesystem import is_there, naming
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.huggingface.hub_tensor import HubTensor
-    from shardckpt.key_mapping import KeyMapping
-    from shardckpt.loading import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, ShardedTensor
+    from shardckpt.plugins.key_mapping import KeyMapping
 
     PathLike = str | os.PathLike[str]
 

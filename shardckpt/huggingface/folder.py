@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardckpt.engine.locations import is_remote
 from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface.header import HEADER_LIMIT, LENGTH_BYTES, FileTensor, header_length, parse_header
 from shardckpt.huggingface.names import SAFETENSORS, file_names, index_name
-from shardckpt.locations import is_remote
 from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import (
     check_file_name,

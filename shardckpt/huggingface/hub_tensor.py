@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.key_mapping import Link
     from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import Link
 
 
 class Part(NamedTuple):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.load_template import LoadTemplate
+from shardckpt.engine.loading import OpenCheckpoint, load_checkpoint
+from shardckpt.engine.locations import locate
+from shardckpt.engine.operation import Operation
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.huggingface.folder import Folder, check_same, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.loading import OpenCheckpoint, load_checkpoint
-from shardckpt.locations import locate
 from shardckpt.manifest import Manifest
-from shardckpt.operation import Operation
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 from shardckpt.storage.directory import open_directory, retry_if_replaced
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import LoadContext
-from shardckpt.template import LoadTemplate
-from shardckpt.validation import StrictHandling
+from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
     import os
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.key_mapping import KeyMapping
     from shardckpt.mapping import ShardedStateDict
+    from shardckpt.plugins.key_mapping import KeyMapping
 
 _MODES = {True: StrictHandling.RAISE_UNEXPECTED, False: StrictHandling.LOG_UNEXPECTED}
 

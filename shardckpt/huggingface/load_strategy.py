@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMismatchError, ShardingError
 from shardckpt.huggingface.dtypes import is_castable, is_real
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
-from shardckpt.key_mapping import Link, links_of
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning.boxes import Box, intersect, part_view, shard_parts
-from shardckpt.storage.memory import synchronize_devices
+from shardckpt.plugins.key_mapping import Link, links_of
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy
-from shardckpt.wrappers import is_quantized
+from shardckpt.tensors.memory import synchronize_devices
+from shardckpt.tensors.wrappers import is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.huggingface.folder import Folder
-    from shardckpt.key_mapping import KeyMapping
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.planning.boxes import Ints
+    from shardckpt.plugins.key_mapping import KeyMapping
     from shardckpt.storage.reader import CheckpointReader
     from shardckpt.strategy import LoadContext
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.key_mapping import Identity, KeyMapping
-from shardckpt.plugins import host
+from shardckpt.plugins.key_mapping import Identity, KeyMapping
+from shardckpt.plugins.manager import host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,18 +11,18 @@ from shardckpt.huggingface.dtypes import cast_to, refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, Part
 from shardckpt.huggingface.names import SAFETENSORS, file_names
 from shardckpt.huggingface.splitting import split
-from shardckpt.key_mapping import links_of
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.validation import stored_key
+from shardckpt.plugins.key_mapping import links_of
+from shardckpt.validation.keys import stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     import torch
 
-    from shardckpt.key_mapping import KeyMapping
     from shardckpt.mapping import ShardedBase
+    from shardckpt.plugins.key_mapping import KeyMapping
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShardingError
-from shardckpt.key_mapping import Identity, Link
 from shardckpt.planning.boxes import Box
+from shardckpt.plugins.key_mapping import Identity, Link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

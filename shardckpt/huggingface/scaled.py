@@ -14,7 +14,7 @@ import torch
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.huggingface.dtypes import is_real
 from shardckpt.storage.scatter import StoredArray, read_box
-from shardckpt.wrappers import copy_values
+from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

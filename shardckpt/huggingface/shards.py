@@ -15,8 +15,8 @@ from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names, parse_size
 from shardckpt.huggingface.small_file import replacing, write_pickled
 from shardckpt.huggingface.splitting import split
 from shardckpt.huggingface.ties import find_ties
-from shardckpt.storage.memory import plain_cpu, tensor_bytes
 from shardckpt.storage.new_file import NewFile
+from shardckpt.tensors.memory import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     import os

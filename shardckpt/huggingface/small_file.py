@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.locations import check_names
-from shardckpt.pruning import clear_leftovers
+from shardckpt.engine.locations import check_names
+from shardckpt.engine.pruning import clear_leftovers
 from shardckpt.storage.filesystem import naming, open_new, sync_directory, sync_file
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.owner import claim, release

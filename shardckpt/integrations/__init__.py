@@ -1,1 +1,1 @@
-"""Adapters to trainers, a file each that imports its trainer's package: ``shardckpt.integrations.lightning``."""
+"""Adapters to other libraries: a file for each trainer (``shardckpt.integrations.lightning``), and fsspec's stores."""

@@ -10,7 +10,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ig
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
-from shardckpt.manager.fault_tolerance import FaultTolerance
+from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters.leaves import describe_object
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.manager.rng import RandomState

@@ -10,9 +10,9 @@ from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_N
 from shardckpt.storage import commit
 from shardckpt.storage.digest import digest_function
 from shardckpt.storage.filesystem import check_file_name, close_file, open_existing, read_file, read_into
-from shardckpt.storage.memory import LARGE, PAGE
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.staging_names import new_save_id
+from shardckpt.tensors.memory import LARGE, PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path

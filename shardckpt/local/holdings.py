@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel.distribution import (

@@ -6,7 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.locations import locate_local
 from shardckpt.errors import (
     CheckpointingException,
     CommunicationError,
@@ -20,7 +21,6 @@ from shardckpt.local.census import Census
 from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.parts import PartFolder, PartId, SaveId
 from shardckpt.local.tensor_aware import TensorAwareStateDict
-from shardckpt.locations import locate_local
 
 if TYPE_CHECKING:
     import os

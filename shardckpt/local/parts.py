@@ -7,9 +7,9 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
-from shardckpt.gate import read_manifest
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
+from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.filesystem import file_size, naming
 from shardckpt.storage.leftovers import Leftover, remove_free, why_kept
 from shardckpt.storage.removal import clear_tombstones, retire

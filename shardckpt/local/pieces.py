@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.raw_memory import view_tensor
 from shardckpt.storage.digest import Segments
-from shardckpt.storage.memory import PAGE
 from shardckpt.storage.spans import Elements, Span, cut
+from shardckpt.tensors.memory import PAGE
+from shardckpt.tensors.raw_memory import view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Buffers:
 
 
 def _page_aligned(nbytes: int) -> torch.Tensor:
-    """Memory that begins at a page, and that torch owns: see :func:`shardckpt.raw_memory.packed`."""
+    """Memory that begins at a page, and that torch owns: see :func:`shardckpt.tensors.raw_memory.packed`."""
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % PAGE
     return memory[start : start + nbytes]

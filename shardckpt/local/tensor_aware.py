@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.local.holdings import check_exchange, deal_shards, drop_others, fetch_shards, shard_id
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning.dtypes import check_dtypes
 from shardckpt.planning.shapes import check_shapes
-from shardckpt.replicas import settle_replicas
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
-from shardckpt.template import MISSING, LoadTemplate
-from shardckpt.validation import StrictHandling, compare_keys, parse_strict_flag, stored_key, validate_shards
-from shardckpt.wrappers import fill
+from shardckpt.tensors.wrappers import fill
+from shardckpt.validation.keys import StrictHandling, compare_keys, parse_strict_flag, stored_key, validate_shards
+from shardckpt.validation.replicas import settle_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shardckpt.manager.cleanup import cleanup_old_checkpoints
 from shardckpt.manager.config import AsyncMode, CheckpointConfig
-from shardckpt.manager.fault_tolerance import FaultTolerance, ReplicaManager
 from shardckpt.manager.manager import CheckpointManager
 from shardckpt.manager.per_rank import PerRank, Stateful
+from shardckpt.manager.replicas.fault_tolerance import FaultTolerance, ReplicaManager
 
 __all__ = [
     "AsyncMode",

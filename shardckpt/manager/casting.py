@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.huggingface.dtypes import cast_to
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import apply_factories, dict_list_map_outplace
-from shardckpt.wrappers import is_quantized
+from shardckpt.tensors.wrappers import is_quantized
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,8 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.saving import find_saver
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.huggingface import export_to_huggingface
 from shardckpt.huggingface.dtypes import parse_dtype
@@ -20,14 +21,13 @@ from shardckpt.manager.per_rank import PerRank
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.purge import Purger
 from shardckpt.manager.reader import RNG, StepReader
-from shardckpt.manager.replica import Replica
+from shardckpt.manager.replicas.replica import Replica
 from shardckpt.manager.retention import Retention
 from shardckpt.manager.rng import RandomState, own_or_none
 from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
 from shardckpt.manager.writer import StepWriter
-from shardckpt.plugins import host
-from shardckpt.saving import find_saver
+from shardckpt.plugins.manager import host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-    from shardckpt.manager.fault_tolerance import FaultTolerance
+    from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
 
 logger = logging.getLogger(__name__)
 

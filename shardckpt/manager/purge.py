@@ -7,8 +7,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
+from shardckpt.engine.pruning import supersedes, why_kept_beside
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.pruning import supersedes, why_kept_beside
 from shardckpt.storage.leftovers import find_leftovers, remove_free
 from shardckpt.storage.remote import ListsFolders, RemotePath
 from shardckpt.storage.removal import delete_checkpoint, is_half_deleted, retire

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.engine.integrity import named_files
+from shardckpt.engine.locations import locate
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -15,9 +17,7 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
-from shardckpt.gate import choose_reader, hold_checkpoint
-from shardckpt.integrity import named_files
-from shardckpt.locations import locate
+from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
 from shardckpt.storage.directory import detect_replacement, retry_if_replaced
 from shardckpt.storage.filesystem import file_size, naming
 from shardckpt.storage.remote import ListsFolders, RemotePath, attempt
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import Manifest
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins.manager import PluginHost
 
 logger = logging.getLogger(__name__)
 

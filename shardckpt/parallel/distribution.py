@@ -1,16 +1,13 @@
-"""Megatron's names for dealing shards out and exchanging them, for code that does so by itself."""
+"""Megatron's names for dealing shards out, for code that does so by itself."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-import torch
-
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor, is_main_replica
-from shardckpt.parallel.exchange import Transfer, check_algorithm, exchange
 from shardckpt.planning.balance import deal, holders_by_shard
 from shardckpt.state_dict import nested_values
 
@@ -96,88 +93,10 @@ def determine_main_replica_uniform_distribution(
     return ShardDistribution(main_ranks, set(holders), {number: metadata[number] for number in holders}, holders)
 
 
-def distribute_main_replicas_with_precomputed_distribution(
-    sharded_state_dict: ShardedStateDict, group: ProcessGroup | None, distribution: ShardDistribution
-) -> None:
-    """Make the replica ids of the caller's shards say what the distribution says: 0 on the main rank, 1 elsewhere."""
-    rank = Comm(group).rank
-    for shard in nested_values(sharded_state_dict):
-        if isinstance(shard, ShardedTensor):
-            is_main = distribution.main_rank_for_shard.get(sharded_tensor_shard_id(shard)) == rank
-            shard.replica_id = 0 if is_main else 1
-
-
-def exchange_by_distribution(
-    loaded_tensors: Mapping[ShardId, torch.Tensor],
-    unloaded_shards: Mapping[ShardId, ShardedTensor],
-    shard_distribution: ShardDistribution,
-    group: ProcessGroup | None = None,
-    exchange_algo: str = "broadcast",
-) -> dict[ShardId, torch.Tensor]:
-    """What this rank has loaded, and what the others have loaded for it; called on every rank of the group.
-
-    Args:
-        loaded_tensors: What this rank has loaded: the shards of which it is the main rank.
-        unloaded_shards: What it wants besides, into their data; memory is taken on the CPU where there is none.
-        shard_distribution: Who has loaded what; the same on every rank.
-        group: The ranks.
-        exchange_algo: ``"broadcast"``, ``"gather_rounds"`` or ``"gather_object"``.
-    """
-    comm = Comm(group)
-    with comm.phase("preparing the exchange"):
-        check_algorithm(exchange_algo)
-        if exchange_algo == "direct":
-            raise CheckpointingException("exchange_algo 'direct' exchanges nothing: load all shards on every rank")
-        transfers = {number: _transfer(number, shard_distribution) for number in shard_distribution.main_rank_for_shard}
-        tensors = {
-            number: _checked(number, transfer, _party(number, transfer, comm.rank, loaded_tensors, unloaded_shards))
-            for number, transfer in transfers.items()
-            if comm.rank in (transfer.reader, *transfer.consumers)
-        }
-    comm.agree(exchange_algo=exchange_algo)
-    exchange(list(transfers.values()), [tensors.get(number) for number in transfers], comm, exchange_algo)
-    return {**loaded_tensors, **tensors}
-
-
-def _transfer(number: ShardId, distribution: ShardDistribution) -> Transfer:
-    shard, reader = distribution.shard_to_metadata[number], distribution.main_rank_for_shard[number]
-    others = tuple(rank for rank in distribution.all_ranks_for_shard[number] if rank != reader)
-    return Transfer(shard.data_shape, shard.dtype, reader, others)
-
-
-def _party(
-    number: ShardId,
-    transfer: Transfer,
-    rank: int,
-    loaded: Mapping[ShardId, torch.Tensor],
-    unloaded: Mapping[ShardId, ShardedTensor],
-) -> torch.Tensor:
-    """This rank's tensor of a shard: what it has loaded, or what it wants filled."""
-    if rank == transfer.reader:
-        if number not in loaded:
-            raise CheckpointingException(f"shard {number} is not among the loaded tensors of its main rank {rank}")
-        return loaded[number]
-    if number not in unloaded:
-        raise CheckpointingException(f"shard {number} is not among the unloaded shards of rank {rank}, which wants it")
-    shard = unloaded[number]
-    return torch.empty(shard.data_shape, dtype=shard.dtype, device="cpu") if shard.data is None else shard.data.detach()
-
-
-def _checked(number: ShardId, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:
-    if (tuple(tensor.shape), tensor.dtype) != (transfer.shape, transfer.dtype):
-        raise CheckpointingException(
-            f"shard {number} is {tuple(tensor.shape)} {tensor.dtype} here, the distribution says {transfer.shape} "
-            f"{transfer.dtype}"
-        )
-    return tensor
-
-
 __all__ = [
     "ShardDistribution",
     "ShardId",
     "determine_main_replica_uniform_distribution",
-    "distribute_main_replicas_with_precomputed_distribution",
     "distribute_shards_to_ranks",
-    "exchange_by_distribution",
     "sharded_tensor_shard_id",
 ]

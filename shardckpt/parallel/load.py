@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel.exchange import ROUND_BYTES, Transfer, check_algorithm, exchange

@@ -8,7 +8,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel.plan_cache import PlanCache

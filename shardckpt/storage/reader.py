@@ -15,12 +15,12 @@ from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
 from shardckpt.storage.directory import real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
 from shardckpt.storage.identity import OpenedSave
-from shardckpt.storage.memory import unfilled_bytes
 from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
 from shardckpt.storage.read_buffers import ReadBuffers
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.spans import Elements, Span, batches, cut
 from shardckpt.storage.workers import Workers
+from shardckpt.tensors.memory import unfilled_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from shardckpt.planning.boxes import Box, flat_parts, intersect
-from shardckpt.storage.memory import is_plain, tensor_bytes
 from shardckpt.storage.spans import Elements
-from shardckpt.wrappers import copy_values
+from shardckpt.tensors.memory import is_plain, tensor_bytes
+from shardckpt.tensors.wrappers import copy_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

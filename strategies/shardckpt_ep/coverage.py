@@ -9,12 +9,12 @@ from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning.boxes import Box, Ints, intersect
 from shardckpt.planning.coverage import find_hole, find_overlap
 from shardckpt.state_dict import map_reduce
-from shardckpt.validation import validate_shards
+from shardckpt.validation.keys import validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.comm import Comm
+    from shardckpt.distributed.comm import Comm
     from shardckpt.mapping import ShardedBase
     from shardckpt.planning.coverage import Overlap
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.wrappers import is_quantized
+from shardckpt.tensors.wrappers import is_quantized
 from shardckpt_ep.meshes import EP_NAMES, has_dim, local_of
 from shardckpt_ep.names import SECTIONS, ExpertNames, clean
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import ShardingError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-import shardckpt.comm  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.torch_private
+import shardckpt.distributed.comm  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 from shardckpt.errors import CorruptCheckpointError, ShapeMismatchError
 from shardckpt.planning.boxes import Box
 from shardckpt.planning.coverage import find_hole, find_overlap

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.adapters.in_place import InPlaceFactory
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from shardckpt_ep.coverage import check_experts

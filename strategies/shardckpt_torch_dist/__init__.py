@@ -6,18 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardckpt_torch_dist.dcp.storage_reader import CheckpointStorageReader
+    from shardckpt_torch_dist.dcp.storage_writer import CheckpointStorageWriter
     from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-    from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
+    from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
+    from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
     from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
-    from shardckpt_torch_dist.save_planner import ShardedSavePlanner
-    from shardckpt_torch_dist.storage_reader import CheckpointStorageReader
-    from shardckpt_torch_dist.storage_writer import CheckpointStorageWriter
 
 _HOMES = {
-    "CheckpointStorageReader": "storage_reader",
-    "CheckpointStorageWriter": "storage_writer",
-    "ShardedLoadPlanner": "load_planner",
-    "ShardedSavePlanner": "save_planner",
+    "CheckpointStorageReader": "dcp.storage_reader",
+    "CheckpointStorageWriter": "dcp.storage_writer",
+    "ShardedLoadPlanner": "plan.load_planner",
+    "ShardedSavePlanner": "plan.save_planner",
     "TorchDistLoadShardedStrategy": "load",
     "TorchDistSaveShardedStrategy": "save",
 }

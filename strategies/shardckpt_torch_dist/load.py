@@ -9,14 +9,14 @@ from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import ShardedTensor
 from shardckpt.storage.directory import replaced_error
 from shardckpt.strategy import LoadStrategy
-from shardckpt_torch_dist.archive import load_bytes
+from shardckpt_torch_dist.archive.reader import load_bytes
 from shardckpt_torch_dist.check import check_files, list_files
-from shardckpt_torch_dist.dialects import METADATA_FILE, needs_common_file, read_index
-from shardckpt_torch_dist.index_file import INDEX_FILE
-from shardckpt_torch_dist.load_plan import LoadPlan
-from shardckpt_torch_dist.regions import read_object
+from shardckpt_torch_dist.dialects.index_file import INDEX_FILE
+from shardckpt_torch_dist.dialects.metadata import METADATA_FILE, needs_common_file, read_index
+from shardckpt_torch_dist.dialects.stored import COMMON_FILE, StoredIndex
+from shardckpt_torch_dist.plan.load_plan import LoadPlan
+from shardckpt_torch_dist.plan.regions import read_object
 from shardckpt_torch_dist.remove import leave_out
-from shardckpt_torch_dist.stored import COMMON_FILE, StoredIndex
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.hookspecs import hookimpl
+from shardckpt.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from shardckpt.registry import StrategyRegistry
+    from shardckpt.plugins.registry import StrategyRegistry
 
 
 @hookimpl

@@ -23,14 +23,14 @@ from shardckpt.planning.table import Table, integers, spread
 from shardckpt.storage.digest import SMALL_RECORD
 from shardckpt.storage.rewrite import KeptItem
 from shardckpt.strategy import Removal
-from shardckpt_torch_dist.dialects import METADATA_FILE, read_index
-from shardckpt_torch_dist.envelope import ARCHIVE_ALIGN
-from shardckpt_torch_dist.index_file import INDEX_FILE, dump
-from shardckpt_torch_dist.metadata_pickle import encode
-from shardckpt_torch_dist.regions import our_archive
-from shardckpt_torch_dist.stored import COMMON_KEY, Chunks, Item, StoredIndex, object_key
+from shardckpt_torch_dist.archive.unpickle import load_metadata
+from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN
+from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, dump
+from shardckpt_torch_dist.dialects.metadata import METADATA_FILE, read_index
+from shardckpt_torch_dist.dialects.metadata_pickle import encode
+from shardckpt_torch_dist.dialects.stored import COMMON_KEY, Chunks, Item, StoredIndex, object_key
+from shardckpt_torch_dist.plan.regions import our_archive
 from shardckpt_torch_dist.torch_private import StorageInfo
-from shardckpt_torch_dist.unpickle import load_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

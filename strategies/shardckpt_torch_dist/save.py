@@ -10,11 +10,11 @@ from shardckpt.parallel import share_out
 from shardckpt.storage.direct import side_by_side
 from shardckpt.storage.filesystem import check_file_name
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
-from shardckpt_torch_dist.global_plan import LocalPlan, local_plan, merged
-from shardckpt_torch_dist.items import archives_of, local_items, tensors_of
-from shardckpt_torch_dist.pickled import pickled
-from shardckpt_torch_dist.placing import place
-from shardckpt_torch_dist.work import Names
+from shardckpt_torch_dist.archive.pickled import pickled
+from shardckpt_torch_dist.plan.file_layout import place
+from shardckpt_torch_dist.plan.global_plan import LocalPlan, local_plan, merged
+from shardckpt_torch_dist.plan.items import archives_of, local_items, tensors_of
+from shardckpt_torch_dist.plan.write_plan import Names
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.comm import Comm
+    from shardckpt.distributed.comm import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext
-    from shardckpt_torch_dist.items import Source
-    from shardckpt_torch_dist.stored import StoredIndex
-    from shardckpt_torch_dist.work import SaveWork
+    from shardckpt_torch_dist.dialects.stored import StoredIndex
+    from shardckpt_torch_dist.plan.items import Source
+    from shardckpt_torch_dist.plan.write_plan import SaveWork
 
 
 #: Bytes from which on a file of its own is worth it where it is written faster.
@@ -45,7 +45,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         thread_count: Files a rank, filled evenly. By default one; on a file system that is known to write through the
             page cache alone, as many as can be written at a time, of 32 MiB at least.
         cached_metadata: Accepted for Megatron's callers, without effect: saves of the same shards use their plan again
-            without being told (:mod:`shardckpt.recall`).
+            without being told (:mod:`shardckpt.engine.plan_cache`).
         separation_hint: Tensors and objects whose keys begin with it go to files of their own,
             ``<hint>__<rank>_<n>.distcp``, which can be removed as a whole.
     """

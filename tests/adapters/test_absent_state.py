@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
+from shardckpt.engine.load_template import LoadTemplate
 from shardckpt.errors import KeyMismatchError
 from shardckpt.local import TensorAwareStateDict
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from shardckpt.mapping import OptionalEntries, ShardedTensor
-from shardckpt.template import LoadTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,7 +223,7 @@ def test_what_is_absent_is_no_mismatch(tmp_path: Path, strict: str, caplog: pyte
     loaded = Training.made("adamw")
     for name, level in (("c", "INFO"), ("none", "WARNING")):
         caplog.clear()
-        with caplog.at_level("INFO", "shardckpt.loading"):
+        with caplog.at_level("INFO", "shardckpt.engine.loading"):
             _, missing, unexpected = dist_checkpointing.load(loaded.described(), tmp_path / name, strict=strict)
         assert (missing, unexpected) == (set(), set())
         (line,) = [record for record in caplog.records if "left out" in record.getMessage()]

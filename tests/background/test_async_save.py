@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardckpt.verifying import verify_checkpoint
+from shardckpt.maintenance.verify import verify_checkpoint
 from tests.background import jobs
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from shardckpt.errors import (
     StrategyMismatchError,
     UnknownBackendError,
 )
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

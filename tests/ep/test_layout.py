@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from shardckpt.compat.mindspeed import restore_ep_dim
 from shardckpt.errors import ShardingError
 from shardckpt.planning.boxes import Box
 from shardckpt.planning.placements import Piece, Split
 from shardckpt_ep import ExpertLayout, gather_experts_per_rank
-from shardckpt_ep.compat import restore_ep_dim
 from tests.ep.live import from_local, mesh_of
 
 if TYPE_CHECKING:

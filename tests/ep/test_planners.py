@@ -15,10 +15,11 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardckpt.compat import mindspeed as compat
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShardingError, UnsafePickleError
 from shardckpt.planning.boxes import Box
 from shardckpt.planning.placements import Split
-from shardckpt_ep import EPLoadPlanner, EPSavePlanner, ExpertLayout, compat
+from shardckpt_ep import EPLoadPlanner, EPSavePlanner, ExpertLayout
 from shardckpt_ep.read_items import expert_read_items
 from tests.ep.checkpoints import store
 from tests.ep.cycles import load

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import KeyMismatchError, RefusedByPolicyError, ShardingError, StrategyMismatchError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
-from shardckpt.replicas import settle_replicas
 from shardckpt.state_dict import nested_values, split_for_save
+from shardckpt.validation.replicas import settle_replicas
 from shardckpt_ep import (
     EPLoadStrategy,
     EPSaveStrategy,

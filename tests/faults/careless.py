@@ -19,8 +19,8 @@ from shardckpt.manifest import FileRecord
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt.strategy import PreparedSave, SaveStrategy
+from shardckpt_torch_dist.plan.write_plan import SaveWork
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
-from shardckpt_torch_dist.work import SaveWork
 from tests.remote import store  # noqa: F401 - it registers faulty://, in the ranks too
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CommunicationError
 from tests.faults.forks import fork, wait
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing, hookimpl
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 from tests.faults import samples
 from tests.faults.forks import fork, wait
 

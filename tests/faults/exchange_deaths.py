@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
 from tests.faults.forks import fork, wait

@@ -24,9 +24,9 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
-from shardckpt.verifying import verify_checkpoint
-from shardckpt_torch_dist import globals as allow_lists
-from shardckpt_torch_dist.stand_ins import StandIn
+from shardckpt.maintenance.verify import verify_checkpoint
+from shardckpt_torch_dist.archive import globals as allow_lists
+from shardckpt_torch_dist.archive.stubs import StandIn
 from tests.faults import samples
 
 if TYPE_CHECKING:

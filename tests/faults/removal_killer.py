@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt import dist_checkpointing
+from shardckpt.engine.integrity import verify_integrity_manifest
 from shardckpt.errors import CheckpointingException
-from shardckpt.integrity import verify_integrity_manifest
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME
-from shardckpt.verifying import verify_checkpoint
 from tests.faults.killer import Killer, main
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.engine.integrity import verify_integrity_manifest
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
-from shardckpt.gate import read_manifest
-from shardckpt.integrity import verify_integrity_manifest
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
+from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import SaveStrategy
 from tests.faults import careless

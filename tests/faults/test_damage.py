@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.verifying import verify_checkpoint
+from shardckpt.maintenance.verify import verify_checkpoint
 from tests.faults import samples
 from tests.names import COMMON, INDEX, MARKER, METADATA, RECORD, data_file
 

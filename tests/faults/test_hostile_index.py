@@ -10,12 +10,12 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
 from shardckpt.planning.table import Table
 from shardckpt.storage.digest import Segments, digest_function
-from shardckpt.verifying import verify_checkpoint
-from shardckpt_torch_dist.index_file import dump, parse
-from shardckpt_torch_dist.stored import Chunks
+from shardckpt_torch_dist.dialects.index_file import dump, parse
+from shardckpt_torch_dist.dialects.stored import Chunks
 from tests.faults import samples
 from tests.names import INDEX, RECORD, data_file
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardckpt_torch_dist.stored import StoredIndex
+    from shardckpt_torch_dist.dialects.stored import StoredIndex
 
     Lie = Callable[[StoredIndex], StoredIndex]
 

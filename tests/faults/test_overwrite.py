@@ -16,8 +16,8 @@ from torch.distributed import checkpoint as dcp
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.storage import commit
-from shardckpt.verifying import verify_checkpoint
 from tests.faults import samples
 from tests.faults.disks import make_read_only, small_disk
 from tests.names import SHARED, data_file

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing, hookimpl
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 from tests.faults import samples
 from tests.faults.attempts import BAD, Attempt, attempt, save_with
 from tests.faults.disks import small_disk

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
-from shardckpt.integrity import save_integrity_manifest
+from shardckpt.engine.integrity import save_integrity_manifest
 from tests.faults.programs import run_program
 from tests.faults.test_kill import bad
 

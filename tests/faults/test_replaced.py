@@ -17,8 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from shardckpt import dist_checkpointing, removing
+from shardckpt import dist_checkpointing
 from shardckpt.cli import main
+from shardckpt.engine.integrity import verify_integrity_manifest
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointReplacedError,
@@ -26,15 +27,15 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardckpt.gate import read_manifest
 from shardckpt.huggingface import dcp_to_torch_state_dict, export, export_to_huggingface, load_from_huggingface
 from shardckpt.huggingface.folder import check_same, read_folder
-from shardckpt.integrity import verify_integrity_manifest
+from shardckpt.maintenance import remove as removing
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manager import steps
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
+from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.directory import open_directory
-from shardckpt.verifying import verify_checkpoint
 from shardckpt_torch_dist import CheckpointStorageReader
 from tests.faults import samples
 from tests.faults.replacing import (

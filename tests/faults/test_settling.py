@@ -13,7 +13,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt.storage import commit
-from shardckpt_torch_dist.work import SaveWork
+from shardckpt_torch_dist.plan.write_plan import SaveWork
 from tests.faults.attempts import Attempt, attempt
 from tests.faults.test_rank_errors import one_verdict, set_on_rank
 

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
 from shardckpt.storage.digest import CRC32, XXH3
-from shardckpt.verifying import verify_checkpoint
 from tests.faults import samples
 from tests.faults.programs import run_program
 from tests.names import RECORD

@@ -50,7 +50,7 @@ def _load(target: Path, rank: int, world: int) -> None:
 
 
 def _verify(target: Path, _rank: int, _world: int) -> None:
-    from shardckpt.verifying import verify_checkpoint
+    from shardckpt.maintenance.verify import verify_checkpoint
 
     faults = [result.fault for result in verify_checkpoint(target) if result.fault]
     if faults:

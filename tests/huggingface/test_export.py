@@ -193,7 +193,7 @@ def test_ranks_must_mean_the_same_target(ranks: RankPool, tmp_path: Path) -> Non
 KILLED = """
 import os, signal, sys
 from shardckpt import hookimpl
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 from shardckpt.huggingface import export_to_huggingface
 
 class Kills:

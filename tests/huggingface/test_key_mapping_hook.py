@@ -10,10 +10,10 @@ import torch
 
 from shardckpt.cli import main
 from shardckpt.errors import PluginError
-from shardckpt.hookspecs import hookimpl
 from shardckpt.huggingface import Rule, RuleMapping, export_to_huggingface
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.plugins import host
+from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.manager import host
 from tests.huggingface.samples import read, save
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
 from shardckpt.huggingface import Rule, RuleMapping
 from shardckpt.huggingface.models import find_mapping
-from shardckpt.key_mapping import Identity, Link, links_of
 from shardckpt.planning.boxes import Box, intersect
 from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.plugins.key_mapping import Identity, Link, links_of
 
 
 def _cut(mapping: RuleMapping, key: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:

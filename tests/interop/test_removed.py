@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import mapping
-from shardckpt.integrity import verify_integrity_manifest
+from shardckpt.engine.integrity import verify_integrity_manifest
 from tests.interop import here, plain_dcp, sample
 from tests.interop.writers import WRITERS
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, NotACheckpointError
-from shardckpt.gate import read_manifest
 from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, parts, pieces
 from shardckpt.local.carrier import Route, carry
 from shardckpt.local.parts import PartFolder, PartId
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.plugins.resolver import read_manifest
 from tests.names import data_file
 from tests.storage import owners
 

@@ -13,7 +13,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 from tests.remote import store  # noqa: F401 - it registers faulty:// and looped://, in the ranks too
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import pytest
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError
-from shardckpt.gate import read_manifest
 from shardckpt.manager.purge import Purger, purge
 from shardckpt.manager.retention import Retention
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
+from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.commit import create_staging
 from shardckpt.storage.staging_names import REPLACED, new_save_id, temporary_name
 from tests.faults.disks import make_read_only, small_disk

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, StorageError, UnknownBackendError, VersionTooNewError
-from shardckpt.hookspecs import hookimpl
 from shardckpt.manager.steps import StepNames, parse_step, step_name
-from shardckpt.plugins import host
+from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.manager import host
 from shardckpt.storage.commit import create_staging
 from shardckpt.storage.staging_names import new_save_id
 from tests.manager import folders

@@ -8,14 +8,16 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import exchange_by_distribution
+from shardckpt.compat.megatron.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.parallel.distribution import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
-    distribute_main_replicas_with_precomputed_distribution,
     distribute_shards_to_ranks,
-    exchange_by_distribution,
     sharded_tensor_shard_id,
 )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel.exchange import Transfer, check_algorithm, exchange
 

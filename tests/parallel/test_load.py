@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper

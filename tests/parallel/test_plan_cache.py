@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
 from shardckpt.parallel.plan_cache import PlanCache
 
 if TYPE_CHECKING:

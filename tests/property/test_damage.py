@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
-from shardckpt.verifying import verify_checkpoint
+from shardckpt.maintenance.verify import verify_checkpoint
 from tests.property.batches import Batch, batches
 from tests.property.search import drawn, for_all
 from tests.property.states import Wanted, check_region, to_save

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.mapping import ShardedObject
-from shardckpt.verifying import verify_checkpoint
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
 from tests.property.batches import Batch, batches
 from tests.property.layouts import boxes_in

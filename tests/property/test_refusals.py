@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.compat.megatron.dist_checkpointing.validation import validate_sharding_integrity
 from shardckpt.errors import ShardingError
-from shardckpt.validation import validate_sharding_integrity
 from tests.property.breakage import KINDS, Claims, claims
 from tests.property.search import drawn, for_all
 from tests.property.states import whereabouts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.verifying import verify_checkpoint
+from shardckpt.maintenance.verify import verify_checkpoint
 from tests.names import DIGESTED, data_file
 from tests.remote import jobs
 

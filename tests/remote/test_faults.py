@@ -11,12 +11,12 @@ import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
+from shardckpt.engine.locations import open_folder
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, StorageError
-from shardckpt.locations import open_folder
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 from shardckpt.storage.upload import Upload
-from shardckpt.verifying import verify_checkpoint
 from tests.names import SHARED
 from tests.remote import jobs
 

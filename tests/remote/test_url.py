@@ -16,12 +16,12 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, StorageError
-from shardckpt.hookspecs import hookimpl
+from shardckpt.integrations.fsspec.folder import FsspecFolder
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins import host
+from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.manager import host
 from shardckpt.storage.upload import list_folder
-from shardckpt.verifying import verify_checkpoint
-from shardckpt_fsspec.folder import FsspecFolder
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.names import SHARED, data_file
 from tests.remote import jobs

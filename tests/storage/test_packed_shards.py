@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shardckpt.fit import describe_shards
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning.table import Boxes
 from shardckpt.storage.packed_shards import PackedShards
+from shardckpt.validation.sharding import describe_shards
 
 SHAPES = [(4, 6), (), (0, 3), (5,)]
 DTYPES = [torch.float32, torch.int64, torch.bfloat16, torch.float8_e4m3fn]

@@ -18,10 +18,10 @@ from shardckpt.manifest import Manifest
 from shardckpt.storage import reader as reader_module
 from shardckpt.storage import scatter
 from shardckpt.storage.digest import MAX_SEGMENT, Segments
-from shardckpt.storage.memory import tensor_bytes
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.scatter import StoredArray, read_box
 from shardckpt.storage.spans import Elements, cut
+from shardckpt.tensors.memory import tensor_bytes
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from shardckpt.errors import StorageError
 from shardckpt.storage import buffers, filesystem, new_file, stream
 from shardckpt.storage.digest import SMALL_RECORD, Segments, digest_function, preferred
 from shardckpt.storage.direct import bypasses_cache
-from shardckpt.storage.memory import PAGE
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.tensors.memory import PAGE
 from tests.faults.disks import small_disk
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from shardckpt.planning.boxes import Box
-from shardckpt_torch_dist.stored import Chunk, Item, StoredIndex, StoredTensor, columns_of
+from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor, columns_of
 from tests.property.tensors import DTYPES
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import UnsafePickleError
 from shardckpt.mapping import ShardedObject
-from shardckpt_torch_dist.archive import load_bytes
+from shardckpt_torch_dist.archive.reader import load_bytes
 from tests.faults.hostile import MARK, archive, build_on, call, named
 
 if TYPE_CHECKING:

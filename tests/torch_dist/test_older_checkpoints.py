@@ -17,8 +17,8 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing as dc
 from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord, Record
-from shardckpt.verifying import verify_checkpoint
 from tests.faults import samples
 from tests.names import COMMON, INDEX, METADATA, RECORD, data_file
 

@@ -17,7 +17,7 @@ from shardckpt import adapters
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping import ShardedTensor
-from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
+from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
 from tests.names import data_file
 from tests.torch_dist.te_stand_in import (
     ClosedStandIn,

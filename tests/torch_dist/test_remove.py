@@ -13,16 +13,16 @@ from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME, Record
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
-from shardckpt_torch_dist.index_file import INDEX_FILE, dump, parse
+from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, dump, parse
 from shardckpt_torch_dist.remove import without
 from tests.property.search import drawn, for_all
+from tests.torch_dist.dialects.test_metadata_pickle import stock
 from tests.torch_dist.indexes import INDEXES, content
-from tests.torch_dist.test_metadata_pickle import stock
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt_torch_dist.stored import StoredIndex
+    from shardckpt_torch_dist.dialects.stored import StoredIndex
 
 
 def save(directory: Path) -> None:

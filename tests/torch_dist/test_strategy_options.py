@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.engine.plan_cache import recall
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.recall import recall
 from shardckpt.storage.direct import bypasses_cache
 from shardckpt.storage.new_file import NewFile
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
-from tests.recall.saves import Plans
+from tests.engine.plan_cache.saves import Plans
 
 if TYPE_CHECKING:
     from pathlib import Path

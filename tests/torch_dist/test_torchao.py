@@ -13,7 +13,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.quantized import native_factory
-from shardckpt_torch_dist.load_planner import ShardedLoadPlanner
+from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable

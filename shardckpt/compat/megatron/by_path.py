@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
 from shardckpt.errors import StrategyMismatchError
-from shardckpt.loading import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
 from shardckpt.manifest import Manifest
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 from shardckpt.strategy import LoadContext
-from shardckpt.validation import StrictHandling
+from shardckpt.validation.keys import StrictHandling
 
 if TYPE_CHECKING:
     import os

@@ -5,11 +5,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from shardckpt import dist_checkpointing, entries
+from shardckpt import dist_checkpointing
 from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
 from shardckpt.compat.megatron.torch_dist import BY_PATH
 from shardckpt.errors import CheckpointingException, UnknownBackendError
-from shardckpt.plugins import host
+from shardckpt.plugins import entries
+from shardckpt.plugins.manager import host
 from shardckpt.strategy import LoadStrategy
 
 

@@ -6,12 +6,12 @@ import os
 from dataclasses import asdict, dataclass
 
 from shardckpt.dist_checkpointing import check_is_distributed_checkpoint
+from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import CheckpointingException
-from shardckpt.gate import parse_file
-from shardckpt.locations import locate, locate_local
 from shardckpt.manifest import MARKER_LIMIT, Marker
 from shardckpt.manifest import MARKER_NAME as CONFIG_FNAME
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
+from shardckpt.plugins.resolver import parse_file
 from shardckpt.storage.filesystem import naming, sync_directory
 from shardckpt.storage.writer import CheckpointWriter
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.comm import Comm
+import torch
+
+from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
+from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import distribution
-from shardckpt.parallel.distribution import ShardDistribution, distribute_shards_to_ranks
-from shardckpt.wrappers import is_quantized as is_float8tensor
+from shardckpt.parallel.distribution import ShardDistribution, ShardId, distribute_shards_to_ranks
+from shardckpt.parallel.exchange import Transfer, check_algorithm, exchange
+from shardckpt.tensors.wrappers import is_quantized as is_float8tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping import ShardedStateDict, ShardedTensor
@@ -42,10 +45,62 @@ def exchange_by_distribution(
     parallelization_group: ProcessGroup | None = None,
     exchange_algo: str = "broadcast",
 ) -> dict[ShardId, torch.Tensor]:
-    """As ours, by Megatron's argument names."""
-    return distribution.exchange_by_distribution(
-        loaded_tensors, unloaded_shards, shard_distribution, parallelization_group, exchange_algo
-    )
+    """What this rank has loaded, and what the others have loaded for it; called on every rank of the group.
+
+    Args:
+        loaded_tensors: What this rank has loaded: the shards of which it is the main rank.
+        unloaded_shards: What it wants besides, into their data; memory is taken on the CPU where there is none.
+        shard_distribution: Who has loaded what; the same on every rank.
+        parallelization_group: The ranks.
+        exchange_algo: ``"broadcast"``, ``"gather_rounds"`` or ``"gather_object"``.
+    """
+    comm = Comm(parallelization_group)
+    with comm.phase("preparing the exchange"):
+        check_algorithm(exchange_algo)
+        if exchange_algo == "direct":
+            raise CheckpointingException("exchange_algo 'direct' exchanges nothing: load all shards on every rank")
+        transfers = {number: _transfer(number, shard_distribution) for number in shard_distribution.main_rank_for_shard}
+        tensors = {
+            number: _checked(number, transfer, _party(number, transfer, comm.rank, loaded_tensors, unloaded_shards))
+            for number, transfer in transfers.items()
+            if comm.rank in (transfer.reader, *transfer.consumers)
+        }
+    comm.agree(exchange_algo=exchange_algo)
+    exchange(list(transfers.values()), [tensors.get(number) for number in transfers], comm, exchange_algo)
+    return {**loaded_tensors, **tensors}
+
+
+def _transfer(number: ShardId, distribution: ShardDistribution) -> Transfer:
+    shard, reader = distribution.shard_to_metadata[number], distribution.main_rank_for_shard[number]
+    others = tuple(rank for rank in distribution.all_ranks_for_shard[number] if rank != reader)
+    return Transfer(shard.data_shape, shard.dtype, reader, others)
+
+
+def _party(
+    number: ShardId,
+    transfer: Transfer,
+    rank: int,
+    loaded: Mapping[ShardId, torch.Tensor],
+    unloaded: Mapping[ShardId, ShardedTensor],
+) -> torch.Tensor:
+    """This rank's tensor of a shard: what it has loaded, or what it wants filled."""
+    if rank == transfer.reader:
+        if number not in loaded:
+            raise CheckpointingException(f"shard {number} is not among the loaded tensors of its main rank {rank}")
+        return loaded[number]
+    if number not in unloaded:
+        raise CheckpointingException(f"shard {number} is not among the unloaded shards of rank {rank}, which wants it")
+    shard = unloaded[number]
+    return torch.empty(shard.data_shape, dtype=shard.dtype, device="cpu") if shard.data is None else shard.data.detach()
+
+
+def _checked(number: ShardId, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:
+    if (tuple(tensor.shape), tensor.dtype) != (transfer.shape, transfer.dtype):
+        raise CheckpointingException(
+            f"shard {number} is {tuple(tensor.shape)} {tensor.dtype} here, the distribution says {transfer.shape} "
+            f"{transfer.dtype}"
+        )
+    return tensor
 
 
 exchange_loaded_tensors_broadcast = partial(exchange_by_distribution, exchange_algo="broadcast")

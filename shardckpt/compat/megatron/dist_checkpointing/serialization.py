@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt import dist_checkpointing
-from shardckpt.comm import Comm
 from shardckpt.compat.megatron.by_path import LoadsByPath
 from shardckpt.compat.megatron.defaults import StrategyAction, callable_with_path, get_default_strategy
 from shardckpt.compat.megatron.dist_checkpointing.utils import _clean_metadata_for_serialization
@@ -18,10 +17,11 @@ from shardckpt.dist_checkpointing import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.locations import locate
 from shardckpt.errors import CheckpointingException
-from shardckpt.locations import locate
 from shardckpt.mapping import ShardedBase
-from shardckpt.plugins import host
+from shardckpt.plugins.manager import host
 from shardckpt.storage import commit
 
 if TYPE_CHECKING:

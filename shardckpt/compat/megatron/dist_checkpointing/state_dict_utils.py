@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.comm import Comm
+from shardckpt.distributed.comm import Comm
+from shardckpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensorFactory, StateDict
 from shardckpt.state_dict import (
+    build_copy,
+    dict_list_map_outplace,
+    extract_matching_values,
+    extract_nonpersistent,
     filter_out_empty_flatten_tensor,
-    load_preprocess,
     nested_values,
     split_for_save,
 )
-from shardckpt.validation import compare_common, validate_shards
+from shardckpt.validation.keys import compare_common, validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +42,21 @@ def save_preprocess(
         validate_shards(list(nested_values(sharded)), comm)
         compare_common(common, preprocess_common_before_consistancy_check, comm)
     return sharded, common
+
+
+def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, StateDict]:
+    """What a load wants, taken apart: ``(wanted, local values, factories)``; the argument stays.
+
+    Returns:
+        A nest with factories built and local objects left out; the local objects' values; and the factories, with
+        lists as dicts from index to value, as :func:`apply_factory_merges` takes them.
+    """
+    wanted = filter_out_empty_flatten_tensor(sharded_state_dict)
+    factories, _ = extract_matching_values(
+        wanted, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    local, rest = extract_nonpersistent(dict_list_map_outplace(build_copy, wanted))
+    return rest, dict_list_map_outplace(LocalNonpersistentObject.unwrap, local), factories
 
 
 __all__ = ["filter_out_empty_flatten_tensor", "load_preprocess", "save_preprocess"]

@@ -8,18 +8,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+)
 from shardckpt.parallel.distribution import ShardId as _ShardId
 from shardckpt.parallel.distribution import sharded_tensor_shard_id as _sharded_tensor_shard_id
 from shardckpt.quantized import force_all_tensors_to_non_fp8
 from shardckpt.state_dict import (
-    add_prefix_for_sharding,
-    apply_prefix_mapping,
+    extract_matching_values,
     extract_nonpersistent,
     extract_sharded_base,
-    extract_sharded_tensors,
     extract_sharded_tensors_and_factories,
-    extract_sharded_tensors_or_nonpersistent,
-    replace_prefix_for_sharding,
+    nested_values,
 )
 
 if TYPE_CHECKING:
@@ -82,6 +87,50 @@ def debug_msg(msg: str) -> None:
     """Log a message for debugging, with the names of the blocks around."""
     names, logger = _stack.get()
     logger.debug("%s %s", ".".join(names), msg)
+
+
+def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """``(sharded tensors, rest)``."""
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
+
+
+def extract_sharded_tensors_or_nonpersistent(
+    sharded_state_dict: ShardedStateDict,
+) -> tuple[ShardedStateDict, StateDict]:
+    """``(sharded tensors, factories and local non-persistent objects, rest)``."""
+    kinds = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, kinds))
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Prepend ``prefix`` to the key of every sharded leaf, in place."""
+    for value in nested_values(sharded_state_dict):
+        if isinstance(value, ShardedBase):
+            value.key = f"{prefix}{value.key}"
+
+
+def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
+    """Replace the prefix of every sharded leaf's key, in place.
+
+    Raises:
+        ValueError: a key does not begin with ``old_prefix``; nothing is changed then.
+    """
+    leaves = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedBase)]
+    for leaf in leaves:
+        if not leaf.key.startswith(old_prefix):
+            raise ValueError(f"cannot replace prefix {old_prefix!r} by {new_prefix!r}: key {leaf.key!r} lacks it")
+    for leaf in leaves:
+        leaf.key = new_prefix + leaf.key[len(old_prefix) :]
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
+    """Replace, in place, the first of the given prefixes that a sharded leaf's key begins with."""
+    for value in nested_values(sharded_state_dict):
+        if isinstance(value, ShardedBase):
+            for old, new in prefix_map.items():
+                if value.key.startswith(old):
+                    value.key = new + value.key[len(old) :]
+                    break
 
 
 __all__ = [

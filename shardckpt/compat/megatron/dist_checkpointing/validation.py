@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.compat.megatron.defaults import StrategyAction, callable_with_path, get_default_strategy
@@ -10,23 +11,35 @@ from shardckpt.compat.megatron.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
 )
 from shardckpt.compat.megatron.refusals import refusing
-from shardckpt.gate import read_manifest
-from shardckpt.integrity import save_integrity_manifest, verify_integrity_manifest
-from shardckpt.locations import locate
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.integrity import save_integrity_manifest, verify_integrity_manifest
+from shardckpt.engine.locations import locate
+from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.manifest import INTEGRITY_NAME as INTEGRITY_FNAME
-from shardckpt.plugins import host
-from shardckpt.validation import (
+from shardckpt.mapping import ShardedBase
+from shardckpt.plugins.manager import host
+from shardckpt.plugins.resolver import read_manifest
+from shardckpt.state_dict import extract_matching_values, nested_values
+from shardckpt.validation.keys import (
+    KeyMismatch,
     StrictHandling,
-    adjust_non_strict_load,
-    determine_global_metadata,
-    maybe_report_missing_and_unexpected_keys,
+    compare_common,
+    compare_keys,
+    mismatch_text,
     parse_strict_flag,
-    validate_integrity_and_strict_load,
-    validate_sharding_integrity,
+    stored_key,
 )
+from shardckpt.validation.sharding import refuse_misfits
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from shardckpt.mapping import CommonStateDict, ShardedStateDict
+
+logger = logging.getLogger(__name__)
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {"validate_sharded_objects_handling": "every strategy here stores objects: leave the call out"}
@@ -58,6 +71,107 @@ def verify_checkpoint_and_load_strategy(
     strategy.check_backend_compatibility(manifest.backend)
     strategy.check_version_compatibility(manifest.version)
     return strategy, strategy
+
+
+def determine_global_metadata(
+    sharded_state_dict: ShardedStateDict, process_group: ProcessGroup | None = None
+) -> tuple[list[ShardedBase], list[list[ShardedBase]]]:
+    """This rank's shards without data, and those of all ranks, by rank.
+
+    Args:
+        sharded_state_dict: A nest of ShardedTensors and ShardedObjects; other leaves are left out.
+        process_group: The ranks; by default all.
+    """
+    comm = Comm(process_group)
+    with comm.task("describing shards"):
+        mine = [leaf.without_data() for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)]
+    return mine, comm.all_gather(mine)
+
+
+def validate_sharding_integrity(
+    global_metadata: Sequence[Sequence[ShardedBase]], common_state_dict: CommonStateDict | None = None
+) -> None:
+    """Check, by :func:`determine_global_metadata`'s second result, what :func:`validate_shards` checks.
+
+    Args:
+        global_metadata: The shards of all ranks, by rank.
+        common_state_dict: Where given, all ranks of the default group compare theirs, and warn of differences.
+
+    Raises:
+        ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
+    """
+    comm = Comm()
+    with comm.phase("checking the shards of all ranks"):
+        refuse_misfits(global_metadata)
+    if common_state_dict is not None:
+        compare_common(common_state_dict, None, comm)
+
+
+def validate_integrity_and_strict_load(
+    sharded_state_dict: ShardedStateDict,
+    strict: StrictHandling,
+    validate_access_integrity: bool,
+    local_metadata: Sequence[ShardedBase] | None = None,
+    global_metadata: Sequence[Sequence[ShardedBase]] | None = None,
+    ckpt_sharded_metadata: Mapping[str, ShardedBase] | None = None,
+) -> tuple[ShardedStateDict, set[str], set[str]]:
+    """Apply a strictness mode to wanted shards; all ranks of the default group call it.
+
+    Args:
+        sharded_state_dict: A nest of the wanted shards.
+        strict: What to do about keys that do not match.
+        validate_access_integrity: Whether to check that all ranks' shards fit together too.
+        local_metadata: This rank's shards, where they are listed already.
+        global_metadata: All ranks' shards, by rank; needed for that check.
+        ckpt_sharded_metadata: What is stored; needed for every mode but ``assume_ok_unexpected``.
+
+    Returns:
+        The wanted shards that are stored, and the missing and unexpected keys in Megatron's words.
+
+    Raises:
+        KeyMismatchError: some rank's keys do not match and the mode forbids it.
+    """
+    mismatch = KeyMismatch(frozenset(), frozenset())
+    if strict is not StrictHandling.ASSUME_OK_UNEXPECTED:
+        if ckpt_sharded_metadata is None:
+            raise CheckpointingException(f"strict={strict.value!r} needs ckpt_sharded_metadata")
+        wanted = list(nested_values(sharded_state_dict) if local_metadata is None else local_metadata)
+        mismatch = compare_keys(wanted, map(stored_key, ckpt_sharded_metadata.values()), strict, Comm())
+    if validate_access_integrity:
+        if global_metadata is None:
+            raise CheckpointingException("validate_access_integrity=True needs global_metadata")
+        validate_sharding_integrity(global_metadata)
+    kept = adjust_non_strict_load(sharded_state_dict, mismatch.unexpected)
+    if strict is StrictHandling.IGNORE_ALL:
+        return kept, set(), set()
+    return kept, set(mismatch.missing), set(mismatch.unexpected)
+
+
+def adjust_non_strict_load(
+    sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: Collection[str]
+) -> ShardedStateDict:
+    """The nest without the shards of the given keys (an object's plain key, or its unique one); the argument stays."""
+    removed = frozenset(sharded_keys_to_remove)
+    _, kept = extract_matching_values(
+        sharded_state_dict, lambda leaf: isinstance(leaf, ShardedBase) and not removed.isdisjoint(_names(leaf))
+    )
+    return kept  # type: ignore[no-any-return]
+
+
+def _names(shard: ShardedBase) -> tuple[str, str]:
+    return shard.key, stored_key(shard)
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: Collection[str], unexpected_keys: Collection[str], raise_error: bool = True
+) -> None:
+    """Raise, or else log, if there are keys that do not match (in Megatron's words)."""
+    if not missing_keys and not unexpected_keys:
+        return
+    text = mismatch_text(frozenset(missing_keys), frozenset(unexpected_keys))
+    if raise_error:
+        raise KeyMismatchError(text)
+    logger.warning("%s", text)
 
 
 __all__ = [

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.storage.memory import plain_cpu
+from shardckpt.tensors.memory import plain_cpu
 
 if TYPE_CHECKING:
     from shardckpt.storage.reader import CheckpointReader

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import hookimpl
 
 if TYPE_CHECKING:
-    from shardckpt.registry import StrategyRegistry
+    from shardckpt.plugins.registry import StrategyRegistry
 
 
 @hookimpl

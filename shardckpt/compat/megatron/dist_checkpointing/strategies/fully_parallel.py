@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from shardckpt.distributed.comm import Comm
+from shardckpt.mapping import ShardedTensor
+from shardckpt.parallel.distribution import ShardDistribution, sharded_tensor_shard_id
+from shardckpt.state_dict import nested_values
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from shardckpt.mapping import ShardedStateDict
+
 from typing import Any
 
 from shardckpt import parallel
 from shardckpt.compat.megatron.abcs import AsyncSaveShardedStrategy, LoadShardedStrategy
 from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
 from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import refuse_group_cache
-from shardckpt.parallel.distribution import distribute_main_replicas_with_precomputed_distribution
 
 
 class FullyParallelSaveStrategyWrapper(
@@ -31,6 +42,17 @@ class FullyParallelLoadStrategyWrapper(LoadsByPath, parallel.FullyParallelLoadSt
     ) -> None:
         refuse_group_cache(pg_cache_path, pg_cache_create)
         super().__init__(*args, **kwargs)
+
+
+def distribute_main_replicas_with_precomputed_distribution(
+    sharded_state_dict: ShardedStateDict, group: ProcessGroup | None, distribution: ShardDistribution
+) -> None:
+    """Make the replica ids of the caller's shards say what the distribution says: 0 on the main rank, 1 elsewhere."""
+    rank = Comm(group).rank
+    for shard in nested_values(sharded_state_dict):
+        if isinstance(shard, ShardedTensor):
+            is_main = distribution.main_rank_for_shard.get(sharded_tensor_shard_id(shard)) == rank
+            shard.replica_id = 0 if is_main else 1
 
 
 __all__ = [

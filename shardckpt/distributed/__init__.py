@@ -1,0 +1,1 @@
+"""Ranks: collectives, process groups, and one error for all of them."""

@@ -1,0 +1,537 @@
+"""The only file that calls collectives. Every rank reaches the same verdict: all go on, or all raise the same error.
+
+The rule that makes it safe: each primitive begins by settling. A rank that fails anywhere goes to its next
+settlement, finds the others at theirs, and all raise; no rank is left in a collective that another never enters.
+So what a rank does alone need not be settled each time: a success is known to all with whatever they do together next.
+
+Small things go to the main rank, which tells all. Of a rank that dies it hears at once, and the others from it; of a
+rank that stops they hear by the group's timeout. Together they find out which it is: see
+:mod:`shardckpt.distributed.group_failure`.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import hashlib
+import itertools
+import pickle
+from collections import deque
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from shardckpt.distributed.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_done, moves_by_gloo, note_use
+from shardckpt.distributed.groups import alive, cpu_group, joined_group, moves
+from shardckpt.distributed.rank_errors import Report, verdict
+from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
+from shardckpt.tensors.raw_memory import packed, view_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+
+#: A tensor, and the rank to which it goes or from which it comes.
+_Route: TypeAlias = "tuple[torch.Tensor, int]"
+
+#: Bytes that the main rank takes from all ranks in one go, though some of them may be filling.
+_AT_ONCE = 16 << 20
+#: Bytes of all ranks that the main rank takes, and tells all: with gloo that is quicker than its ring, in which even
+#: a few bytes take a step for each rank. More, as of 10,000 ranks, which are on backends that reduce by trees, do not.
+BY_MAIN = 512 << 10
+#: Numbers that travel with a settlement, at most.
+_BESIDE = 6
+#: Bytes of a settlement.
+SETTLEMENT = 8 * (1 + _BESIDE)
+#: The last collectives, which are never freed. A thread of gloo lets go of one just after it has woken who waits. Were
+#: it the last to have it, it would free its tensors, and need the interpreter for that, which may be ending: the
+#: process would be aborted then ("terminate called without an active exception").
+_last_works: deque[Any] = deque(maxlen=4)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last_works))
+#: Tells the Comms of a process apart.
+_numbers = itertools.count()
+
+
+def _whole(primitive: Callable[Concatenate[Comm, _P], _T]) -> Callable[Concatenate[Comm, _P], _T]:
+    """A primitive in which Ctrl-C waits until its last message: the other ranks are on their way to that."""
+
+    @functools.wraps(primitive)
+    def whole(self: Comm, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        self._depth += 1
+        try:
+            return primitive(self, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            if not self._depth and self._interrupt is not None:
+                interrupt, self._interrupt = self._interrupt, None
+                raise interrupt
+
+    return whole
+
+
+class Comm:
+    """The ranks that save or load together; with no process group, one rank.
+
+    Args:
+        process_group: The group, or None for the default one where torch.distributed is initialised.
+        alone: This process by itself, whatever groups there are.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        active = not alone and dist.is_available() and dist.is_initialized()
+        own = joined_group(process_group) if active else None
+        group = cpu_group(own) if active else None
+        # weak: an error's traceback may keep this alive, and a job must be able to end its groups all the same
+        self._groups = (ref(own), ref(group)) if active else None
+        self._by_gloo = active and moves_by_gloo(group)
+        if active:
+            note_use(group)
+        self.rank: int = dist.get_rank(group) if active else 0
+        self.world_size: int = dist.get_world_size(group) if active else 1
+        self._phase = "start"
+        self._number = next(_numbers)
+        #: The verdict that this rank has heard and is raising: what fails on the way out is told to no one.
+        self._told: CheckpointingException | None = None
+        self._joined: set[str] = set()
+        #: Primitives that this rank is in, one in another.
+        self._depth = 0
+        self._interrupt: BaseException | None = None
+
+    @property
+    def _own(self) -> Any:
+        """The caller's group."""
+        return None if self._groups is None else alive(self._groups[0])
+
+    @property
+    def _group(self) -> Any:
+        """The group that moves CPU tensors: the caller's, or its twin."""
+        return None if self._groups is None else alive(self._groups[1])
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for the group."""
+        return self.rank == 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the group, as the whole job numbers them."""
+        return (0,) if self._group is None else tuple(dist.get_process_group_ranks(self._group))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Do a step together: after it every rank goes on, or every rank raises the error of the first that failed.
+
+        Args:
+            name: What the step does, for the error: "planning", "writing tensors".
+        """
+        with self.task(name):
+            yield
+            self.settle()
+
+    @contextmanager
+    def task(self, name: str) -> Iterator[None]:
+        """Do this rank's part of a step: all hear of an error at once, of a success when they next settle.
+
+        It costs no message. What follows must bear that another rank may have failed, until the ranks settle: at the
+        end of a phase, or in any of the calls below. Where some of the ranks meet in a smaller group, all settle
+        before, and the whole of what these do there stands in a phase of theirs.
+
+        Args:
+            name: As in :meth:`phase`.
+        """
+        before, self._phase, self._told = self._phase, name, None
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            error = exc
+        except BaseException as exc:  # Ctrl-C or an exit: the others hear of it, this rank goes on ending
+            with suppress(CheckpointingException):
+                self.settle(exc)
+            raise
+        if error is not None:
+            self.settle(error)
+        self._phase = before
+
+    @_whole
+    def settle(self, error: BaseException | None = None) -> None:
+        """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
+        self._meet(error=error)
+
+    def _meet(self, *values: int, error: BaseException | None = None, operation: Any = dist.ReduceOp.MAX) -> list[int]:
+        """Settle, and combine a few values of all ranks, place by place, in one message, always of one size."""
+        if isinstance(error, CheckpointingException) and error.settled_by == self._number:
+            raise error
+        if isinstance(error, CommunicationError) and error.settled_by is not None:
+            # a rank did not answer a smaller group: to ask it here is to wait as long once more
+            raise self._lost(self._abandon(error)) from error
+        if error is not None and self._told is not None:
+            if not isinstance(error, Exception):
+                raise error
+            told = copy.copy(self._told)  # once more, in the place of what has failed after it
+            told.settled_by = self._number
+            raise told from error
+        self._told = None
+        if self.world_size == 1:
+            if error is not None:
+                raise self._local(error)
+            return list(values)
+        padding = [0] * (_BESIDE - len(values))
+        failed, *combined = self._combined([int(error is not None), *values, *padding], operation)
+        if failed:
+            report = None if error is None else Report.of(error, self.rank, self._phase)
+            reports = self._all_gather_bytes(pickle.dumps(report))
+            shared = verdict([report for report in reports if report is not None])
+            shared.settled_by = self._number
+            self._told = type(shared)(*shared.args)
+            raise shared from error
+        return combined[: len(values)]
+
+    @_whole
+    def all_gather(self, value: _T) -> list[_T]:
+        """Every rank's value, on every rank."""
+        data, longest = self._settled_pickle(value)
+        return [value] if self.world_size == 1 else self._all_gather_bytes(data, longest)
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every rank's value on the main rank, an empty list on the others."""
+        return self.gather_some(value, given=True)
+
+    @_whole
+    def gather_some(self, value: _T, *, given: bool) -> list[_T]:
+        """The values of those ranks that give one, on the main rank in rank order; an empty list on the others."""
+        data, longest = self._settled_pickle(value, given=given)
+        if self.world_size == 1:
+            return [value] if given else []
+        if longest * self.world_size <= _AT_ONCE:
+            return self._gathered(data, longest)
+        with self.phase(self._phase):
+            parts = self._parts(len(data))
+            receives = [(part, rank) for rank, part in parts.items() if rank]
+            sends = [(packed(data), 0)] if data and not self.is_main else []
+            transfers = self._transfers(sends, receives, self._group)
+        self._transfer(transfers)
+        return [_unpacked(part) if rank else value for rank, part in parts.items()]
+
+    @_whole
+    def broadcast(self, value: _T) -> _T:
+        """The main rank's value, on every rank."""
+        data, size = self._settled_pickle(value, given=self.is_main)
+        if self.world_size == 1:
+            return value
+        content = packed(data) if self.is_main else _memory(size)
+        self._broadcast(content)
+        return value if self.is_main else _unpacked(content)
+
+    def broadcast_or(self, value: _T, otherwise: _T) -> _T:
+        """The main rank's value, on every rank, or ``otherwise`` where it cannot be pickled."""
+        if self.is_main and self.world_size > 1 and not can_be_pickled(value):
+            value = otherwise
+        return self.broadcast(value)
+
+    def all_true(self, flag: bool) -> bool:
+        """Whether every rank says yes; no more travels than that."""
+        return not self.largest(not flag)[0]
+
+    def moves(self, device_type: str) -> bool:
+        """Whether tensors on such accelerators go from device to device (the caller's group has NCCL or its like)."""
+        return moves(self._own, device_type)
+
+    @_whole
+    def exchange(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str = "cpu") -> None:
+        """Send tensors to single ranks and fill others from single ranks, all at the same time.
+
+        Every rank calls it, also with nothing to move. What goes from one rank to another stands in the same order in
+        the lists of both.
+
+        Args:
+            sends: Contiguous tensors, each with the rank that it goes to.
+            receives: Contiguous tensors of the same sizes, each with the rank that it comes from.
+            device_type: Where all tensors are, on every rank: the CPU, or what :meth:`moves`.
+        """
+        with self.phase(self._phase):
+            transfers = self._transfers(sends, receives, self._carrier(device_type))
+        self._join(device_type)
+        self._transfer(transfers)
+
+    @_whole
+    def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
+        """Fill tensors on all ranks with those of single ranks, all at the same time.
+
+        Args:
+            routes: Contiguous tensors, each with the rank whose content counts; the same list on every rank.
+            device_type: As in :meth:`exchange`.
+        """
+        if self.world_size == 1:
+            return
+        with self.phase(self._phase):
+            group = self._carrier(device_type)
+            sources = [(_raw(tensor), dist.get_global_rank(group, rank)) for tensor, rank in routes]
+        self._join(device_type)
+        self._call(lambda: _finish([dist.broadcast(raw, src, group, async_op=True) for raw, src in sources]))
+
+    def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
+        """Run ``function`` on the main rank as a phase, and hand its result to all."""
+        result: Any = None
+        with self.task(name):
+            if self.is_main:
+                result = function()
+        return self.broadcast(result)  # type: ignore[no-any-return]
+
+    @_whole
+    def largest(self, *values: int) -> list[int]:
+        """The largest of all ranks' values, place by place."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    @_whole
+    def total(self, *values: int) -> list[int]:
+        """The sum of all ranks' values, place by place."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    @_whole
+    def all_alike(self, data: bytes) -> bool:
+        """Whether every rank has the same bytes; no more than 8 of their digest's travel."""
+        return self._alike(data)[0]
+
+    @_whole
+    def agree(self, also: bytes = b"", /, **values: Any) -> bool:
+        """Raise on all ranks if they do not all have the same values (compared by their text).
+
+        Args:
+            also: What is compared in the same message, and may differ.
+            values: What must not.
+
+        Returns:
+            Whether every rank has the same ``also``.
+        """
+        mine = {name: repr(value) for name, value in values.items()}
+        agreed, alike = self._alike(repr(mine).encode(), also)
+        if agreed:
+            return alike
+        everyone = self.all_gather(mine)
+        with self.phase("comparing the arguments of all ranks"):
+            for rank, theirs in enumerate(everyone):
+                for name, value in theirs.items():
+                    if value != (first := everyone[0].get(name, "nothing")):
+                        raise CheckpointingException(
+                            f"ranks disagree on {name}: {first} on rank 0, {value} on rank {rank}; pass the same on "
+                            "every rank"
+                        )
+        return alike
+
+    def _alike(self, *data: bytes) -> list[bool]:
+        """Of each, whether every rank has the same."""
+        marks = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little") >> 2 for one in data]
+        found = self._meet(*marks, *(-mark for mark in marks))
+        return [largest == -least for largest, least in zip(found, found[len(marks) :], strict=False)]
+
+    def _transfers(self, sends: Sequence[_Route], receives: Sequence[_Route], group: Any) -> list[Any]:
+        return [
+            dist.P2POp(way, _raw(tensor), dist.get_global_rank(group, rank), group)
+            for way, routes in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, rank in routes
+        ]
+
+    def _transfer(self, transfers: list[Any]) -> None:
+        if transfers:
+            self._call(lambda: _finish(dist.batch_isend_irecv(transfers)))
+
+    def _carrier(self, device_type: str) -> Any:
+        """The group that moves tensors on such devices."""
+        return self._group if device_type == "cpu" else self._own
+
+    def _join(self, device_type: str) -> None:
+        """Let the ranks find each other on such devices: all must take part in the first call of NCCL."""
+        if device_type != "cpu" and device_type not in self._joined:
+            everyone = torch.zeros(1, device=device_type)
+            self._call(lambda: dist.all_reduce(everyone, group=self._own))
+            self._joined.add(device_type)
+
+    def _main(self) -> int:
+        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
+
+    def _settled_pickle(self, value: Any, *, given: bool = True) -> tuple[bytes, int]:
+        """The value pickled for the way, once every rank has pickled its own, and the length of the longest.
+
+        (torch's own object collectives need numpy, which shardckpt does not.)
+        """
+        if self.world_size == 1:
+            return b"", 0
+        try:
+            data, error = pickle.dumps(value) if given else b"", None
+        except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
+            data, error = b"", exc
+        longest, *_ = self._meet(len(data), error=error)
+        return data, longest
+
+    def _all_gather_bytes(self, data: bytes, longest: int | None = None) -> list[Any]:
+        """What all ranks have pickled; ``longest`` has the most bytes, if that is known."""
+        if longest is None:
+            (longest,) = self._combined([len(data)], dist.ReduceOp.MAX)
+        mine, everyone = packed(data, longest), _memory(longest * self.world_size)
+        parts = list(everyone.view(self.world_size, longest))
+        if everyone.nbytes > BY_MAIN:
+            self._call(lambda: dist.all_gather(parts, mine, group=self._group, async_op=True))
+        else:
+            self._gather(mine, parts)
+            self._broadcast(everyone)
+        return [_unpacked(part) for part in parts]  # a pickle ends where it says: what follows is not read
+
+    def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
+        """Settle, and combine the values of all ranks, place by place."""
+        numbers = list(map(int, values))
+        if len(numbers) <= _BESIDE:
+            return self._meet(*numbers, operation=operation)
+        self.settle()
+        return self._combined(numbers, operation)
+
+    def _combined(self, values: list[int], operation: Any) -> list[int]:
+        """The values of all ranks combined, place by place: by the main rank, or on their way round a ring."""
+        if self.world_size == 1:
+            return values
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        if self.world_size * found.nbytes > BY_MAIN:
+            self._call(lambda: dist.all_reduce(found, op=operation, group=self._group, async_op=True))
+            return found.tolist()
+        everyone = found.repeat(self.world_size, 1)
+        self._gather(found, everyone)
+        if self.is_main:
+            found = everyone.amax(0) if operation == dist.ReduceOp.MAX else everyone.sum(0)
+        self._broadcast(found)
+        return found.tolist()
+
+    def _gathered(self, data: bytes, longest: int) -> list[Any]:
+        """On the main rank, the values of those that have pickled one, from parts filled up with zeros."""
+        if not longest:
+            return []
+        parts = [_memory(longest) for _ in range(self.world_size if self.is_main else 0)]
+        self._gather(packed(data, longest), parts)
+        return [_unpacked(part) for part in parts if part[0]]  # no pickle begins with 0
+
+    def _parts(self, nbytes: int) -> dict[int, torch.Tensor]:
+        """On the main rank, memory for what every rank that has something sends to it, by rank."""
+        mine = torch.tensor([nbytes], device="cpu")
+        sizes = [torch.empty_like(mine) for _ in range(self.world_size if self.is_main else 0)]
+        self._gather(mine, sizes)
+        return {rank: _memory(int(size)) for rank, size in enumerate(sizes) if size}
+
+    def _gather(self, mine: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
+        """Fill the parts on the main rank with what each rank has."""
+        into = list(parts) if self.is_main else None
+        self._call(lambda: dist.gather(mine, into, dst=self._main(), group=self._group, async_op=True))
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill the tensor on all ranks with the main rank's."""
+        self._call(lambda: dist.broadcast(tensor, src=self._main(), group=self._group, async_op=True))
+
+    def _call(self, collective: Callable[[], Any]) -> None:
+        """Do a collective, or begin it and wait for the work that is returned."""
+        try:
+            work = collective()
+            if work is not None:
+                self._wait(work)
+        except (RuntimeError, ValueError) as exc:  # a peer died, the timeout passed; or the group is destroyed
+            raise self._lost(self._diagnosis(exc)) from exc
+        except BaseException as exc:
+            if isinstance(exc, Exception) or not self._depth:
+                raise
+            self._interrupt = exc  # it has waited for the message to be through
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective, and look now and then whether it failed on another rank. Ctrl-C waits, too."""
+        _last_works.append(work)
+        failure = None
+        while True:
+            try:
+                if not self._by_gloo:
+                    work.wait()
+                    return
+                if is_done(work, LOOK_INTERVAL):
+                    return
+                failure = failure or GroupFailure(self._group)
+                if failure.is_announced():
+                    raise RuntimeError("it failed on another rank")
+            except BaseException as exc:  # noqa: PERF203 - an interrupt may come anywhere in the loop
+                if isinstance(exc, Exception) or not self._depth:
+                    raise
+                self._interrupt = exc  # and on with waiting: the other ranks are on their way to this message
+
+    def _diagnosis(self, error: Exception) -> Diagnosis:
+        """Which ranks are missing, as all survivors say it."""
+        try:
+            return GroupFailure(self._group).diagnose(error, self._phase)
+        except Exception:  # noqa: BLE001 - the group is no more, or of a kind of its own: no error may hide the first
+            return Diagnosis(
+                f"a collective of {self.world_size} ranks failed in {self._phase!r}: another rank died or did not "
+                f"answer, or the process group was destroyed ({error})"
+            )
+
+    def _abandon(self, error: CommunicationError) -> Diagnosis:
+        """Tell those who wait for this rank here why it does not come."""
+        found = Diagnosis(str(error), error.missing_ranks)
+        if self.world_size > 1:
+            with suppress(Exception):  # the group is no more, or of a kind of its own: no error may hide the first
+                return GroupFailure(self._group).abandon(found)
+        return found
+
+    def _lost(self, found: Diagnosis) -> CommunicationError:
+        """The error of all ranks that are left."""
+        lost = CommunicationError(found.text)
+        lost.missing_ranks, lost.settled_by = found.missing, self._number
+        self._told = copy.copy(lost)
+        return lost
+
+    def _local(self, error: BaseException) -> BaseException:
+        """The error of a single process: one of the family as it is, any other wrapped with the phase."""
+        if not isinstance(error, CheckpointingException):
+            wrapped = RankFailedError(f"in {self._phase!r}: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        if error.settled_by is None:
+            error.settled_by = self._number
+        return error
+
+
+def pickled(value: Any) -> bytes | None:
+    """The value on its way to another rank, or None where pickle does not take it."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - any class may refuse in any way
+        return None
+
+
+def can_be_pickled(value: Any) -> bool:
+    """Whether pickle takes the value: it can go to another rank, or into a pickled object."""
+    return pickled(value) is not None
+
+
+def unpickled(data: bytes | memoryview) -> Any:
+    """What another process of this job has pickled: never anything that was stored."""
+    return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes: every backend moves those, whatever the dtype."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _unpacked(tensor: torch.Tensor) -> Any:
+    return unpickled(view_tensor(tensor))
+
+
+def _finish(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+__all__ = ["BY_MAIN", "SETTLEMENT", "Comm", "can_be_pickled", "pickled", "unpickled"]

@@ -1,0 +1,1 @@
+"""One save, one load: from a state dict to a committed directory, and back."""

@@ -1,0 +1,235 @@
+"""A load, from a directory to a state dict of the form that the caller asked for; and the queries beside it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from shardckpt.engine.integrity import verify_integrity
+from shardckpt.engine.load_template import MISSING, LoadTemplate
+from shardckpt.engine.locations import locate
+from shardckpt.engine.operation import Operation
+from shardckpt.errors import PluginError, ShardingError, listed
+from shardckpt.mapping import ShardedTensor
+from shardckpt.planning.dtypes import Casts, casts_text, check_dtypes, is_exact
+from shardckpt.planning.shapes import check_shapes
+from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same
+from shardckpt.storage.directory import is_read_again, retry_if_replaced
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.strategy import LoadContext, LoadStrategy
+from shardckpt.tensors.wrappers import fill
+from shardckpt.validation.keys import KeyMismatch, StrictHandling, compare_keys, stored_key, validate_shards
+from shardckpt.validation.replicas import settle_replicas
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.manifest import Manifest
+    from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
+    from shardckpt.plugins.manager import PluginHost
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a checkpoint is opened; see :func:`shardckpt.dist_checkpointing.load`."""
+
+    strategy: Any = None
+    accept: Accept | None = None
+    allow_globals: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint with the strategy that reads it."""
+
+    strategy: LoadStrategy
+    context: LoadContext
+    operation: Operation
+
+    def common(self) -> StateDict:
+        """The state that is not sharded."""
+        with self.operation.step("loading the common state"):
+            common = self.strategy.load_common(self.context)
+        return common
+
+    def index(self) -> list[ShardedBase]:
+        """What is stored, without data."""
+        with self.operation.step("reading the index"):
+            index = self.strategy.load_index(self.context)
+        return index
+
+    def values(self, wanted: list[ShardedBase]) -> list[Any]:
+        """The values of shards that are stored; nothing is filled before the ranks agree that all is well so far."""
+        self.context.comm.settle()
+        with self.operation.step("loading shards"):
+            values = self.strategy.load(wanted, self.context)
+            delivered = [_delivered(shard, value) for shard, value in zip(wanted, values, strict=True)]
+        return delivered
+
+
+@contextmanager
+def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: LoadOptions) -> Iterator[OpenCheckpoint]:
+    """Read the manifest, pass the version gate and open the files; all ranks do, or all raise the same error.
+
+    What is read is of one save, on all ranks. Where that is gone before all is read, because another one replaced it,
+    it is a CheckpointReplacedError: :func:`~shardckpt.storage.directory.retry_if_replaced` begins again.
+    """
+    operation = Operation("load", directory, comm, host)
+    with operation.whole():
+        place = directory
+
+        def read() -> Manifest:
+            nonlocal place
+            place, manifest = hold_checkpoint(directory, host)
+            return manifest
+
+        with operation.step("reading the manifest"):
+            manifest = comm.main_runs("reading the manifest", read)
+        with operation.step("choosing a strategy"):
+            if not comm.is_main:
+                place = hold_same(directory, manifest)
+            strategy = choose_reader(directory, manifest, host, options.strategy, options.accept)
+            operation.dispatched(strategy)
+            reader = CheckpointReader(place, manifest)
+        with reader:
+            if is_read_again():  # what is open can be read whatever comes: the next save may be as near as the last
+                with operation.step("opening the files"):
+                    reader.open_files([] if manifest.record is None else [f.name for f in manifest.record.files])
+            yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
+            reader.check_unchanged()
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str],
+    comm: Comm,
+    host: PluginHost,
+    options: LoadOptions,
+    read: Callable[[OpenCheckpoint], _T],
+) -> _T:
+    """Collective: open a checkpoint and read from it; where another save replaces it meanwhile, open it again.
+
+    Args:
+        path: The checkpoint, or its URL; looked up for each attempt, since links may lead elsewhere by then.
+        comm: The ranks, all of which call.
+        host: The installed plugins.
+        options: How it is opened.
+        read: Called with the open checkpoint in each attempt.
+
+    Returns:
+        What ``read`` returns, all of it from one save.
+
+    Raises:
+        CheckpointReplacedError: other saves replaced it in every attempt.
+    """
+
+    def attempt() -> _T:
+        with open_checkpoint(locate(path, host), comm, host, options) as checkpoint:
+            return read(checkpoint)
+
+    return retry_if_replaced(attempt, path)
+
+
+def load_checkpoint(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint: OpenCheckpoint,
+    *,
+    validate: bool,
+    strict: StrictHandling,
+    verify: bool = False,
+    allow_dtype_cast: bool = False,
+) -> tuple[StateDict, KeyMismatch]:
+    """Load what is wanted; see :func:`shardckpt.dist_checkpointing.load`."""
+    comm = checkpoint.context.comm
+    with checkpoint.operation.step("preparing the state dict"):
+        template = LoadTemplate(sharded_state_dict)
+        for shard in template.shards:
+            shard.validate_metadata_integrity()
+            _refuse_meta(shard)
+        comm.agree(
+            strict=strict.value,
+            validate_access_integrity=validate,
+            verify_integrity=verify,
+            allow_dtype_cast=allow_dtype_cast,
+        )
+        template.shards = settle_replicas(template.shards, comm, compare=False)
+    if verify:
+        with checkpoint.operation.step("verifying the files"):
+            verify_integrity(checkpoint.context.reader.place, checkpoint.context.reader.manifest, comm)
+    if validate:
+        with checkpoint.operation.step("validating"):
+            validate_shards(template.shards, comm)
+    index = checkpoint.index()
+    with checkpoint.operation.step("comparing keys"):
+        keys = frozenset(map(stored_key, index))
+        left_out = template.absent(keys, stored_key)
+        wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
+        mismatch = compare_keys(wanted, keys, strict, comm)
+        if left_out and comm.is_main:
+            _log_left_out(left_out, template.optional)
+    is_absent = [
+        number in left_out or (bool(mismatch.unexpected) and stored_key(shard) in mismatch.unexpected)
+        for number, shard in enumerate(template.shards)
+    ]
+    available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
+    with checkpoint.operation.step("comparing shapes"):
+        stored = [shard for shard in index if isinstance(shard, ShardedTensor)]
+        check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in stored})
+    with checkpoint.operation.step("comparing dtypes"):
+        dtypes = {shard.key: shard.dtype for shard in stored}
+        casts = check_dtypes(available, dtypes, allow_cast=allow_dtype_cast)
+        if casts and comm.is_main:
+            _log_casts(casts)
+    common = checkpoint.common()
+    loaded = iter(checkpoint.values(available))
+    with checkpoint.operation.step("assembling the state dict"):
+        values = [MISSING if absent else next(loaded) for absent in is_absent]
+        state_dict = template.fill(values, common)
+    return state_dict, mismatch
+
+
+def _log_left_out(left_out: Mapping[int, str], optional: int) -> None:
+    """One line a load: a warning only where nothing is stored of all that might be."""
+    level = logging.WARNING if len(left_out) == optional else logging.INFO
+    names = listed(sorted(set(left_out.values())))
+    logger.log(level, "not stored, as it did not exist when it was saved, and left out: %s", names)
+
+
+def _log_casts(casts: Casts) -> None:
+    """One line a load: a warning only where digits are lost."""
+    level = logging.INFO if all(is_exact(*pair) for pair in casts) else logging.WARNING
+    logger.log(level, "stored tensors are cast as they are loaded: %s", casts_text(casts))
+
+
+def _refuse_meta(shard: ShardedBase) -> None:
+    if isinstance(shard, ShardedTensor) and shard.data is not None and shard.data.is_meta:
+        raise ShardingError(
+            f"{shard.key!r}: its data is on the meta device, which cannot be filled: give it memory (to_empty), or "
+            "describe it without data to get a new tensor"
+        )
+
+
+def _delivered(shard: ShardedBase, value: Any) -> Any:
+    """The loaded value, in the caller's own tensor where there is one."""
+    if not isinstance(shard, ShardedTensor):
+        return value
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shard.data_shape:
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise PluginError(f"{shard.key!r}: the strategy gave {given}, not a tensor of shape {shard.data_shape}")
+    if shard.data is None or value is shard.data:
+        return value
+    fill(shard.key, shard.data, value)
+    return shard.data
+
+
+__all__ = ["LoadOptions", "OpenCheckpoint", "load_checkpoint", "open_checkpoint", "read_checkpoint"]

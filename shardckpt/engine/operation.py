@@ -1,0 +1,105 @@
+"""One save or load as a sequence of steps, each reported to ``shardckpt_event``; an error in one ends it everywhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.engine.gc_pause import held_back
+from shardckpt.plugins.hookspecs import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pluggy import HookCaller
+
+    from shardckpt.distributed.comm import Comm
+    from shardckpt.plugins.manager import PluginHost
+
+
+logger = logging.getLogger(__name__)
+
+
+class Operation:
+    """A save, load or migration under way on this rank.
+
+    Args:
+        kind: ``save``, ``load``, ``migrate`` or ``remove``.
+        directory: The checkpoint.
+        comm: The ranks that take part.
+        host: The plugins that hear of it.
+    """
+
+    def __init__(self, kind: str, directory: Path, comm: Comm, host: PluginHost) -> None:
+        self.comm = comm
+        self.directory = directory
+        self.host = host
+        self._known: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
+        self._started = 0.0
+
+    def dispatched(self, strategy: Any) -> None:
+        """Note which strategy does the work."""
+        kind = type(strategy)
+        name = f"({strategy.backend!r}, {strategy.version}) {kind.__module__}.{kind.__qualname__}"
+        self._known["strategy"] = name
+
+    def wrote(self, nbytes: int) -> None:
+        """Note how many bytes this rank wrote."""
+        self._known["nbytes"] = nbytes
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Report the operation from start to end; at the end all ranks have done it, or all raise the same error."""
+        with self.begun():
+            yield
+            self.comm.settle()
+        self.ended()
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Report the start, and a failure; the end is reported by :meth:`ended`, when it comes."""
+        self._started = time.perf_counter()
+        try:
+            with held_back(), self.comm.task(self._known["operation"]):
+                self._emit(phase="", state="start", nbytes=0)
+                yield
+        except Exception as exc:
+            self.ended(exc)
+            raise
+
+    def ended(self, error: BaseException | None = None) -> None:
+        """Report the end of an operation that :meth:`begun` started, or its failure."""
+        state, text = ("end", "") if error is None else ("failure", str(error))
+        self._emit(phase="", state=state, seconds=time.perf_counter() - self._started, error=text)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A step of this rank; an error in it is raised on all ranks, as :meth:`Comm.task` says."""
+        start = time.perf_counter()
+        self._emit(phase=name, state="start", nbytes=0)
+        try:
+            with held_back(), self.comm.task(name):
+                yield
+        except Exception as exc:
+            self._emit(phase=name, state="failure", seconds=time.perf_counter() - start, error=str(exc))
+            raise
+        self._emit(phase=name, state="end", seconds=time.perf_counter() - start)
+
+    @cached_property
+    def _hook(self) -> HookCaller:
+        """Calls those who watch, whoever they are by then."""
+        return self.host.hook.shardckpt_event
+
+    def _emit(self, **changes: Any) -> None:
+        try:
+            if self._hook.get_hookimpls():
+                self._hook(event=Event(**self._known | changes))
+        except Exception:  # who watches a save must not be able to end it on one rank
+            logger.warning("a plugin's shardckpt_event failed", exc_info=True)
+
+
+__all__ = ["Operation"]

@@ -1,0 +1,1 @@
+"""Fault tolerance: several replicas that train the same model."""

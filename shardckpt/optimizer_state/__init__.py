@@ -1,5 +1,0 @@
-"""Optimizer state loaded by the model's state dict alone, before there is an optimizer."""
-
-from shardckpt.optimizer_state.loading import load_sharded_optimizer_state_dict
-
-__all__ = ["load_sharded_optimizer_state_dict"]

@@ -1,0 +1,1 @@
+"""A tensor's memory and values: bytes, copies, quantized classes, torch's private names."""

@@ -1,0 +1,1 @@
+"""What must hold across ranks before bytes move: sharding, replicas, keys, common state."""

@@ -1,0 +1,185 @@
+"""What must hold across ranks before bytes move: shards agree, cover their tensors exactly, and keys are as wanted."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from shardckpt.distributed.comm import Comm, pickled
+from shardckpt.errors import CheckpointingException, KeyMismatchError
+from shardckpt.mapping import ShardedBase, ShardedObject
+from shardckpt.state_dict import dict_list_map_outplace, diff
+from shardckpt.validation.sharding import validate_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from shardckpt.mapping import CommonStateDict
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 20
+
+
+class StrictHandling(Enum):
+    """What a load does about keys that do not match, by Megatron's names.
+
+    Megatron's words are the reverse of torch's: *unexpected* keys are wanted and not in the checkpoint (torch:
+    missing); *missing* keys are in the checkpoint and wanted by no rank (torch: unexpected).
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @property
+    def checks_all(self) -> bool:
+        """Whether keys that no rank wants matter too: needs every rank's keys."""
+        return self in (self.LOG_ALL, self.RAISE_ALL, self.RETURN_ALL)
+
+    @property
+    def returns_keys(self) -> bool:
+        """Whether load returns the mismatched keys beside the state dict."""
+        return self in (self.RETURN_UNEXPECTED, self.RETURN_ALL)
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Whether the mode looks at the checkpoint's keys before it loads (Megatron's name)."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Whether the mode needs every rank's keys (Megatron's name)."""
+        return val.checks_all
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Whether load returns the mismatched keys beside the state dict (Megatron's name)."""
+        return val.returns_keys
+
+
+def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
+    """The mode that a caller's flag means: True raises on every mismatch, False logs it."""
+    if isinstance(strict, bool):
+        return StrictHandling.RAISE_ALL if strict else StrictHandling.LOG_ALL
+    if isinstance(strict, StrictHandling):
+        return strict
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        modes = ", ".join(mode.value for mode in StrictHandling)
+        raise CheckpointingException(f"strict={strict!r}: expected True, False or one of {modes}") from None
+
+
+@dataclass(frozen=True)
+class KeyMismatch:
+    """Keys of a load that do not match, in Megatron's words (see :class:`StrictHandling`)."""
+
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+
+
+def stored_key(shard: ShardedBase) -> str:
+    """The name under which a shard is stored: a tensor's key, an object's unique key."""
+    return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
+
+
+def compare_keys(
+    wanted: Sequence[ShardedBase], stored: Iterable[str], strict: StrictHandling, comm: Comm
+) -> KeyMismatch:
+    """Apply the strictness mode; the same verdict on every rank.
+
+    Args:
+        wanted: This rank's shards.
+        stored: Keys in the checkpoint, common state left out.
+        strict: What to do about a mismatch.
+        comm: The ranks that load.
+
+    Raises:
+        KeyMismatchError: some rank's keys do not match and the mode forbids it.
+    """
+    have = frozenset(stored)
+    mine = frozenset(map(stored_key, wanted))
+    unexpected = mine - have
+    missing: frozenset[str] = frozenset()
+    if strict.checks_all:
+        ordered = sorted(have)
+        wanted_by_any = comm.largest(*(key in mine for key in ordered))
+        missing = frozenset(key for key, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted)
+    with comm.task("comparing keys"):
+        if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL) and (unexpected or missing):
+            raise KeyMismatchError(mismatch_text(missing, unexpected))
+        if strict is StrictHandling.ASSUME_OK_UNEXPECTED and unexpected:
+            raise KeyMismatchError(
+                mismatch_text(missing, unexpected) + "\nTo load the rest, pass strict='log_unexpected'."
+            )
+    if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
+        logger.warning("%s", mismatch_text(missing, unexpected))
+    return KeyMismatch(missing, unexpected)
+
+
+def compare_common(
+    common: CommonStateDict, preprocess: Callable[[CommonStateDict], CommonStateDict] | None, comm: Comm
+) -> None:
+    """Warn, on every rank that differs, where its common state is not the main rank's, which is the one that is stored.
+
+    Args:
+        common: This rank's common state.
+        preprocess: Takes out what may differ; gets a copy.
+        comm: The ranks that save.
+    """
+    if comm.world_size == 1:
+        return
+    with comm.task("preparing the common state"):
+        mine = dict_list_map_outplace(lambda leaf: leaf, common)
+        mine = mine if preprocess is None else preprocess(mine)
+    if comm.all_alike(pickled(mine) or os.urandom(8)):
+        return
+    stored = comm.broadcast_or(mine, None)  # what cannot travel may still be stored: its strategy says
+    places = ([], [], []) if stored is None else diff(stored, mine)
+    if any(places):
+        only_main, only_here, different = places
+        logger.warning(
+            "rank %d: common state differs from the main rank's, which is stored: only there %s, only here %s, "
+            "different %s",
+            comm.rank,
+            only_main[:_SHOWN],
+            only_here[:_SHOWN],
+            [path for path, *_ in different[:_SHOWN]],
+        )
+
+
+def mismatch_text(missing: frozenset[str], unexpected: frozenset[str]) -> str:
+    """Which keys do not match, in Megatron's words and in torch's."""
+    parts = []
+    if unexpected:
+        parts.append(
+            "wanted and not in the checkpoint (Megatron: unexpected keys, torch: missing keys): "
+            + ", ".join(sorted(unexpected))
+        )
+    if missing:
+        parts.append(
+            "in the checkpoint and wanted by no rank (Megatron: missing keys, torch: unexpected keys): "
+            + ", ".join(sorted(missing))
+        )
+    return "\n".join(parts)
+
+
+__all__ = [
+    "KeyMismatch",
+    "StrictHandling",
+    "compare_common",
+    "compare_keys",
+    "mismatch_text",
+    "parse_strict_flag",
+    "stored_key",
+    "validate_shards",
+]

@@ -1,0 +1,209 @@
+"""Whether the shards of all ranks fit together: they agree on what is global, and fill it exactly, each once.
+
+Every rank tells sums over its boxes, which are as many bytes for any number of shards (see
+:func:`shardckpt.planning.table.fingerprint`); ranks with the same keys tell them once. Only if something is wrong are
+the boxes of all ranks looked at, to name it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardckpt.errors import ShardingError, listed
+from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.planning.boxes import Box, Ints, shard_parts, whole_box
+from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.planning.table import LANES, PRIME, Boxes, Table, Whole, expected, fingerprint, same, weigh
+from shardckpt.state_dict import map_reduce
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from shardckpt.distributed.comm import Comm
+
+
+class Described(NamedTuple):
+    """A rank's shards in columns.
+
+    Attributes:
+        wholes: What they are parts of.
+        table: Their boxes.
+        weights: Of the wholes, by :func:`shardckpt.planning.table.weigh`.
+        sums: The fingerprint of the boxes.
+    """
+
+    wholes: list[Whole]
+    table: Table
+    weights: torch.Tensor
+    sums: list[int]
+
+
+def validate_shards(shards: Sequence[ShardedBase], comm: Comm, described: Described | None = None) -> None:
+    """Check that the shards of all ranks describe every global tensor and object exactly once.
+
+    Each shard by itself was checked before. Grids may be regular or not. Every rank raises the same error, with all
+    faults found.
+
+    Args:
+        shards: This rank's shards.
+        comm: The ranks that save or load together.
+        described: What :func:`describe_shards` gives for them, where that is known already.
+
+    Raises:
+        ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
+    """
+    with comm.task("describing shards"):
+        wholes, _, weights, sums = described or describe_shards(shards)
+    if not _fit(wholes, weights, sums, comm):
+        everyone = comm.gather([_claim(shard) for shard in shards])
+        with comm.phase("checking the shards of all ranks"):
+            if comm.is_main:
+                _refuse(_find_faults(everyone))
+
+
+def refuse_misfits(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> None:
+    """Check here and now what :func:`validate_shards` checks together, and raise as it does."""
+    _refuse(_find_faults([[_claim(shard) for shard in shards] for shards in shards_by_rank]))
+
+
+def _fit(wholes: list[Whole], weights: torch.Tensor, sums: list[int], comm: Comm) -> bool:
+    """Whether the boxes of all ranks add up to what they are parts of."""
+    mine = _marks(weights)
+    squares = [mark * mark % PRIME for mark in mine]
+    total = comm.total(*sums, *mine, *squares)
+    if _all_equal(total[LANES : 2 * LANES], total[2 * LANES :], comm.world_size):
+        return _agree(wholes) and same(total[:LANES], expected(wholes, weights))
+    known = _everyones(wholes, mine, comm)
+    return bool(comm.largest(comm.is_main and _agree(known) and same(total[:LANES], expected(known, weigh(known))))[0])
+
+
+def _marks(weights: torch.Tensor) -> list[int]:
+    """Elements of the field, the same where ranks have the same wholes in the same order, and hardly ever else."""
+    digest = hashlib.sha256(repr(weights.tolist()).encode()).digest()
+    return [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
+
+
+def _all_equal(sums: list[int], sums_of_squares: list[int], count: int) -> bool:
+    """Whether ``count`` digests are equal, by sums: their variance is 0 (in the field: others' is, once in 2^62)."""
+    return same([count * square for square in sums_of_squares], [sum_ * sum_ for sum_ in sums])
+
+
+def _agree(wholes: list[Whole]) -> bool:
+    """Whether nothing is said twice, in different ways."""
+    return len({(whole.kind, whole.key) for whole in wholes}) == len(wholes)
+
+
+def _everyones(wholes: list[Whole], mine: list[int], comm: Comm) -> list[Whole]:
+    """On the main rank, the wholes of all ranks; of ranks with the same ones, one tells them."""
+    everyone = comm.gather(tuple(mine))
+    speakers = comm.broadcast({marks: rank for rank, marks in reversed(list(enumerate(everyone)))})
+    told = comm.gather_some(wholes, given=speakers[tuple(mine)] == comm.rank)
+    return list(dict.fromkeys(whole for part in told for whole in part))
+
+
+def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> Described:
+    """What the shards are parts of, and the boxes of main replicas; of all, if ``copies`` count as well."""
+    numbers: dict[Any, int] = {}
+    wholes: list[Whole] = []
+    boxes = Boxes()
+    for shard in shards:
+        about = _about(shard)
+        number = numbers.get(about)
+        if number is None:
+            number = numbers[about] = len(numbers)
+            kind, key, dtype, shape = about
+            wholes.append(Whole(kind, key, str(dtype), tuple(shape)))
+        if copies or is_main_replica(shard.replica_id):
+            for box in _boxes(shard):
+                boxes.add(number, *box)
+    table, weights = boxes.table(), weigh(wholes)
+    return Described(wholes, table, weights, fingerprint(table, weights))
+
+
+def _about(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
+    """What its whole must agree in."""
+    if isinstance(shard, ShardedTensor):
+        return "tensor", shard.key, shard.dtype, tuple(shard.global_shape)
+    if isinstance(shard, ShardedObject):
+        return "object", shard.key, None, tuple(shard.global_shape)
+    raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
+
+
+def _boxes(shard: ShardedBase) -> Iterable[Box]:
+    """The boxes that a shard fills."""
+    if isinstance(shard, ShardedTensor):
+        return (whole_box(shard),) if shard.flattened_range is None else [part.box for part in shard_parts(shard)]
+    if isinstance(shard, ShardedObject):
+        return (Box(tuple(shard.global_offset), (1,) * len(shard.global_shape)),)
+    return ()
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A shard as the check sees it: what it says of the whole, and the boxes that it fills."""
+
+    key: str
+    kind: str
+    dtype: Any
+    global_shape: Ints
+    main: bool
+    boxes: tuple[Box, ...]
+
+
+def _claim(shard: ShardedBase) -> _Claim:
+    kind, key, dtype, shape = _about(shard)
+    return _Claim(key, kind, dtype, shape, is_main_replica(shard.replica_id), tuple(_boxes(shard)))
+
+
+def _find_faults(claims_by_rank: Sequence[Sequence[_Claim]]) -> list[str]:
+    """What is wrong with the shards of all ranks, sorted by key."""
+    ranked = ((rank, claim) for rank, claims in enumerate(claims_by_rank) for claim in claims)
+    by_key = map_reduce(ranked, lambda item: (item[1].key, item[1].kind), lambda item: item, list)
+    faults: list[str] = []
+    for key, kind in sorted(by_key):
+        faults.extend(f"{kind} {key!r}: {fault}" for fault in _faults_of_key(by_key[key, kind], kind))
+    return faults
+
+
+def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]:
+    first_rank, first = claims[0]
+    for what in ("global_shape", "dtype"):
+        for rank, claim in claims:
+            if getattr(claim, what) != getattr(first, what):
+                yield (
+                    f"ranks disagree on its {what}: {getattr(first, what)} on rank {first_rank}, "
+                    f"{getattr(claim, what)} on rank {rank}"
+                )
+                return
+    mains = [(rank, box) for rank, claim in claims if claim.main for box in claim.boxes]
+    boxes = [box for _, box in mains]
+    overlap = find_overlap(boxes)
+    if overlap is not None:
+        yield (
+            f"{region(overlap.common)} is described as the main replica twice, by rank {mains[overlap.first][0]} and "
+            f"rank {mains[overlap.second][0]}: give copies a replica_id other than 0"
+        )
+        return
+    hole = find_hole(first.global_shape, boxes)
+    if hole is not None:
+        part = "no object" if kind == "object" else "no shard"
+        hint = "" if boxes else " (no rank holds a main replica: replica_id 0)"
+        yield f"{part} describes {region(hole)} of the global shape {first.global_shape}{hint}"
+
+
+def _refuse(faults: Sequence[str]) -> None:
+    """Raise one error with the first faults, if there are any."""
+    if faults:
+        raise ShardingError("shards do not fit together:\n  " + listed(faults, "\n  "))
+
+
+def region(box: Box) -> str:
+    """A box as errors show it: ``[0:4, 2:3]``."""
+    return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(box.offset, box.end, strict=True)) + "]"
+
+
+__all__ = ["Described", "describe_shards", "refuse_misfits", "region", "validate_shards"]

@@ -1,0 +1,1 @@
+"""``torch.save`` archives and pickles: written, and read by an allow-list."""

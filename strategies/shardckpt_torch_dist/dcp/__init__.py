@@ -1,0 +1,1 @@
+"""The storage reader and writer of plain ``torch.distributed.checkpoint``."""

@@ -1,0 +1,291 @@
+"""A storage writer for plain ``dcp.save`` and ``dcp.async_save``: whole or absent, with digests, at the engine's speed.
+
+DCP's own gathers carry everything between the ranks; nothing here talks to them. The coordinator makes the staging
+directory when it plans for all, and says where it is in the plan of every rank; what a rank wrote goes back to it among
+the results; and it commits when DCP calls ``finish``, which it does only if no rank has failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import pickle
+import threading
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardckpt.engine.externally_coordinated import HostedPart, HostedSave, write_part
+from shardckpt.errors import CheckpointingException, ShardingError, listed
+from shardckpt.storage.digest import preferred
+from shardckpt.tensors.memory import page_place, synchronize_devices
+from shardckpt_torch_dist.archive.pickled import check_loadable
+from shardckpt_torch_dist.archive.unpickle import load_metadata
+from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN, fitted
+from shardckpt_torch_dist.dialects.metadata import METADATA_FILE
+from shardckpt_torch_dist.plan.write_plan import append_tensor
+from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
+from shardckpt_torch_dist.torch_private import StorageInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+    from shardckpt.manifest import FileRecord
+    from shardckpt.storage.writer import CheckpointWriter, FileWriter
+
+
+class CheckpointStorageWriter(StorageWriter):
+    """``dcp.save(state, storage_writer=CheckpointStorageWriter(path))``: the directory is the checkpoint, or absent.
+
+    Stock ``dcp.load``, :class:`CheckpointStorageReader` and ``shardckpt`` read it. After an error nothing of the save
+    stands at the path; its staging directory goes with this instance, with the next save by it, or with the process.
+    An instance can be used for one save after the other, and can be pickled for ``AsyncCheckpointerType.PROCESS``.
+
+    Args:
+        path: The checkpoint's directory, on storage that all ranks see.
+        overwrite: Whether to replace what is a checkpoint there, or to keep other files beside the new one.
+        allow_globals: Classes and functions that objects may name besides the plain ones: what a load would refuse, a
+            save refuses. Each by itself, or as (it, "module.name").
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], overwrite: bool = False, *, allow_globals: Iterable[Any] = ()
+    ) -> None:
+        super().__init__()
+        self._path = os.fspath(path)
+        self._overwrite = overwrite
+        self._allow = tuple(allow_globals)
+        self._save: HostedSave | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path, for DCP's logs."""
+        return self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save begins, perhaps to another path; what an earlier one left is removed."""
+        self._path = os.fspath(checkpoint_id) if checkpoint_id else self._path
+        self._give_up()
+
+    def storage_meta(self) -> StorageMeta:
+        """For planners."""
+        return StorageMeta(checkpoint_id=self._path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - DCP's
+        """Begin anew on this rank."""
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointingException(
+                f"{self._path}: without collectives every rank would commit a checkpoint of its own over those of the "
+                "others: leave out use_collectives=False, or give every rank a path of its own with no_dist=True"
+            )
+        self._give_up()
+        _told.part = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Tell the coordinator which digests this rank has."""
+        return dataclasses.replace(plan, storage_data=preferred())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: make the staging directory, and say where it is in every rank's plan."""
+        self._save = HostedSave(
+            self._path,
+            TorchDistSaveShardedStrategy(),
+            len(plans),
+            self,
+            overwrite=self._overwrite,
+            algorithms=[plan.storage_data for plan in plans],
+        )
+        parts = self._save.parts()
+        _told.part = parts[0]  # where DCP runs in one process, no plan travels
+        return [dataclasses.replace(plan, storage_data=_Message(part)) for plan, part in zip(plans, parts, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file; it is durable when this returns."""
+        part, _told.part = _told.part, None
+        if part is None:
+            raise CheckpointingException(
+                f"{self._path}: no plan of this save has come to this thread: let dcp.save call the methods, in order"
+            )
+        items = _Items(plan, planner, f"__{part.rank}_0.distcp", self._allow)
+        files = write_part(part, items.write)
+        done = WriteResult(MetadataIndex(f"files of rank {part.rank}"), 0, _Files(files))
+        found: Future[list[WriteResult]] = Future()
+        found.set_result([*items.results, done])
+        return found
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when no rank has failed: write the metadata, and commit."""
+        save, self._save = self._save, None
+        if save is None:
+            raise CheckpointingException(
+                f"{self._path}: finish without a plan: let dcp.save call the methods, in order"
+            )
+        everything = list(chain.from_iterable(results))
+        told = (result.storage_data for result in everything)
+        files = [record for said in told if isinstance(said, _Files) for record in said.records]
+        save.commit(files, lambda writer: _write_metadata(writer, metadata, everything))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path of this machine, below a directory that may be written."""
+        if "://" in os.fspath(checkpoint_id):
+            return False
+        above = next((path for path in Path(checkpoint_id).absolute().parents if path.exists()), None)
+        return above is not None and os.access(above, os.W_OK)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but a save that is under way, which is this process's."""
+        return {**self.__dict__, "_save": None}
+
+    def _give_up(self) -> None:
+        if self._save is not None:
+            self._save.abort()
+            self._save = None
+
+
+class _Told(threading.local):
+    """What the coordinator has said of the save that this thread is in."""
+
+    part: HostedPart | None = None
+
+
+_told = _Told()
+
+
+class _Message:
+    """A part on its way to its rank, which notes it on arrival.
+
+    (A planner that caches plans gives ``write_data`` the plan of an earlier save, not the one that has come.)
+    """
+
+    def __init__(self, part: HostedPart) -> None:
+        self._part = part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._part,)
+
+
+def _arrived(part: HostedPart) -> _Message:
+    _told.part = part
+    return _Message(part)
+
+
+class _Files(NamedTuple):
+    """What a rank wrote, on its way to the coordinator."""
+
+    records: list[FileRecord]
+
+
+class _Items:
+    """A plan's items, written one after the other into one file.
+
+    Args:
+        plan: The plan.
+        planner: Gives the values.
+        name: Of the file.
+        allow_globals: As for the storage writer.
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, name: str, allow_globals: tuple[Any, ...]) -> None:
+        self._objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        self._tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        self._planner = planner
+        self._name = name
+        self._allow = allow_globals
+        #: Where the items are.
+        self.results: list[WriteResult] = []
+
+    def write(self, writer: CheckpointWriter) -> None:
+        """Write the file, if there is anything to write."""
+        if not self._objects and not self._tensors:
+            return
+        file = writer.create(self._name, sum(map(_nbytes, self._tensors)))
+        for item in self._objects:
+            self._note(item, file.position, self._append_object(file, item))
+        for item in self._tensors:
+            self._note(item, file.position, self._append_tensor(file, item))
+        writer.finish(file)
+
+    def _append_object(self, file: FileWriter, item: WriteItem) -> int:
+        key = item.index.fqn
+        value = self._planner.resolve_data(item)
+        if not isinstance(value, io.BytesIO):
+            raise ShardingError(f"object {key!r}: the planner gave a {type(value).__name__}, expected a BytesIO")
+        check_loadable(value, f"object {key!r}", self._allow)
+        archive = value.getvalue()
+        file.append_small((archive, bytes(-len(archive) % ARCHIVE_ALIGN)), what=key)
+        return len(archive)
+
+    def _append_tensor(self, file: FileWriter, item: WriteItem) -> int:
+        tensor = _as_planned(self._planner.resolve_data(item), item).detach()
+        synchronize_devices([tensor])
+        head, tail = fitted(tensor.dtype, tuple(tensor.shape), file.position, page_place(tensor))
+        length = len(head) + _nbytes(item) + len(tail)
+        append_tensor(file, tensor, item.index.fqn, length)
+        return length
+
+    def _note(self, item: WriteItem, offset: int, length: int) -> None:
+        self.results.append(WriteResult(item.index, length, StorageInfo(self._name, offset, length)))
+
+
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _as_planned(tensor: Any, item: WriteItem) -> torch.Tensor:
+    """The tensor, if it is what the metadata will say: a planner that caches plans does not see another dtype."""
+    data = item.tensor_data
+    if data is None or not isinstance(tensor, torch.Tensor):
+        raise ShardingError(f"{item.index.fqn!r}: the planner gave a {type(tensor).__name__} for a tensor")
+    planned = data.properties.dtype, tuple(data.chunk.sizes)
+    if (tensor.dtype, tuple(tensor.shape)) != planned:
+        raise ShardingError(
+            f"tensor {item.index.fqn!r} was planned as {planned[0]} {planned[1]}, and is {tensor.dtype} "
+            f"{tuple(tensor.shape)}: a planner with enable_plan_caching=True does not see that dtypes have changed; "
+            "save with a new class of planner, or without caching"
+        )
+    return tensor
+
+
+def _write_metadata(writer: CheckpointWriter, metadata: Metadata, results: Iterable[WriteResult]) -> None:
+    """``.metadata``, as DCP's own writer makes it."""
+    places = {wrote.index: wrote.storage_data for wrote in results if not isinstance(wrote.storage_data, _Files)}
+    _check_complete(metadata, places)
+    metadata.storage_data = places
+    metadata.storage_meta = StorageMeta()
+    data = pickle.dumps(metadata)
+    load_metadata(data, METADATA_FILE)  # a load would refuse what another planner may have put in
+    writer.write(METADATA_FILE, data, keys=0)
+
+
+def _check_complete(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> None:
+    """Whether a rank has written each value of which the metadata will say that it is stored."""
+    chunks = {key: getattr(entry, "chunks", None) for key, entry in metadata.state_dict_metadata.items()}
+    if len(places) == sum(1 if parts is None else len(parts) for parts in chunks.values()):
+        return
+    missing = [
+        f"{index.fqn!r}" + (f" at {tuple(index.offset)}" if index.offset else "")
+        for key, parts in chunks.items()
+        for index in ([MetadataIndex(key)] if parts is None else [MetadataIndex(key, part.offsets) for part in parts])
+        if index not in places
+    ]
+    if missing:
+        raise ShardingError(
+            f"no rank has written what the planner's metadata lists: {listed(missing)}; the metadata does not fit the "
+            "plans, or a storage writer has left results out"
+        )
+
+
+__all__ = ["CheckpointStorageWriter"]

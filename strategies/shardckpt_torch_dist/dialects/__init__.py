@@ -1,0 +1,1 @@
+"""What a checkpoint stores, from every dialect of ``.metadata`` in one form."""

@@ -1,0 +1,284 @@
+"""``.metadata`` from columns: DCP's objects as the opcodes of a pickle, templates that arrays fill in.
+
+What the opcodes of an object are, pickle itself says: an example is pickled, with marks where rows differ. Names,
+classes and functions are said once, in front, and got from the memo.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardckpt.planning.table import integers, matrix, spread
+from shardckpt.tensors.memory import tensor_bytes
+from shardckpt_torch_dist.torch_private import StorageInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from shardckpt_torch_dist.dialects.stored import Item, StoredIndex
+
+#: About how many chunks and tensors are made at a time.
+_WINDOW = 1 << 15
+#: Protocol 2 has all opcodes that are needed, and no frames.
+_PROTOCOL = 2
+#: Numbers below it go into the opcode of four bytes, others into that of eight.
+_NARROW = 1 << 31
+#: The highest byte of the marks for slots of four and of eight bytes, and of the persistent ids for the memo's numbers.
+_MARK, _WIDE_MARK, _GET = 0x7A << 24, 0x7C << 56, 0x7B << 56
+_GETS = re.compile(rb"\x8a\x08(....)\0\0\0\x7bQ", re.DOTALL)
+_SLOTS = re.compile(rb"[Jj](.)\0\0\x7a|\x8a\x08(.)\0{6}\x7c", re.DOTALL)
+#: The slot where other rows are put in.
+_ROWS = 255
+_HOLES = re.compile(rb"(?:j\xff\0\0\x7a)+")
+
+
+def encode(index: StoredIndex, save_id: str) -> bytes:
+    """The bytes of ``.metadata``, which every reader of DCP's and Megatron's unpickles.
+
+    Args:
+        index: What one of our own saves stores: every archive has one box, nothing is loose.
+        save_id: A name that no other save has.
+    """
+    memo = _Memo()
+    tensors, objects = _Tensors(index, memo), _Objects(index.objects, memo)
+    whole = Metadata(_hole(), storage_data=_hole(), storage_meta=StorageMeta(save_id=save_id))
+    start, middle, end = _HOLES.split(memo.opcodes(whole))
+    out = io.BytesIO()
+    out.writelines([pickle.PROTO, bytes([_PROTOCOL]), memo.puts(), start])
+    out.writelines(tensors.entries())
+    out.writelines([objects.entries, middle])
+    out.writelines(tensors.places())
+    out.writelines([objects.places, end, pickle.STOP])
+    return out.getvalue()
+
+
+class _Name:
+    """Stands for a name in an example."""
+
+    def __init__(self, slot: int) -> None:
+        self.mark = _MARK | slot
+
+
+def _name(slot: int) -> Any:
+    return _Name(slot)
+
+
+def _numbers(slots: Iterable[int], *, wide: bool) -> list[int]:
+    """Stand for numbers in an example."""
+    return [(_WIDE_MARK if wide else _MARK) | slot for slot in slots]
+
+
+def _hole() -> dict[Any, Any]:
+    """Stands for a dictionary; it has two entries, so that it is pickled as one of many."""
+    return {_name(_ROWS): _name(_ROWS), _name(_ROWS): _name(_ROWS)}
+
+
+class _Memo:
+    """What the pickle says once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, int] = {}
+
+    def number(self, value: Any) -> int:
+        """The number by which a name, class or function is got."""
+        return self._found.setdefault(value, len(self._found) + 1)
+
+    def column(self, values: Iterable[str]) -> torch.Tensor:
+        """The numbers of names."""
+        return integers([self.number(value) for value in values])
+
+    def opcodes(self, *values: Any) -> bytes:
+        """The opcodes that make the values; what the pickle says once they get from here."""
+        stream = io.BytesIO()
+        for value in values:
+            pickled = io.BytesIO()
+            _Pickler(pickled, self).dump(value)
+            stream.write(pickled.getvalue()[2:-1])  # without PROTO and STOP
+        return _GETS.sub(rb"j\1", stream.getvalue())
+
+    def puts(self) -> bytes:
+        """The opcodes that say it: a list, for pickle numbers that 0, and what it has from 1 on."""
+        return pickle.dumps(list(self._found), _PROTOCOL, fix_imports=False)[2:-1] + pickle.POP
+
+
+class _Pickler(pickle.Pickler):
+    """Gives names, classes and functions to the memo, and puts nothing else there."""
+
+    def __init__(self, stream: io.BytesIO, memo: _Memo) -> None:
+        super().__init__(stream, _PROTOCOL, fix_imports=False)
+        self.fast = True
+        self._memo = memo
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, _Name):
+            return _GET | obj.mark
+        if isinstance(obj, (str, type, torch.dtype, FunctionType)):
+            return _GET | self._memo.number(obj)
+        return None
+
+
+class _Template:
+    """Opcodes of an example, to be repeated with other names and numbers."""
+
+    def __init__(self, opcodes: bytes) -> None:
+        self._opcodes = torch.frombuffer(bytearray(opcodes), dtype=torch.uint8)
+        found = [(match, match.lastindex or 0) for match in _SLOTS.finditer(opcodes)]
+        self._slots = sorted((match[group][0], match.start(group), match.end()) for match, group in found)
+
+    def rows(self, count: int, *columns: torch.Tensor) -> memoryview:
+        """The opcodes ``count`` times, with the columns, int64 of shape (count,), in the slots by their order."""
+        table = self._opcodes.repeat(count, 1)
+        for (_, start, end), column in zip(self._slots, columns, strict=True):
+            dtype = torch.int32 if end - start == 4 else torch.int64  # noqa: PLR2004
+            values = column.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            table[:, start:end] = values.view(-1, 1).view(torch.uint8)
+        return tensor_bytes(table)
+
+
+class _Wide(NamedTuple):
+    """Which numbers need eight bytes."""
+
+    box: bool
+    start: bool
+    length: bool
+
+
+class _Kind:
+    """Templates of tensors with a dtype and a number of axes."""
+
+    def __init__(self, axes: int, dtype: torch.dtype, wide: _Wide, memo: _Memo) -> None:
+        numbers = _numbers(range(4, 4 + axes), wide=wide.box)
+        self.place = _place(torch.Size(numbers), wide, memo)
+        low, high = (torch.Size(_numbers(range(n, n + axes), wide=wide.box)) for n in (0, axes))
+        self.chunk = _Template(memo.opcodes(ChunkStorageMetadata(low, high)))
+        size = torch.Size(_numbers(range(1, 1 + axes), wide=wide.box))
+        tensor = TensorStorageMetadata(TensorProperties(dtype), size, [_name(_ROWS)] * 2)
+        head, self.tail = _HOLES.split(memo.opcodes(_name(0), tensor))
+        self.head = _Template(head)
+
+
+def _place(offset: torch.Size | None, wide: _Wide, memo: _Memo) -> _Template:
+    """Where something is: its slots are key, file, start and length, then the offset's."""
+    (start,), (length,) = _numbers([2], wide=wide.start), _numbers([3], wide=wide.length)
+    return _Template(memo.opcodes(MetadataIndex(_name(0), offset), StorageInfo(_name(1), start, length)))
+
+
+class _Objects:
+    """The opcodes of objects: entries of ``state_dict_metadata`` and of ``storage_data``."""
+
+    def __init__(self, objects: dict[str, Item], memo: _Memo) -> None:
+        keys, files = memo.column(objects), memo.column(item.file for item in objects.values())
+        starts = integers([item.offset for item in objects.values()])
+        lengths = integers([item.length for item in objects.values()])
+        self.entries = _Template(memo.opcodes(_name(0), BytesStorageMetadata())).rows(len(keys), keys)
+        place = _place(None, _Wide(box=False, start=_is_wide(starts), length=_is_wide(lengths)), memo)
+        self.places = place.rows(len(keys), keys, files, starts, lengths)
+
+
+class _Part(NamedTuple):
+    """The tensors of one kind among some that follow each other, and their chunks, by number."""
+
+    kind: _Kind
+    tensors: torch.Tensor
+    rows: torch.Tensor
+
+
+class _Tensors:
+    """The opcodes of tensors, a window after another."""
+
+    def __init__(self, index: StoredIndex, memo: _Memo) -> None:
+        self._index = index
+        self._keys, self._files = memo.column(index.keys), memo.column(index.files)
+        self._counts = index.bounds.diff()
+        self._box = index.chunks.box.widened(max(map(len, index.shapes), default=0))
+        kinds: dict[tuple[int, torch.dtype], int] = {}
+        axes = map(len, index.shapes)
+        self._kind_of = integers([kinds.setdefault(kind, len(kinds)) for kind in zip(axes, index.dtypes, strict=True)])
+        wide = _widths(index)
+        self._kinds = [_Kind(*kind, wide, memo) for kind in kinds]
+
+    def entries(self) -> Iterator[bytes | memoryview]:
+        """Those of ``state_dict_metadata``."""
+        for first, last in self._windows():
+            entries = {part.kind: self._entries(part) for part in self._parts(first, last)}
+            for number in self._kind_of[first:last].tolist():
+                yield from next(entries[self._kinds[number]])
+            yield pickle.SETITEMS + pickle.MARK
+
+    def places(self) -> Iterator[bytes | memoryview]:
+        """Those of ``storage_data``."""
+        chunks = self._index.chunks
+        for first, last in self._windows():
+            for kind, tensors, rows in self._parts(first, last):
+                keys = spread(self._keys[tensors], self._counts[tensors])
+                columns = keys, self._files[chunks.file[rows]], chunks.start[rows], chunks.length[rows]
+                yield kind.place.rows(len(rows), *columns, *self._axes(tensors, self._box.offset[rows]))
+            yield pickle.SETITEMS + pickle.MARK
+
+    def _windows(self) -> list[tuple[int, int]]:
+        """Tensors that follow each other, with as many chunks as are made at a time, or one with more."""
+        numbers = torch.arange(len(self._counts), device="cpu")
+        windows = (self._index.bounds[:-1] + numbers) // _WINDOW
+        ends = windows.bincount().cumsum(0).tolist()
+        return [(first, last) for first, last in zip([0, *ends], ends, strict=False) if first < last]
+
+    def _parts(self, first: int, last: int) -> Iterator[_Part]:
+        kinds, counts = self._kind_of[first:last], self._counts[first:last]
+        for kind in sorted(set(kinds.tolist())):
+            mine = kinds == kind
+            tensors, rows = mine.nonzero().view(-1), spread(mine, counts).nonzero().view(-1)
+            yield _Part(self._kinds[kind], tensors + first, rows + self._index.bounds[first])
+
+    def _entries(self, part: _Part) -> Iterator[tuple[memoryview, memoryview, bytes]]:
+        """Of every tensor what comes before its chunks, they, and what comes after."""
+        shapes = [self._index.shapes[number] for number in part.tensors.tolist()]
+        sizes = matrix(shapes, len(shapes[0]), 1).unbind(1)
+        heads = part.kind.head.rows(len(shapes), self._keys[part.tensors], *sizes)
+        box = self._box.rows(part.rows)
+        bounds = (self._axes(part.tensors, column) for column in (box.offset, box.extent))
+        chunks = part.kind.chunk.rows(len(part.rows), *(column for columns in bounds for column in columns))
+        counts = self._counts[part.tensors].tolist()
+        for head, rows in zip(_cut(heads, [1] * len(counts)), _cut(chunks, counts), strict=True):
+            yield head, rows, part.kind.tail
+
+    def _axes(self, tensors: torch.Tensor, column: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The axes that all these tensors have."""
+        return column.unbind(1)[: len(self._index.shapes[int(tensors[0])])]
+
+
+def _cut(rows: memoryview, counts: list[int]) -> Iterator[memoryview]:
+    """As many rows as the counts say, one after another."""
+    width = len(rows) // (sum(counts) or 1)
+    end = 0
+    for count in counts:
+        start, end = end, end + count * width
+        yield rows[start:end]
+
+
+def _widths(index: StoredIndex) -> _Wide:
+    chunks = index.chunks
+    sizes = integers([max(shape, default=0) for shape in index.shapes])
+    boxes = (sizes, chunks.box.offset, chunks.box.extent)
+    return _Wide(any(map(_is_wide, boxes)), _is_wide(chunks.start), _is_wide(chunks.length))
+
+
+def _is_wide(column: torch.Tensor) -> bool:
+    return column.numel() > 0 and int(column.max()) >= _NARROW
+
+
+__all__ = ["encode"]

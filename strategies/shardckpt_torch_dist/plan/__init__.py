@@ -1,0 +1,1 @@
+"""What a rank writes and reads: which bytes, in which files, in which order."""

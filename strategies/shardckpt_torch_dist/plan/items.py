@@ -1,0 +1,118 @@
+"""What one rank stores: a row a box of a main replica, its tensors and objects beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shardckpt.errors import ShardingError
+from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.planning.boxes import part_view, shard_parts
+from shardckpt.planning.table import Boxes
+from shardckpt_torch_dist.archive.pickled import archived, check_loadable
+from shardckpt_torch_dist.dialects.stored import COMMON_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+    from shardckpt.mapping import ShardedBase
+    from shardckpt.planning.boxes import FlatPart, Ints
+
+
+Source: TypeAlias = "tuple[int, FlatPart | None]"
+
+
+@dataclass
+class LocalItems:
+    """A rank's items.
+
+    Attributes:
+        keys: Of the tensors that it has a part of.
+        dtypes: Of every such tensor.
+        shapes: Their global shapes.
+        boxes: The parts that it stores.
+        tensors: What is in every box.
+        sources: The shard that each is of, by its number among the rank's, and which part of it; None for its data.
+        objects: The shards that are objects, by unique key.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    shapes: list[Ints] = field(default_factory=list)
+    boxes: Boxes = field(default_factory=Boxes)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    objects: dict[str, int] = field(default_factory=dict)
+
+
+def archives_of(
+    objects: Mapping[str, int], shards: Sequence[ShardedBase], allow_globals: Iterable[Any]
+) -> dict[str, bytes]:
+    """Archives of objects, by unique key.
+
+    Args:
+        objects: The numbers of their shards.
+        shards: The rank's.
+        allow_globals: What the objects may name besides the plain classes and functions.
+
+    Raises:
+        ShardingError: an object cannot be pickled.
+        UnsafePickleError: a load would refuse it.
+    """
+    found = {}
+    for key, number in objects.items():
+        what = f"object {key!r}"
+        archive = archived([shards[number].data], what)  # Megatron stores a list of the objects that share the key
+        check_loadable(archive, what, allow_globals)
+        found[key] = archive.getvalue()
+    return found
+
+
+def tensors_of(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
+    """What is in the boxes, of shards that are described as those whose items the sources are."""
+    return [shards[n].data.detach() if part is None else part_view(shards[n], part) for n, part in sources]
+
+
+def local_items(shards: Sequence[ShardedBase]) -> LocalItems:
+    """The items of the main replicas among the shards.
+
+    Raises:
+        ShardingError: a tensor has no data, or an object has the name of the common state.
+    """
+    items = LocalItems()
+    numbers: dict[tuple[str, torch.dtype, Ints], int] = {}
+    for position, shard in enumerate(shards):
+        if not is_main_replica(shard.replica_id):
+            continue
+        if isinstance(shard, ShardedTensor):
+            _add_tensor(position, shard, items, numbers)
+        elif isinstance(shard, ShardedObject):
+            if shard.unique_key == COMMON_KEY:
+                raise ShardingError(f"object {shard.key!r}: the common state has that name; give another key")
+            items.objects[shard.unique_key] = position
+        else:
+            raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
+    return items
+
+
+def _add_tensor(
+    position: int, shard: ShardedTensor, items: LocalItems, numbers: dict[tuple[str, torch.dtype, Ints], int]
+) -> None:
+    if shard.data is None:
+        raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
+    shape = tuple(shard.global_shape)
+    number = numbers.setdefault((shard.key, shard.dtype, shape), len(numbers))
+    if number == len(items.keys):
+        items.keys.append(shard.key)
+        items.dtypes.append(shard.dtype)
+        items.shapes.append(shape)
+    for part in shard_parts(shard):
+        if 0 not in part.box.shape or 0 in shape:
+            items.boxes.add(number, *part.box)
+            items.tensors.append(part_view(shard, part))
+            items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
+
+
+__all__ = ["LocalItems", "archives_of", "local_items", "tensors_of"]

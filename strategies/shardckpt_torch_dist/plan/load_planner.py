@@ -1,0 +1,266 @@
+"""A DCP load planner that fills ShardedTensors and ShardedObjects; usable with ``dcp.load`` as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+import shardckpt.distributed.comm  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
+from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError
+from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
+from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.planning.dtypes import check_dtypes
+from shardckpt.planning.lookup import BoxFinder
+from shardckpt.planning.shapes import check_shapes
+from shardckpt.state_dict import map_reduce
+from shardckpt.tensors.wrappers import is_quantized, movable
+from shardckpt_torch_dist.archive.reader import load_bytes
+from shardckpt_torch_dist.plan.split import put_rest, split_shards
+from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_apart
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Iterable
+    from typing import TypeGuard
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from shardckpt.mapping import ShardedObject, ShardedTensor
+
+
+class ShardedLoadPlanner(DefaultLoadPlanner):
+    """Fills the ``data`` of ShardedTensors and ShardedObjects of any sharding; other leaves as DCP does.
+
+    Global shapes are checked before anything is filled, and all that do not fit are in one error. Memory is allocated
+    on the CPU where a ShardedTensor has no data. Objects go through the allow-list, never through plain pickle.
+
+    Quantized destinations (tensor classes with a ``dequantize`` of their own) are read into a plain CPU tensor each,
+    and quantized when their last item is committed. :meth:`units` orders a plan so that few such tensors live at a
+    time; ``dcp.load`` reads file by file, and keeps those of all destinations that are spread over files until the end.
+
+    Args:
+        *args: Of DCP's DefaultLoadPlanner.
+        allow_globals: Classes and functions that objects may name besides the plain ones.
+        allow_dtype_cast: For ShardedTensors, as for :func:`shardckpt.dist_checkpointing.load`.
+        **kwargs: Of DCP's DefaultLoadPlanner.
+    """
+
+    def __init__(
+        self, *args: Any, allow_globals: Iterable[Any] = (), allow_dtype_cast: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.allow_dtype_cast = allow_dtype_cast
+        self._allow_globals = tuple(allow_globals)
+        self._tensors: list[ShardedTensor] = []
+        #: ShardedObjects by unique key: several may wait for the same.
+        self._objects: dict[str, list[ShardedObject]] = {}
+        #: Destination of every planned tensor item, by the number in its ``dest_index``.
+        self._targets: list[torch.Tensor | StagedPart] = []
+        self._to_zero: list[torch.Tensor] = []
+        self._staged: list[StagedDestination] = []
+        self._stored: dict[str, Any] = {}
+        self._caller: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state dict apart; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
+        self._tensors, objects, rest = split_shards(state_dict)
+        self._objects = map_reduce(objects, lambda shard: shard.unique_key, lambda shard: shard, list)
+        self._stored = metadata.state_dict_metadata if metadata is not None else {}
+        super().set_up_planner(rest, metadata, is_coordinator)
+        self._caller = state_dict
+        for key, path in self.mappings.items():
+            if isinstance(self.state_dict.get(key), torch.Tensor):
+                put_rest(state_dict, path, self.state_dict[key])  # DCP has put memory in the place of meta tensors
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads, checked: every wanted element is stored once, under the same global shape."""
+        self._check()
+        self._targets.clear()
+        self._to_zero.clear()
+        self._staged.clear()
+        plan = super().create_local_plan()
+        finders: dict[str, BoxFinder] = {}
+        items = [item for shard in self._tensors for item in self._tensor_items(shard, finders)]
+        items.extend(map(_object_item, sorted(self._objects)))
+        check_apart(shard for shard in self._tensors if is_quantized(shard.data))
+        return dataclasses.replace(plan, items=[*items, *plan.items])
+
+    def units(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
+        """The items in the order given, each by itself, but all of one quantized destination together.
+
+        A thread that reads unit after unit keeps one plain tensor at a time.
+        """
+        units: dict[Any, list[ReadItem]] = {}
+        for number, item in enumerate(items):
+            units.setdefault(self._staged_of(item) or number, []).append(item)
+        return list(units.values())
+
+    def plain_tensors(self) -> int:
+        """How many plain tensors stand for quantized destinations at present."""
+        return sum(staged.is_open() for staged in self._staged)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """All ranks have planned: zero what the checkpoint may not cover."""
+        for target in self._to_zero:
+            _zero(target)
+        for staged in self._staged:
+            staged.zero_if_empty()
+        return super().finish_plan(new_plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a read object into the ShardedObjects of its key, or in its place in the caller's state dict."""
+        key = read_item.dest_index.fqn
+        shards = self._objects.get(key)
+        loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
+        if not shards:
+            put_rest(self._caller, self.mappings.get(key, (key,)), loaded)
+            return
+        for shard in shards:  # Megatron stores a list of the objects that share the key
+            shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The view that an item fills: of the destination, or of the plain tensor that stands for a quantized one."""
+        if not self._is_ours(read_item):
+            return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
+        planned = self._targets[read_item.dest_index.index or 0]
+        target = planned.view() if isinstance(planned, StagedPart) else planned
+        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(axis, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """An item is there; the last one of a quantized destination has it quantized."""
+        staged = self._staged_of(read_item)
+        if staged is not None:
+            staged.commit()
+        else:
+            super().commit_tensor(read_item, tensor)
+
+    def _is_staged(self, data: torch.Tensor | None, key: str) -> TypeGuard[torch.Tensor]:
+        """Whether it cannot be filled by a copy: torch loses signs where it casts into a negated view."""
+        if data is None or is_quantized(data):
+            return data is not None
+        return data.is_neg() and data.dtype != self._stored[key].properties.dtype
+
+    def _staged_of(self, item: ReadItem) -> StagedDestination | None:
+        target = self._targets[item.dest_index.index or 0] if self._is_ours(item) else None
+        return target.staged if isinstance(target, StagedPart) else None
+
+    def _is_ours(self, read_item: ReadItem) -> bool:
+        return isinstance(read_item.dest_index, _Target)
+
+    def _check(self) -> None:
+        """Raise one error with every key that is absent or of another global shape."""
+        absent = [
+            shard.key for shard in self._tensors if not isinstance(self._stored.get(shard.key), TensorStorageMetadata)
+        ]
+        absent += [key for key in self._objects if key not in self._stored]
+        if absent:
+            raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
+        shapes = {shard.key: tuple(self._stored[shard.key].size) for shard in self._tensors}
+        check_shapes(self._tensors, shapes)
+        dtypes = {shard.key: self._stored[shard.key].properties.dtype for shard in self._tensors}
+        check_dtypes(self._tensors, dtypes, allow_cast=self.allow_dtype_cast)
+        for shard in self._tensors:
+            check_cast(shard.key, dtypes[shard.key], shard.dtype)
+
+    def _tensor_items(self, shard: ShardedTensor, finders: dict[str, BoxFinder]) -> Iterable[ReadItem]:
+        if shard.key not in finders:
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[shard.key].chunks]
+            overlap = find_overlap(boxes)
+            if overlap is not None:
+                raise CorruptCheckpointError(f"{shard.key!r}: its stored chunks overlap in {overlap.common}")
+            finders[shard.key] = BoxFinder(boxes)
+        finder = finders[shard.key]
+        found = {part: list(finder.touching(part.box)) if part.box.volume else [] for part in shard_parts(shard)}
+        if not shard.allow_shape_mismatch:
+            for part, touched in found.items():
+                if [common for _, common in touched] != [part.box]:
+                    _check_whole(shard.key, part.box, [common for _, common in touched])
+        shard.init_data("cpu")  # not before it is known that the checkpoint fills it
+        if self._is_staged(shard.data, shard.key):
+            self._staged.append(StagedDestination(shard, shard.data, sum(map(len, found.values()))))
+        for part, touched in found.items():
+            yield from self._part_items(shard, part, finder, touched)
+
+    def _part_items(
+        self, shard: ShardedTensor, part: FlatPart, finder: BoxFinder, found: list[tuple[int, Box]]
+    ) -> Iterable[ReadItem]:
+        number = len(self._targets)
+        if self._is_staged(shard.data, shard.key):
+            self._targets.append(StagedPart(self._staged[-1], part))
+        else:
+            self._targets.append(view := part_view(shard, part))
+            if shard.allow_shape_mismatch:
+                self._to_zero.append(view)
+        for chunk, common in found:
+            stored = finder.box(chunk)
+            yield _tensor_item(_Target(shard.key, torch.Size(part.box.offset), number), part.box, stored, common)
+
+
+def _zero(target: torch.Tensor) -> None:
+    """Fill with zeros; torch has no such kernel for packed dtypes, whose zeros are bytes of zeros."""
+    movable(target).zero_()
+
+
+class _Target(MetadataIndex):
+    """The index of one of our destinations; its ``index`` is the destination's number."""
+
+
+def _tensor_item(target: MetadataIndex, wanted: Box, stored: Box, common: Box) -> ReadItem:
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=target,
+        dest_offsets=_relative(common, wanted),
+        storage_index=MetadataIndex(target.fqn, torch.Size(stored.offset)),
+        storage_offsets=_relative(common, stored),
+        lengths=torch.Size(common.shape),
+    )
+
+
+def _object_item(key: str) -> ReadItem:
+    zero = torch.Size((0,))
+    index = MetadataIndex(key)
+    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+
+
+def _relative(inner: Box, outer: Box) -> torch.Size:
+    return torch.Size(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
+
+
+def check_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+    """Raise :class:`ShardingError` if values as they are stored cannot be loaded as the wanted dtype."""
+    if stored != wanted and not _casts(stored, wanted):
+        raise ShardingError(f"{key!r} is stored as {stored}, which torch cannot turn into {wanted}: load it as that")
+
+
+@functools.cache
+def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """False for packed dtypes: two values a byte are no elements that torch could cast."""
+    if stored.is_complex != wanted.is_complex:
+        return True  # torch says by a warning what is lost
+    try:
+        torch.zeros(1, dtype=stored, device="cpu").to(wanted)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _check_whole(key: str, wanted: Box, found: list[Box]) -> None:
+    back = tuple(-step for step in wanted.offset)
+    hole = find_hole(wanted.shape, [box.moved(back) for box in found])
+    if hole is not None:
+        raise CorruptCheckpointError(
+            f"{key!r}: the checkpoint does not hold elements {hole.moved(wanted.offset)} of it: the save lost them"
+        )
+
+
+__all__ = ["ShardedLoadPlanner", "check_cast"]

@@ -1,0 +1,331 @@
+"""The seeds' functions under their names: what they are for, and the faults that they had."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardckpt.compat.mindspeed import (
+    EPLoadPlanner,
+    build_ep_fqn2spec_info,
+    create_default_local_load_plan_with_moe,
+    drop_ep_dim,
+    get_check_moe_func,
+    get_chunk_readitem,
+    restore_ep_dim,
+)
+from shardckpt.errors import ShapeMismatchError, ShardingError
+from shardckpt_ep import expert_layouts
+from shardckpt_ep.torch_private import StridedShard
+from tests.ep.checkpoints import store
+from tests.ep.live import (
+    FQN,
+    Case,
+    Meshes,
+    all_cases,
+    check,
+    expected,
+    from_local,
+    live,
+    local_of,
+    mesh_of,
+    order,
+    state,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def _there_and_back() -> int:
+    meshes, count = Meshes(), 0
+    for case in all_cases():
+        if case.counts or (case.kind == "local" and case.size("efsdp") > 1):
+            continue
+        mesh, full = meshes.of(case), whole(case.experts)
+        held = live(case, mesh, full)
+        for given in (None, full.shape):
+            restored = restore_ep_dim(held, mesh, global_shape=given)
+            dropped = drop_ep_dim(restored, mesh)
+            assert restored.shape == full.shape, case
+            cut = distribute_tensor(full, mesh, restored.placements, src_data_rank=None)
+            assert torch.equal(local_of(cut), local_of(restored)), case
+            assert local_of(restored).data_ptr() == local_of(held).data_ptr(), case
+            if case.kind == "two meshes":
+                assert restored is held, case
+            else:
+                assert type(dropped) is type(held), case
+                assert local_of(dropped).data_ptr() == local_of(held).data_ptr(), case
+            if case.kind == "efsdp":
+                assert (dropped.placements, dropped.shape) == (held.placements, held.shape), case
+                assert dropped.device_mesh == held.device_mesh, case
+            count += 1
+    return count
+
+
+def test_restore_gives_all_experts_in_true_order_and_drop_undoes_it(ranks: RankPool) -> None:
+    """For both orders, both axes, even and uneven: torch cuts the whole tensor likewise, and the way back is exact."""
+    assert ranks.run(4, _there_and_back) == [144] * 4
+
+
+def _refused(how: str) -> None:
+    mesh = mesh_of(("efsdp", 2), ("ep", 2))
+    if how == "uneven":
+        restore_ep_dim(torch.zeros(1 + 3 * mesh.get_local_rank("ep"), 3), mesh)
+    elif how == "length":
+        restore_ep_dim(torch.zeros(4, 3), mesh, global_shape=(5, 3))
+    elif how == "outside":
+        restore_ep_dim(torch.zeros(4, 3), mesh_of(("ep", 1)))
+    else:
+        other = mesh_of(("ep", 2), ("efsdp", 2))
+        drop_ep_dim(from_local(torch.zeros(4, 3), mesh, [Shard(1), Shard(0)], (8, 6)), other)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("uneven", r"experts are dealt out over .* as no DTensor describes it .* use an ExpertLayout"),
+        ("length", r"this rank's tensor has shape \(4, 3\), but its place by the mesh is \([32], 3\)"),
+        ("outside", r"this rank is not in the mesh \('ep',\)"),
+        ("drop", r"the tensor is on the mesh \('efsdp', 'ep'\) of ranks .*, not on \('ep', 'efsdp'\)"),
+    ],
+)
+def test_what_no_dtensor_describes_is_refused(ranks: RankPool, how: str, reason: str) -> None:
+    """Counts other than torch.chunk's, other lengths and other meshes are errors, never a permutation."""
+    outcomes = ranks.outcomes(4, _refused, how)
+    for outcome in outcomes[1:] if how == "outside" else outcomes:
+        assert outcome.kind == ShardingError.__name__
+        assert re.search(reason, outcome.message)
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ParameterDict({"w1": torch.zeros(4, 6), "w1_bias": torch.zeros(4, 2)})
+        self.gate = torch.nn.Linear(2, 2, bias=False)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = torch.nn.ModuleList([torch.nn.ModuleDict({"_orig_mod": _Block()}) for _ in range(2)])
+
+
+def _places() -> list[str]:
+    model, mesh = _Block(), mesh_of(("ep", 2))
+    found = [" ".join(expert_layouts(model, mesh, places)) for places in ("experts", ["exp*"], ())]
+    with pytest.raises(ShardingError, match=r"in a module at 'expert', 'block\.experts'"):
+        expert_layouts(model, mesh, ["expert", "block.experts"])
+    return found
+
+
+def test_places_of_experts_are_found_or_named(ranks: RankPool) -> None:
+    """A place may be given alone; one where there are no experts is an error, not a model without experts."""
+    both = "experts.w1 experts.w1_bias"
+    assert ranks.run(2, _places) == [[both, both, ""]] * 2
+
+
+def _model_on_meshes() -> Any:
+    mesh = mesh_of(("efsdp", 2), ("ep", 2))
+    model = _Model()
+    for block in model.trunk:
+        w1 = from_local(torch.zeros(4, 6), mesh["efsdp"], [Shard(0)], (8, 6))
+        block["_orig_mod"].experts["w1"] = torch.nn.Parameter(w1)
+    before = len(dist.distributed_c10d._world.pg_map)
+    spec = build_ep_fqn2spec_info(model, mesh, ["trunk.*.experts"])
+    groups = len(dist.distributed_c10d._world.pg_map) - before
+    return spec, groups, expert_layouts(model, mesh, ["experts"]), _keys(get_check_moe_func(model))
+
+
+def _keys(check: Any) -> list[bool]:
+    keys = (
+        "trunk.0.experts.w1",
+        "optimizer.state.trunk.1.experts.w1.exp_avg",
+        "model.trunk.0._orig_mod.experts.w1",
+        "experts.w1",
+        "mytrunk.0.experts.w1",
+        "trunk.0.gate.weight",
+    )
+    return [check(key) for key in keys]
+
+
+def test_specs_and_checks_go_by_exact_names_at_any_module_path(ranks: RankPool) -> None:
+    """Wrappers do not count, endings are not enough, optimizer keys are known, and no process group is made."""
+    for spec, groups, layouts, checks in ranks.run(4, _described):
+        assert spec == {
+            "trunk.0.experts.w1": "(_S(0, 2), S(0))",
+            "trunk.0.experts.w1_bias": "(R, S(0))",
+            "trunk.1.experts.w1": "(_S(0, 2), S(0))",
+            "trunk.1.experts.w1_bias": "(R, S(0))",
+        }
+        assert groups == 0
+        assert layouts == {name: (16, 6) if name.endswith("w1") else (8, 2) for name in spec}
+        assert checks == [True, True, True, False, False, False]
+
+
+def _described() -> Any:
+    spec, groups, layouts, checks = _model_on_meshes()
+    texts = {name: f"({', '.join(map(str, info.placement))})" for name, info in spec.items()}
+    return texts, groups, {name: layout.global_shape for name, layout in layouts.items()}, checks
+
+
+def test_plain_experts_are_found_by_their_modules() -> None:
+    """Without FSDP the parameters are plain tensors; the plan of modules names them."""
+    check_ = get_check_moe_func(_Model(), ["trunk.*.experts"])
+
+    assert check_("trunk.1.experts.w1_bias")
+    assert not check_("trunk.1.gate.weight")
+    assert not get_check_moe_func(_Model())("trunk.1.experts.w1")
+
+
+EFSDP = [
+    Case(order(("efsdp", 2), ("ep", 2)), fsdp_dim=0),
+    Case(order(("ep", 2), ("efsdp", 2)), fsdp_dim=1),
+    Case(order(("ep", 4), ("efsdp", 1)), fsdp_dim=1),
+    Case(order(("ep", 2), ("replicate", 2)), kind="local"),
+]
+
+
+def _load_by_rank(folder: Path, *, experts: int) -> int:
+    meshes, count = Meshes(), 0
+    for path in sorted(folder.iterdir()):
+        for case in EFSDP:
+            case = Case(case.sizes, case.fsdp_dim, experts, kind=case.kind)  # noqa: PLW2901
+            mesh = meshes.of(case)
+            held = state(case, mesh, empty=True)
+            ep_rank, ep_size = mesh.get_local_rank("ep"), case.size("ep")
+            is_expert = {
+                f"model.{FQN}",
+                *(f"optimizer.state.{FQN}.{slot}" for slot in ("exp_avg", "step")),
+            }.__contains__
+            dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(ep_rank, ep_size, is_expert))
+            check(case, mesh, held)
+            held = state(case, mesh, empty=True)
+            option = _Option(ep_rank, ep_size, is_expert)
+            dcp.load(held, checkpoint_id=path, planner=option)
+            check(case, mesh, held)
+            count += 1
+    return count
+
+
+class _Option(DefaultLoadPlanner):
+    """DCP's own planner with the plan as an explicit option."""
+
+    def __init__(self, ep_rank: int, ep_size: int, is_expert: Any) -> None:
+        super().__init__()
+        self.given = {"ep_rank": ep_rank, "ep_size": ep_size, "check_moe_fn": is_expert}
+
+    def create_local_plan(self) -> Any:
+        return create_default_local_load_plan_with_moe(self.state_dict, self.metadata, **self.given)
+
+
+def _load_eight(folder: Path) -> int:
+    return _load_by_rank(folder, experts=8)
+
+
+def _load_five(folder: Path) -> int:
+    return _load_by_rank(folder, experts=5)
+
+
+def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """By ep_rank and ep_size alone: several stored chunks, FSDP along the experts, uneven counts, optimizer state."""
+    for dim in (0, 1):
+        for pieces in (1, 3, 7):
+            store(tmp_path / "even" / f"{dim}-{pieces}", expected(8), pieces, dim)
+            store(tmp_path / "uneven" / f"{dim}-{pieces}", expected(5), pieces, dim)
+
+    assert ranks.run(4, _load_eight, tmp_path / "even") == [24] * 4
+    assert ranks.run(4, _load_five, tmp_path / "uneven") == [24] * 4
+
+
+def test_a_tensor_of_neither_length_is_refused() -> None:
+    """What is as long neither as the rank's part nor as the whole is an error, where the seed skipped the check."""
+    stored = _stored((8, 6), [((0, 0), (8, 6))])
+    given = {"ep_rank": 0, "ep_size": 2, "check_moe_fn": lambda _: True}
+
+    with pytest.raises(ShapeMismatchError, match=r"rank 0 of 2 has \(4, 6\); the tensor to be filled has \(3, 6\)"):
+        create_default_local_load_plan_with_moe({"w1": torch.zeros(3, 6)}, metadata.Metadata({"w1": stored}), **given)
+
+
+def test_a_missing_key_is_refused_where_strict() -> None:
+    """Strict plans need every key; others leave it out."""
+    given = {"ep_rank": 0, "ep_size": 2, "check_moe_fn": lambda _: True}
+
+    with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: w1"):
+        create_default_local_load_plan_with_moe({"w1": torch.zeros(3)}, metadata.Metadata({}), **given)
+    assert not create_default_local_load_plan_with_moe(
+        {"w1": torch.zeros(3)}, metadata.Metadata({}), False, **given
+    ).items
+
+
+def _stored(shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Any:
+    described = [metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in chunks]
+    return metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size(shape), described)
+
+
+def _item(chunk: tuple[int, ...], offset: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
+    index = metadata.MetadataIndex("w1", torch.Size(chunk), 0)
+    sizes = torch.Size(offset), torch.Size(lengths)
+    return ReadItem(LoadItemType.TENSOR, metadata.MetadataIndex("w1"), torch.Size((0, 0)), index, *sizes)
+
+
+def test_an_item_moves_to_its_ranks_experts() -> None:
+    """Of one stored chunk the offset moves; of several, the chunk that has the experts is read."""
+    one = get_chunk_readitem(_item((0, 0), (0, 2), (2, 3)), 3, stored=_stored((8, 6), [((0, 0), (8, 6))]))
+    two = _stored((8, 6), [((0, 0), (4, 6)), ((4, 0), (4, 6))])
+    other = get_chunk_readitem(_item((0, 0), (0, 2), (2, 3)), 3, stored=two)
+    half = get_chunk_readitem(_item((0, 0), (1, 0), (1, 6)), 3, stored=two, experts=2)
+
+    assert one.storage_offsets == (6, 2)
+    assert (other.storage_index.offset, other.storage_index.index, other.storage_offsets) == ((4, 0), 1, (2, 2))
+    assert (half.storage_index.offset, half.storage_offsets) == ((4, 0), (3, 0))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_an_item_that_leaves_its_chunk_is_refused(rank: int) -> None:
+    """Experts in two stored chunks, or none, are an error: the seed read past the chunk."""
+    stored = _stored((8, 6), [((0, 0), (4, 6)), ((4, 0), (4, 6))])
+
+    with pytest.raises(ShardingError, match="lies in several stored chunks, or outside the stored tensor"):
+        get_chunk_readitem(_item((0, 0), (0, 0), (3, 6)), rank, stored=stored)
+
+
+def test_items_of_objects_are_not_moved() -> None:
+    """Bytes have no experts."""
+    index, zero = metadata.MetadataIndex("lr"), torch.Size((0,))
+    item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+
+    assert get_chunk_readitem(item, 3, stored=_stored((8,), [])) is item
+
+
+def _identities() -> Any:
+    mesh = mesh_of(("efsdp", 2), ("ep", 2))
+    plain = torch.zeros(2)
+    efsdp = from_local(torch.zeros(2, 3), mesh["efsdp"], [Shard(1)], (2, 6))
+    on_ep = DTensor.from_local(torch.zeros(2, 3), mesh["ep"], [Shard(0)], run_check=False)
+    whole_ = restore_ep_dim(torch.zeros(2, 3), mesh)
+    return (
+        drop_ep_dim(plain) is plain,
+        drop_ep_dim(efsdp, mesh) is efsdp,
+        type(drop_ep_dim(on_ep)) is torch.Tensor,
+        restore_ep_dim(on_ep, mesh) is on_ep,
+        whole_.placements == (Replicate(), Shard(0)),
+        not any(isinstance(place, StridedShard) for place in whole_.placements),
+    )
+
+
+def test_what_needs_no_change_comes_back_as_it_is(ranks: RankPool) -> None:
+    """Plain tensors and FSDP's DTensors have nothing to drop; a DTensor of all experts has nothing to restore."""
+    assert ranks.run(4, _identities) == [(True,) * 6] * 4

@@ -1,0 +1,501 @@
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.distributed import comm as comm_module
+from shardckpt.distributed.comm import Comm
+from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError, ShardingError
+from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict
+from shardckpt.mapping import ShardedTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def _moves() -> tuple[list[int], list[int], int, str]:
+    comm = Comm()
+    rank = comm.rank
+    return comm.all_gather(rank), comm.gather(rank * 10), comm.broadcast(rank + 7), comm.main_runs("x", lambda: "main")
+
+
+def test_values_move_between_ranks(ranks: RankPool) -> None:
+    """Gathers and broadcasts give every rank what they promise."""
+    results = ranks.run(3, _moves)
+    assert results[0] == ([0, 1, 2], [0, 10, 20], 7, "main")
+    assert results[2] == ([0, 1, 2], [], 7, "main")
+
+
+def _gathers(unit: int) -> list[list[int]]:
+    comm = Comm()
+    everyone = comm.gather(bytes([comm.rank]) * unit * comm.rank)
+    some = comm.gather_some(bytes([7]) * unit, given=comm.rank == 2)
+    none = comm.gather_some(0, given=False)
+    return [[len(part) for part in parts] for parts in (everyone, some)] + [list(none)]
+
+
+@pytest.mark.parametrize("unit", [1, 4 << 20])
+def test_values_of_any_size_are_gathered(ranks: RankPool, unit: int) -> None:
+    """The main rank gets the values of those that give one, small ones at once and large ones each by itself."""
+    results = ranks.run(3, _gathers, unit)
+    assert results == [[[0, unit, 2 * unit], [unit], []], [[], [], []], [[], [], []]]
+
+
+def _fails(where: str) -> None:
+    comm = Comm()
+    with comm.phase("outer"):
+        with comm.phase("first"):
+            if where == "own" and comm.rank == 1:
+                raise ShardingError("bad shard")
+            if where == "foreign" and comm.rank >= 1:
+                raise ValueError(f"odd value {comm.rank}")
+        if where == "between" and comm.rank == 2:
+            raise ShardingError("outside of any inner phase")
+        with comm.phase("second"):
+            pass
+        comm.gather(1)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "texts"),
+    [
+        ("own", ShardingError, ["rank 1, in 'first': bad shard"]),
+        ("foreign", RankFailedError, ["rank 1, in 'first': ValueError: odd value 1", "rank 2", "odd value 2"]),
+        ("between", ShardingError, ["rank 2, in 'outer': outside of any inner phase"]),
+    ],
+)
+def test_one_ranks_error_is_everyones(ranks: RankPool, where: str, kind: type, texts: list[str]) -> None:
+    """Whoever fails, inside a phase or between two, all ranks raise the same error with rank and phase."""
+    outcomes = ranks.outcomes(3, _fails, where)
+    assert {outcome.kind for outcome in outcomes} == {kind.__name__}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    for text in texts:
+        assert text in outcomes[0].message
+
+
+def _after_a_failure() -> list[int]:
+    comm = Comm()
+    try:
+        _fails("own")
+    except CheckpointingException:
+        return comm.all_gather(comm.rank)
+    return []
+
+
+def test_a_group_is_usable_after_an_error(ranks: RankPool) -> None:
+    """No rank is left in a collective: the next one works."""
+    assert ranks.run(3, _after_a_failure) == [[0, 1, 2]] * 3
+
+
+def _in_subgroup() -> list[int]:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() not in (1, 2):
+        return []
+    comm = Comm(group)
+    return [comm.rank, comm.world_size, comm.broadcast(dist.get_rank())]
+
+
+def test_a_subgroup_has_its_own_main_rank(ranks: RankPool) -> None:
+    """With process_group= the first rank of the group speaks for it."""
+    assert ranks.run(3, _in_subgroup) == [[], [0, 2, 1], [1, 2, 1]]
+
+
+def test_one_process_needs_no_group() -> None:
+    """Without torch.distributed everything works, and foreign errors join the family."""
+    comm = Comm()
+    assert (comm.rank, comm.world_size, comm.is_main) == (0, 1, True)
+    assert (comm.gather(1), comm.all_gather(2), comm.broadcast(3), comm.main_runs("x", lambda: 4)) == ([1], [2], 3, 4)
+    with pytest.raises(RankFailedError, match="in 'step': KeyError"), comm.phase("step"):
+        raise KeyError("k")
+    with pytest.raises(ShardingError, match=r"^plain$"), comm.phase("step"):
+        raise ShardingError("plain")
+
+
+def _through_a_twin() -> list[int]:
+    accelerators_only = dist.new_group(backend="cuda:gloo")
+    first, second = Comm(accelerators_only), Comm(accelerators_only)
+    return first.all_gather(first.rank) + second.all_gather(second.rank)
+
+
+def test_a_group_for_accelerators_gets_a_twin_for_the_cpu(ranks: RankPool) -> None:
+    """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the verdicts."""
+    assert ranks.run(2, _through_a_twin) == [[0, 1, 0, 1]] * 2
+
+
+def _hands_out_what_cannot_be_pickled(how: str) -> None:
+    comm = Comm()
+    value = (lambda: None) if comm.rank == (0 if how == "broadcast" else 1) else 1
+    getattr(comm, how)(value)
+
+
+@pytest.mark.parametrize("how", ["gather", "all_gather", "broadcast"])
+def test_a_value_that_cannot_travel_is_everyones_error(ranks: RankPool, how: str) -> None:
+    """A value that pickle refuses on one rank is the same error on all, and no rank waits for it."""
+    outcomes = ranks.outcomes(3, _hands_out_what_cannot_be_pickled, how)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "pickle" in outcomes[0].message
+
+
+def _fails_in_a_smaller_group(how: str) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    outer = Comm()
+    with outer.phase("outer"):
+        inner = Comm(alone=True) if how == "alone" else Comm(halves[outer.rank // 2])
+        with inner.phase("inner"):
+            if outer.rank == 1:
+                raise ShardingError("bad shard")
+    outer.gather(1)
+
+
+@pytest.mark.parametrize("how", ["alone", "half"])
+def test_an_error_settled_in_a_smaller_group_is_settled_again_in_the_larger(ranks: RankPool, how: str) -> None:
+    """A verdict of some ranks is no verdict of all: the others hear of it at once, and raise the same."""
+    outcomes = ranks.outcomes(4, _fails_in_a_smaller_group, how)
+    assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "bad shard" in outcomes[0].message
+
+
+def _is_interrupted() -> list[int]:
+    comm = Comm()
+    try:
+        with comm.phase("step"):
+            if comm.rank == 1:
+                raise KeyboardInterrupt
+    except (KeyboardInterrupt, RankFailedError) as exc:
+        return [comm.rank, isinstance(exc, KeyboardInterrupt), *comm.all_gather(comm.rank)]
+    return []
+
+
+def test_an_interrupt_on_one_rank_is_heard_by_all(ranks: RankPool) -> None:
+    """Ctrl-C ends the rank that got it, the others raise, and no collective is left half entered."""
+    assert ranks.run(3, _is_interrupted) == [[0, False, 0, 1, 2], [1, True, 0, 1, 2], [2, False, 0, 1, 2]]
+
+
+def _is_interrupted_deep_inside() -> list[int]:
+    comm = Comm()
+    try:
+        with comm.task("operation"), comm.phase("step"), comm.task("part"):
+            if comm.rank == 1:
+                raise KeyboardInterrupt
+    except (KeyboardInterrupt, RankFailedError) as exc:
+        return [isinstance(exc, KeyboardInterrupt), *Comm().all_gather(comm.rank)]
+    return []
+
+
+def test_an_interrupt_is_told_once(ranks: RankPool) -> None:
+    """However deep in tasks and phases a rank is, the others hear of its end once, and wait for it no second time."""
+    assert ranks.run(3, _is_interrupted_deep_inside) == [[False, 0, 1, 2], [True, 0, 1, 2], [False, 0, 1, 2]]
+
+
+def _fails_on_the_way_out(who: int) -> list[Any]:
+    comm = Comm()
+
+    def operation() -> None:
+        with comm.task("operation"):
+            try:
+                with comm.phase("step"):
+                    if comm.rank == 1:
+                        raise ShardingError("bad shard")
+            finally:
+                if comm.rank == who:
+                    raise OSError("and the disk is full")
+
+    def next_operation() -> None:
+        with comm.phase("next"):
+            if comm.rank == who:
+                raise ValueError("another")
+
+    return [_error_of(operation), Comm().all_gather(comm.rank), _error_of(next_operation)]
+
+
+def _error_of(operation: Callable[[], None]) -> str:
+    try:
+        operation()
+    except CheckpointingException as exc:
+        return str(exc)
+    return ""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_fails_after_the_verdict_is_told_to_no_one(ranks: RankPool, who: int) -> None:
+    """An error while a failed operation is cleaned up does not become the others' in what they do next."""
+    verdict, another = "rank 1, in 'step': bad shard", f"rank {who}, in 'next': ValueError: another"
+    assert ranks.run(2, _fails_on_the_way_out, who) == [[verdict, [0, 1], another]] * 2
+
+
+def _fails_after_an_interrupt() -> str:
+    comm = Comm()
+    with suppress(KeyboardInterrupt, RankFailedError), comm.phase("first"):
+        if comm.rank == 1:
+            raise KeyboardInterrupt
+
+    def second() -> None:
+        with comm.phase("second"):
+            if comm.rank == 1:
+                raise ValueError("odd value")
+
+    return _error_of(second)
+
+
+def test_after_an_interrupt_errors_are_told_again(ranks: RankPool) -> None:
+    """A rank that was interrupted and goes on tells the others what fails then."""
+    assert ranks.run(2, _fails_after_an_interrupt) == ["rank 1, in 'second': ValueError: odd value"] * 2
+
+
+def _fails_in_a_task(then: str) -> int:
+    comm = Comm()
+    with comm.task("alone"):
+        if comm.rank == 1:
+            raise ShardingError("bad shard")
+    done = 1  # the others go on, until they settle
+    calls = {
+        "phase": lambda: _phase(comm),
+        "agree": lambda: comm.agree(value=1),
+        "largest": lambda: comm.largest(1),
+        "many": lambda: comm.largest(1, 2, 3),
+        "total": lambda: comm.total(1),
+        "gather": lambda: comm.gather(1),
+        "all_gather": lambda: comm.all_gather(1),
+        "broadcast": lambda: comm.broadcast(1),
+        "main_runs": lambda: comm.main_runs("x", lambda: 1),
+        "exchange": lambda: comm.exchange([], []),
+        "broadcast_tensors": lambda: comm.broadcast_tensors([]),
+        "settle": comm.settle,
+    }
+    calls[then]()
+    return done
+
+
+def _phase(comm: Comm) -> None:
+    with comm.phase("together"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        "phase",
+        "agree",
+        "largest",
+        "many",
+        "total",
+        "gather",
+        "all_gather",
+        "broadcast",
+        "main_runs",
+        "exchange",
+        "broadcast_tensors",
+        "settle",
+    ],
+)
+def test_an_error_in_a_task_is_everyones_in_what_follows(ranks: RankPool, then: str) -> None:
+    """Whatever the ranks do together next, they do not do it, and raise the error of the one that has failed."""
+    outcomes = ranks.outcomes(3, _fails_in_a_task, then)
+    assert [outcome.kind for outcome in outcomes] == ["ShardingError"] * 3
+    assert {outcome.message for outcome in outcomes} == {"rank 1, in 'alone': bad shard"}
+
+
+def _messages(folder: str) -> list[int]:
+    comm_calls: list[int] = []
+    found: list[int] = []
+    call = Comm._call
+    Comm._call = lambda self, collective: (comm_calls.append(1), call(self, collective))[1]  # type: ignore[method-assign]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        for number in range(2):
+            tensors = [torch.full((2, 3), float(rank)) for _ in range(1 + 40 * number)]
+            shards = {
+                f"t{n}": ShardedTensor.from_rank_offsets(f"t{n}", tensor, (0, rank, world))
+                for n, tensor in enumerate(tensors)
+            }
+            for action, place in ((dc.save, "a"), (dc.save, "b"), (dc.load, "b")):
+                comm_calls.clear()
+                action(shards, f"{folder}/{number}{place}")
+                found.append(len(comm_calls))
+    finally:
+        Comm._call = call  # type: ignore[method-assign]
+    return found
+
+
+def test_messages_do_not_grow_with_the_state(ranks: RankPool, tmp_path: Path) -> None:
+    """A save of one tensor and one of 41 take the same 24 collectives, another of the same 19, a load 15."""
+    assert ranks.run(2, _messages, str(tmp_path)) == [[24, 19, 15, 24, 19, 15]] * 2
+
+
+def _disagrees() -> None:
+    comm = Comm()
+    comm.agree(strict="log_all" if comm.rank == 2 else "raise_all", validate=True)
+
+
+def test_arguments_are_the_same_on_all_ranks(ranks: RankPool) -> None:
+    """Where an argument decides which collectives follow, ranks that differ raise before any of them."""
+    outcomes = ranks.outcomes(3, _disagrees)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "disagree on strict: 'raise_all' on rank 0, 'log_all' on rank 2" in outcomes[0].message
+
+
+def _under_another_default_device() -> list[int]:
+    import torch
+
+    with torch.device("meta"):
+        return Comm().all_gather(dist.get_rank())
+
+
+def test_a_default_device_does_not_matter(ranks: RankPool) -> None:
+    """The control plane is on the CPU whatever torch.set_default_device says."""
+    assert ranks.run(2, _under_another_default_device) == [[0, 1]] * 2
+
+
+def _groups_left_after_errors(path: str) -> list[str]:
+    """With the collector off, fail in every way that a job may catch, and see what a destroyed group leaves."""
+    gc.disable()
+    try:
+        for action in (_load_of_nothing, _save_of_what_does_not_fit):
+            with suppress(CheckpointingException):
+                action(path)
+        group = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        return ["alive"] if group() is not None else []
+    finally:
+        gc.enable()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the test's pool ends it
+
+
+def _load_of_nothing(path: str) -> None:
+    dc.load({}, path)
+
+
+def _save_of_what_does_not_fit(path: str) -> None:
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=1)}, path)
+
+
+def test_errors_do_not_keep_a_process_group_alive(ranks: RankPool, tmp_path: Path) -> None:
+    """A job that catches an error and destroys its group really ends it: else its threads abort the exit."""
+    assert ranks.run(2, _groups_left_after_errors, str(tmp_path / "c")) == [[], []]
+
+
+def _after_the_end(path: str) -> str:
+    comm = Comm()
+    dist.destroy_process_group()
+    try:
+        comm.settle()
+    except CommunicationError as exc:
+        return str(exc)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return ""
+
+
+def test_a_destroyed_group_is_said_to_be(ranks: RankPool, tmp_path: Path) -> None:
+    """What comes after the group's end says that it was destroyed, not that a rank died."""
+    said = "the process group was destroyed: save, load and finalize before that"
+    assert ranks.run(2, _after_the_end, str(tmp_path)) == [said, said]
+
+
+def _waits_and_is_interrupted(who: int) -> list[Any]:
+    rank, slow = dist.get_rank(), dist.get_world_size() - 1
+    comm, before = Comm(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard: list[Any] = []
+    try:
+        with comm.task("waiting"):
+            if rank == who:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            if rank == slow:
+                time.sleep(1)
+            comm.settle()
+        comm.settle()
+    except (KeyboardInterrupt, RankFailedError) as exc:
+        heard.append(type(exc).__name__)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return heard + Comm().all_gather(rank)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_interrupt_waits_for_what_the_others_are_in(ranks: RankPool, who: int) -> None:
+    """Ctrl-C on a rank that waits for a slower one is an error on all ranks, which are in step after it."""
+    found = ranks.run(3, _waits_and_is_interrupted, who)
+    assert found == [["KeyboardInterrupt" if rank == who else "RankFailedError", 0, 1, 2] for rank in range(3)]
+
+
+def _combines(limit: int, count: int) -> list[Any]:
+    kept, comm_module.BY_MAIN = comm_module.BY_MAIN, limit
+    try:
+        comm = Comm()
+        values = [(comm.rank + 1) * (n - 3) << 40 for n in range(count)]
+        told = comm.all_gather(bytes([comm.rank]) * count * (comm.rank + 1))
+        return [comm.largest(*values), comm.total(*values), [len(part) for part in told]]
+    finally:
+        comm_module.BY_MAIN = kept
+
+
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 50])
+def test_numbers_are_combined_by_the_main_rank_or_round_a_ring(ranks: RankPool, count: int) -> None:
+    """Largest, sums and gathered values are the same whichever way they go."""
+    rows = [[(rank + 1) * (n - 3) << 40 for n in range(count)] for rank in range(3)]
+    columns = list(zip(*rows, strict=True))
+    expected = [list(map(max, columns)), list(map(sum, columns)), [count, 2 * count, 3 * count]]
+    for limit in (0, 400, 1 << 20):
+        assert ranks.run(3, _combines, limit, count) == [expected] * 3
+
+
+@contextmanager
+def _noted_messages() -> Iterator[list[torch.Tensor]]:
+    """Every tensor that is given to a collective, or sent or received."""
+    noted: list[torch.Tensor] = []
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                noted.extend(one for one in (value if isinstance(value, list) else [value]) if torch.is_tensor(one))
+            return function(*args, **kwargs)
+
+        return call
+
+    names = ("gather", "broadcast", "all_gather", "all_reduce", "P2POp")
+    kept = {name: getattr(dist, name) for name in names}
+    for name, function in kept.items():
+        setattr(dist, name, noting(function))
+    try:
+        yield noted
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def _sends_in_every_way(folder: str) -> list[int]:
+    kept = comm_module._AT_ONCE, comm_module.BY_MAIN
+    shard = ShardedTensor.from_rank_offsets(f"w{dist.get_rank()}", torch.ones(9))
+    part, _ = TensorAwareStateDict.from_state_dict({"w": shard}, "atomic")
+    comm = Comm()
+    with _noted_messages() as noted:
+        for comm_module._AT_ONCE, comm_module.BY_MAIN in (kept, (0, 0)):
+            values = (comm.all_gather(comm.rank), comm.gather(comm.rank), comm.broadcast(7), comm.total(1))
+            assert values == ([0, 1], [0, 1] if comm.is_main else [], 7, [2])
+        comm_module._AT_ONCE, comm_module.BY_MAIN = kept
+        with suppress(CheckpointingException), comm.phase("failing"):
+            raise ShardingError("bad shard")
+        LocalCheckpointManager(f"{folder}/{comm.rank}", CliqueReplication(1, 2)).save(part, 1)
+    return [len(noted), sum(not tensor.untyped_storage().resizable() for tensor in noted)]
+
+
+def test_messages_are_in_memory_of_torch(ranks: RankPool, tmp_path: Path) -> None:
+    """No collective takes a tensor over Python's memory: gloo may let go of it when there is no Python any more."""
+    for count, foreign in ranks.run(2, _sends_in_every_way, str(tmp_path)):
+        assert count > 40
+        assert foreign == 0  # what torch has not allocated cannot be resized

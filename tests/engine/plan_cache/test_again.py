@@ -1,0 +1,159 @@
+"""Saves of the same shards, again and again: planned once, with the values of each."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import AsyncCallsQueue, release_memory
+from shardckpt.engine.plan_cache import recall
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.parallel import FullyParallelSaveStrategyWrapper
+from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
+from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+
+def _state(rank: int, world: int, step: int) -> dict[str, Any]:
+    """Every kind of shard: rows, layers before them, flattened ones, replicas, copies, objects, common state."""
+    rows = torch.arange(12.0).view(3, 4) + 100 * rank + step
+    flat = torch.arange(5.0) + step
+    return {
+        "rows": tensor("rows", rows, (0, rank, world)),
+        "layers": [tensor("layers", rows[0] * 2, (0, rank, world), prepend_axis_num=1)],
+        "columns": tensor("columns", rows.t(), (1, rank, world)),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat", flat[:2] if rank else flat[2:], (5,), flattened_range=slice(0, 2) if rank else slice(2, 5)
+        )
+        if world == 2
+        else tensor("flat", flat),
+        "half": tensor("half", torch.full((2, 3), step, dtype=torch.bfloat16), replica_id=rank),
+        "copy": tensor("copy", torch.tensor(float(step)), replicated=True),
+        "none": tensor("none", torch.zeros(0, 3), replica_id=rank),
+        "big": tensor("big", torch.full((300_000,), float(step)), (0, rank, world)),
+        "rng": ShardedObject("rng", {"seed": step, "rank": rank}, (world,), (rank,)),
+        "step": step,
+    }
+
+
+def _saved_each_way(folder: str, way: str, persistent: bool) -> int:
+    """Four saves in flight; how many of them were planned in the long way."""
+    with Plans() as plans, AsyncCallsQueue(persistent=persistent) as queue:
+        for step in range(4):
+            request = dc.save(_state(*_place(), step), f"{folder}/{step}", WAYS[way](), async_sharded_save=True)
+            queue.schedule_async_request(request)  # type: ignore[arg-type]
+    for step in range(4):
+        _check_state(f"{folder}/{step}", step)
+    return plans.count
+
+
+def _saved_in_turn(folder: str, way: str) -> int:
+    """Four saves, one after the other; how many of them were planned in the long way."""
+    with Plans() as plans:
+        for step in range(4):
+            save(_state(*_place(), step), f"{folder}/{step}", WAYS[way]())
+            _check_state(f"{folder}/{step}", step)
+    return plans.count
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _check_state(path: str, step: int) -> None:
+    wanted, expected = (_state(*_place(), values) for values in (-1, step))
+    loaded = dc.load(wanted, path)
+    assert loaded["step"] == step
+    assert loaded["rng"] == expected["rng"].data
+    for key in ("rows", "columns", "flat", "half", "copy", "none", "big"):
+        assert torch.equal(loaded[key], expected[key].data), (key, step)
+    assert torch.equal(loaded["layers"][0], expected["layers"][0].data)
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "default": lambda: None,
+    "several files": lambda: TorchDistSaveShardedStrategy(thread_count=2, separation_hint="rows"),
+    "any replica": lambda: TorchDistSaveShardedStrategy(keep_only_main_replica=False),
+    "fully parallel": lambda: FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy()),
+    "ep": lambda: "ep",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_saved_again_is_planned_once(ranks: RankPool, tmp_path: Path, way: str, world: int) -> None:
+    """Saves of the same shards with other values, by strategies made anew each time: one plan, four right contents."""
+    assert ranks.run(world, in_mode, "background", _saved_each_way, str(tmp_path), way, False) == [1] * world
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["foreground", "in turn"])
+def test_a_plan_serves_saves_here_and_behind(ranks: RankPool, tmp_path: Path, way: str, mode: str) -> None:
+    """Saves in the foreground, and in the background before them, share a plan."""
+    assert ranks.run(2, in_mode, mode, _saved_in_turn, str(tmp_path), way) == [1] * 2
+
+
+def test_another_process_writes_what_is_saved_again(ranks: RankPool, tmp_path: Path) -> None:
+    """A plan that is used again serves the process that writes behind the training, too."""
+    assert ranks.run(2, in_mode, "background", _saved_each_way, str(tmp_path), "default", True) == [1] * 2
+
+
+@pytest.mark.usefixtures("mode")
+def test_two_states_may_be_saved_in_turn(tmp_path: Path) -> None:
+    """A job that saves a model and an optimizer by turns plans each of them once."""
+    with Plans() as plans:
+        for step in range(3):
+            for key in ("model", "optimizer"):
+                save({key: tensor(key, torch.full((3,), float(step)))}, tmp_path / f"{key}{step}")
+                check(tmp_path / f"{key}{step}", {key: torch.full((3,), float(step))})
+    assert plans.count == 2
+
+
+def test_another_form_after_the_request_is_never_written(tmp_path: Path) -> None:
+    """Parameters that get other memory between the request and its schedule are saved as the request has them."""
+    for size in (16, 400_000):
+        parameter = torch.nn.Parameter(torch.ones(size))
+        with AsyncCallsQueue() as queue:
+            for step in range(3):
+                path = tmp_path / f"{size}-{step}"
+                request = dc.save({"w": tensor("w", parameter)}, path, async_sharded_save=True)
+                before, parameter.data = parameter.data, torch.zeros(1, dtype=torch.float64)
+                queue.schedule_async_request(request)  # type: ignore[arg-type]
+                parameter.data = before
+        for step in range(3):
+            check(tmp_path / f"{size}-{step}", {"w": torch.ones(size)})
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("within", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+@pytest.mark.parametrize("size", [100, 400_000])
+def test_saves_in_any_mode(tmp_path: Path, within: Callable[[], Any], size: int) -> None:
+    """A save in a mode of torch's leaves nothing that stops the next one, outside of it, or threads."""
+    values = [torch.full((size,), float(n)) for n in range(3)]
+    for step, inside in enumerate((True, False, True, False)):
+        state = {f"w{n}": tensor(f"w{n}", value + step) for n, value in enumerate(values)}
+        with within() if inside else nullcontext():
+            save(state, tmp_path / str(step))
+        check(tmp_path / str(step), {f"w{n}": value + step for n, value in enumerate(values)})
+
+
+@pytest.mark.usefixtures("mode")
+def test_release_memory_forgets(tmp_path: Path) -> None:
+    """After release_memory the next save is a first one, and nothing of the last one's shards is held."""
+    with Plans() as plans:
+        for step in range(3):
+            save({"w": first()}, tmp_path / str(step))
+            if step:
+                release_memory()
+    assert plans.count == 2
+    assert not recall._kept

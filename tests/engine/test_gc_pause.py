@@ -1,0 +1,75 @@
+"""The garbage collector: held back while anyone asks for it, and never for longer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shardckpt.engine.gc_pause import held_back
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _in_child(function: Callable[[], bool]) -> int:
+    """What a forked child's exit status is: 0 where the function is true."""
+    child = os.fork()
+    if not child:
+        os._exit(0 if function() else 1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_nested_holds() -> None:
+    """The collector runs again when the last one that held it back has ended."""
+    assert gc.isenabled()
+    with held_back():
+        with held_back():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("ran", [True, False])
+def test_forked_meanwhile(ran: bool) -> None:
+    """A child that is forked while another thread holds the collector back has it as it was, and may hold it back."""
+    held, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with held_back():
+            held.set()
+            end.wait(10)
+
+    def as_it_was() -> bool:
+        before = gc.isenabled()
+        with held_back():
+            between = gc.isenabled()
+        return before == ran and not between and gc.isenabled() == ran
+
+    if not ran:
+        gc.disable()
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert held.wait(10)
+        assert _in_child(as_it_was) == 0
+    finally:
+        end.set()
+        holder.join()
+        assert gc.isenabled() == ran
+        gc.enable()
+
+
+def test_forked_in_the_middle() -> None:
+    """A child that is forked inside, and leaves it as its parent does, can hold the collector back as ever."""
+    with held_back():
+        child = os.fork()
+    if not child:
+        with held_back():
+            held = not gc.isenabled()
+        os._exit(0 if held and gc.isenabled() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardckpt.engine.load_template import MISSING, LoadTemplate
+from shardckpt.errors import CheckpointingException
+from shardckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.state_dict import split_for_save
+
+
+def _tensor(key: str) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(1))
+
+
+def _round_trip(nest: dict[str, object]) -> dict[str, object]:
+    """What a load of the same form gives for what a save of it stored; a shard's value is its key."""
+    _, common = split_for_save(nest)
+    template = LoadTemplate(nest)
+    return template.fill([shard.key for shard in template.shards], common)
+
+
+def test_a_nest_comes_back_as_it_was() -> None:
+    """Shards, common values and local objects find their places again, in dicts and in mixed lists."""
+    nest = {
+        "a": _tensor("a"),
+        "b": [_tensor("b0"), 5, {"c": _tensor("c"), "d": 6}, _tensor("b3"), LocalNonpersistentObject("mine")],
+        "e": [{"f": _tensor("f")}, {"g": 7}],
+        "h": {},
+        "i": [],
+        "j": [[_tensor("j")], [8]],
+    }
+    assert _round_trip(nest) == {
+        "a": "a",
+        "b": ["b0", 5, {"c": "c", "d": 6}, "b3", "mine"],
+        "e": [{"f": "f"}, {"g": 7}],
+        "h": {},
+        "i": [],
+        "j": [["j"], [8]],
+    }
+
+
+def test_common_values_are_the_checkpoints() -> None:
+    """Values of the wanted dict that are not sharded are only places; the checkpoint's win, and extra ones come too."""
+    template = LoadTemplate({"x": 1, "l": [0], "gone": 9})
+    assert template.fill([], {"x": 2, "l": [1, 2, 3], "more": {"y": 3}}) == {"x": 2, "l": [1, 2, 3], "more": {"y": 3}}
+
+
+def test_factories_merge_what_was_loaded() -> None:
+    """A factory's place gets its merged value, and none if a part of it was not loaded."""
+    factory = ShardedTensorFactory("f", torch.zeros(2), lambda *_: [_tensor("p"), _tensor("q")], "+".join)  # type: ignore[arg-type]
+    template = LoadTemplate({"f": factory, "t": _tensor("t")})
+    assert [shard.key for shard in template.shards] == ["p", "q", "t"]
+    assert template.fill(["p", "q", "t"], {}) == {"f": "p+q", "t": "t"}
+    assert template.fill(["p", MISSING, "t"], {}) == {"t": "t"}
+
+
+def test_a_factory_may_build_plain_values_too() -> None:
+    """What a factory builds besides shards is handed to its merge_fn as it was built."""
+    factory = ShardedTensorFactory(
+        "f", torch.zeros(2), lambda *_: {"p": _tensor("p"), "n": 3}, lambda x: (x["p"], x["n"])
+    )  # type: ignore[arg-type,return-value]
+    assert LoadTemplate({"f": factory}).fill(["p"], {}) == {"f": ("p", 3)}
+
+
+def test_a_missing_value_leaves_its_place_out() -> None:
+    """What the checkpoint does not have is not in the result."""
+    template = LoadTemplate({"a": _tensor("a"), "l": [_tensor("b"), _tensor("c")], "d": {"e": _tensor("e")}})
+    assert template.fill([MISSING, MISSING, "c", MISSING], {}) == {"l": ["c"]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "common"),
+    [
+        ({"a": _tensor("a")}, {"a": 1}),
+        ({"a": {"b": _tensor("b")}}, {"a": 1}),
+        ({"a": [_tensor("b"), 1]}, {"a": [1, 2, 3]}),
+        ({"a": [_tensor("b")]}, {"a": {"b": 1}}),
+    ],
+)
+def test_a_common_state_of_another_form_is_an_error(wanted: dict[str, object], common: dict[str, object]) -> None:
+    """A common value where a shard is wanted, or lists that do not fit, are never merged by guess."""
+    template = LoadTemplate(wanted)
+    with pytest.raises(CheckpointingException, match="common state"):
+        template.fill(["x"] * len(template.shards), common)

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank, ReplicaManager
+from shardckpt.manager.replicas.retention import Abandoned, OwnRetention
+from tests.manager.folders import steps_of
+from tests.manager.replicas import jobs as replicas
+from tests.manager.replicas.jobs import Manager, OldManager
+from tests.manager.training import Loader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+    from tests.remote.store import Store
+
+MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+_SLOW = pytest.mark.slow
+ASYNC = pytest.mark.parametrize(
+    "mode", ["async", pytest.param("disabled", marks=_SLOW), pytest.param("async_with_pinned_mem", marks=_SLOW)]
+)
+
+
+@MODES
+def test_the_first_replica_saves_for_all(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """Who is first at a step saves it, whole and once; each saves its own, unless it takes no part; nothing hangs."""
+    results = ranks.run(4, replicas.changing_quorum, str(tmp_path), mode)
+    saved, seen, asked, (steps, first, second) = results[0]
+    assert saved == [[1, 2, 3], [], []]
+    assert results[2][0] == [[], [4, 5, 6], [7, 8, 9]]
+    assert results[1] == (*results[0][:2], [0], results[0][3])
+    assert asked == [9]
+    assert results[3][2] == [0]
+    assert seen == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    assert steps == list(range(1, 10))
+    assert first == list(range(1, 7))
+    assert second == list(range(1, 10))
+
+
+def test_what_is_disabled_waits_for_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    """Where nothing is to happen in the background, a replica's own is there when save returns."""
+    for found in ranks.run(4, replicas.durable_at_once, str(tmp_path)):
+        assert found == [[1], [2], [3], [4], [5]]
+
+
+@ASYNC
+def test_all_begin_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """After a restart of all, each has its own of the step that is loaded: the losses are those of an unbroken run."""
+    config = {"async_mode": mode}
+    expected = ranks.run(4, replicas.unbroken, str(tmp_path / "a"), 9, config)
+    ranks.run(4, replicas.unbroken, str(tmp_path / "b"), 5, config)
+    results = ranks.run(4, replicas.restarted, str(tmp_path / "b"), 9, config)
+    assert results == [(4, 4, losses[4:]) for losses in expected]
+    assert expected[0] != expected[2]
+
+
+@ASYNC
+def test_one_replica_is_lost_and_joins_again(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """It takes over what replicas have alike, and reads on where it was when it was lost: nothing twice or never."""
+    results = ranks.run(4, replicas.rejoined, str(tmp_path), mode)
+    for giver, taker in ((results[0], results[2]), (results[1], results[3])):
+        assert giver["joined"] == (7, 7, [])
+        assert taker["loaded"] == (4, 4)
+        assert taker["joined"] == (7, 6, [7])
+        assert taker["weights"] == giver["weights"]
+        assert taker["generator"]
+        assert not taker["saved"]
+        assert taker["layout"] == giver["layout"] == ([4, 8], [4, 7, 8], [4, 6, 8])
+
+
+def test_an_older_torchft(ranks: RankPool, tmp_path: Path) -> None:
+    """Functions are registered in the way that torchft had before 0.2, too."""
+    results = ranks.run(4, replicas.rejoined, str(tmp_path), "disabled", OldManager)
+    assert results[2]["weights"] == results[0]["weights"]
+
+
+@ASYNC
+def test_both_folders_are_purged(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """The newest stay, and of every step that stays for all, the loaders' places at that step; nothing foreign goes."""
+    for name in ("ft-replicat-0", "ft-replicat-1"):
+        (tmp_path / name / "notes").mkdir(parents=True)
+        (tmp_path / name / "step-3.old").mkdir()
+    for steps, first, second in ranks.run(4, replicas.retained, str(tmp_path), mode):
+        assert steps == [15, 20, 25]
+        assert first == second == [15, 20, 25, 26, 27]
+    for name in ("ft-replicat-0", "ft-replicat-1"):
+        assert (tmp_path / name / "notes").is_dir()
+        assert (tmp_path / name / "step-3.old").is_dir()
+
+
+def test_what_of_its_own_may_go(tmp_path: Path) -> None:
+    """Of a step that another replica may still be writing, a replica's own stays: a due one, or one that was forced."""
+    for step in (4, 8):
+        (tmp_path / f"step-{step}").mkdir()
+    retention = OwnRetention(steps=steps_of(tmp_path), interval=4)
+    own: list[tuple[int, dict[str, Any]]] = [(step, {}) for step in range(1, 19)]
+    assert retention.to_remove(own, [14]) == [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 15]
+    (tmp_path / "step-16").mkdir()
+    assert retention.to_remove(own) == [1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15]
+    assert Abandoned(steps=steps_of(tmp_path), since=7).to_remove(own[5:]) == [7, 9, 10, 11, 12, 13, 14, 15, 17, 18]
+
+
+def test_a_run_that_was_given_up_leaves_nothing_newer(ranks: RankPool, tmp_path: Path) -> None:
+    """Going on from step 4 removes a replica's own of the steps 5 to 7 that were made before: none is taken later."""
+    assert ranks.run(4, replicas.abandoned, str(tmp_path)) == [[4, 5]] * 4
+
+
+def test_a_dataloader_that_is_not_to_be_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    """exclude_from_loading may name it: it stays as it is, without a warning or an error."""
+    ranks.run(4, replicas.unbroken, str(tmp_path), 4, {})
+    config = {"exclude_from_loading": ("dataloader",)}
+    assert ranks.run(4, replicas.loaded, str(tmp_path), config) == [(4, 0, None, [])] * 4
+    config = {"exclude_from_loading": ("dataloader", "rng")}
+    assert ranks.run(4, replicas.loaded, str(tmp_path), config) == [(4, 0, None, [])] * 4
+
+
+@pytest.mark.parametrize("damage", ["none left", "one gone", "bytes"])
+def test_its_own_is_missing(ranks: RankPool, tmp_path: Path, damage: str) -> None:
+    """A warning names the folder: the step before is taken, or everything stays; the other replica has its own."""
+    ranks.run(4, replicas.unbroken, str(tmp_path), 4, {})
+    own = tmp_path / "ft-replicat-1"
+    if damage == "none left":
+        shutil.rmtree(own)
+    elif damage == "one gone":
+        shutil.rmtree(own / "step-4")
+    else:
+        for path in (own / "step-4").glob("*.distcp"):
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 255
+            path.write_bytes(content)
+    results = ranks.run(4, replicas.loaded, str(tmp_path), {})
+    assert results[:2] == [(4, 4, 0, []), (4, 4, 1, [])]
+    expected = [(4, 0, None)] * 2 if damage == "none left" else [(4, 3, 2), (4, 3, 3)]
+    assert [result[:3] for result in results[2:]] == expected
+    assert str(own) in results[2][3][-1]
+    assert "dataloader, rng" in results[2][3][-1]
+
+
+def test_one_place_in_the_data_for_all(ranks: RankPool, tmp_path: Path) -> None:
+    """Without enable_ft_dataloader_checkpoints it is in the steps' checkpoints: the first replica's is everyone's."""
+    config = {"enable_ft_dataloader_checkpoints": False}
+    ranks.run(4, replicas.unbroken, str(tmp_path), 4, config)
+    assert replicas.layout(str(tmp_path)) == ([2, 4], [], [])
+    assert [result[:3] for result in ranks.run(4, replicas.loaded, str(tmp_path), config)] == [
+        (4, 4, 0),
+        (4, 4, 1),
+    ] * 2
+
+
+def test_an_error_of_the_replica_manager(ranks: RankPool, tmp_path: Path) -> None:
+    """A quorum that one rank does not reach is the same error on all ranks of its replica, and none of the other's."""
+    results = ranks.run(4, replicas.failing_quorum, str(tmp_path))
+    assert results[:2] == ["", ""]
+    assert results[2] == results[3]
+    assert "no quorum within 60 s" in results[2]
+    assert replicas.layout(str(tmp_path)) == ([1], [1], [])
+
+
+def test_a_replica_gives_while_its_model_computes(ranks: RankPool) -> None:
+    """What is given in a forward pass, where FSDP has gathered parameters, is the same as between steps."""
+    assert ranks.run(4, replicas.given_in_a_forward_pass) == [True] * 4
+
+
+def test_replicas_must_be_alike(ranks: RankPool) -> None:
+    """States that lie otherwise on the ranks of the replica that takes them are an error that says how."""
+    for message in ranks.run(4, replicas.given_to_another_layout):
+        assert "Shard(dim=0)" in message
+        assert "the same parallelism" in message
+
+
+def _manager(folder: Path | str, states: dict[str, Any], replica: Any = "a", quorum: Any = None, **config: Any) -> Any:
+    tolerance = FaultTolerance(quorum or Manager(0), replica)
+    return CheckpointManager(CheckpointConfig(folder=folder, **config), states, fault_tolerance=tolerance)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    """What cannot be a replica's is refused by name, before anything is trained."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointingException, match="not wrapped in PerRank"):
+        _manager(tmp_path, {"model": model, "dataloader": Loader(0)})
+    with pytest.raises(CheckpointingException, match=r"replica_id 'a/\.\./b'"):
+        _manager(tmp_path, {"model": model}, "a/../b")
+    with pytest.raises(CheckpointingException, match=r"a Loader has no participating_rank\(\)"):
+        _manager(tmp_path, {"model": model}, quorum=Loader(0))
+    mute = OldManager(0)
+    mute.set_state_dict_fns = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(CheckpointingException, match="neither register_state_dict_fn nor set_state_dict_fns"):
+        _manager(tmp_path, {"model": model}, quorum=mute)
+
+
+def test_one_checkpoint_manager_for_each(tmp_path: Path) -> None:
+    """A second one that registers with the same replica manager is told so."""
+    quorum, model = Manager(0), torch.nn.Linear(2, 2)
+    with _manager(tmp_path, {"model": model}, quorum=quorum), pytest.raises(CheckpointingException, match="another"):
+        _manager(tmp_path, {"model": model}, quorum=quorum)
+
+
+def test_no_state_of_its_own(tmp_path: Path) -> None:
+    """Where no rank has anything of its own, there is no folder for it, and the rest is saved and healed."""
+    quorum, model = Manager(0), torch.nn.Linear(2, 2)
+    with _manager(tmp_path, {"model": model}, quorum=quorum, save_rng=False, interval=1) as manager:
+        assert manager.save(1)
+    assert replicas.steps_in(tmp_path) == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_wrapped_optimizer_is_not_stepped(tmp_path: Path) -> None:
+    """Looking at the state of an optimizer in a wrapper that commits steps, as torchft's, makes no step of it."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optim: torch.optim.Optimizer) -> None:
+            self.optim = optim
+
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError("a step was committed")
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            raise AssertionError("a quorum was asked for")
+
+    model = torch.nn.Linear(2, 2)
+    states = {"model": model, "optimizer": Wrapper(torch.optim.AdamW(model.parameters()))}
+    with _manager(tmp_path, states, interval=1) as manager:
+        assert manager.save(1)
+        assert manager.load()
+
+
+def test_extra_state_is_given_as_it_is(tmp_path: Path) -> None:
+    """What a module makes anew for each look at it is looked at after every step, due or not."""
+
+    class Counting(torch.nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.tensor(self.count)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.count = int(state)
+
+    giver, taker = Manager(0), Manager(1)
+    model, other = Counting(2, 2), Counting(2, 2)
+    config = {"interval": 100, "save_rng": False}
+    with (
+        _manager(tmp_path, {"model": model}, "a", giver, **config) as manager,
+        _manager(tmp_path, {"model": other}, "b", taker, **config),
+    ):
+        model.count = 3
+        assert not manager.save(1)
+        taker.heal(giver.sent())
+    assert other.count == 3
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_without_checkpoints_it_heals(tmp_path: Path) -> None:
+    """enable_checkpoint=False saves nothing; a replica that joins is given the states all the same."""
+    giver, taker = Manager(0), Manager(1)
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for quorum, each in ((giver, model), (taker, other)):
+        with _manager(tmp_path, {"model": each}, quorum=quorum, enable_checkpoint=False) as manager:
+            assert not manager.save(1)
+            assert not manager.load()
+    taker.heal(giver.sent())
+    assert torch.equal(other.weight, model.weight)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_replica_without_a_checkpoint_joins(tmp_path: Path) -> None:
+    """Lost before anything was saved for all: its place in the data waits until it is given the states of a step."""
+    giver, loader = Manager(0), Loader(0)
+    with _manager(tmp_path, {"dataloader": PerRank(loader)}, quorum=Manager(1)) as manager:
+        for step in range(1, 4):
+            loader.batch()
+            assert not manager.save(step)
+    other = _manager(tmp_path, {"dataloader": PerRank(Loader(0))}, "b", giver)
+    other.save(5)
+    loader, taker = Loader(0), Manager(None)
+    with _manager(tmp_path, {"dataloader": PerRank(loader)}, quorum=taker) as manager:
+        assert not manager.load()
+        assert loader.position == 0
+        taker.heal(giver.sent())
+    assert loader.position == 3
+    other.close()
+
+
+def test_a_store(store: Store, tmp_path: Path) -> None:
+    """A replica's own are on a URL, too, where nothing is replaced: those of a run that was given up go first."""
+    folder = f"faulty://{tmp_path}/store"
+    (tmp_path / "store" / "ft-replicat-a").mkdir()  # where the faulty store has its journal
+    for begun, until in ((0, 7), (4, 9)):
+        loader = Loader(0)
+        with _manager(folder, {"dataloader": PerRank(loader), "model": torch.nn.Linear(2, 2)}, interval=4) as manager:
+            assert manager.load() == bool(begun)
+            assert loader.position == begun
+            for step in range(begun + 1, until + 1):
+                loader.batch()
+                assert manager.save(step) == (step % 4 == 0)
+    assert replicas.steps_in(tmp_path / "store") == [4, 8]
+    assert replicas.steps_in(tmp_path / "store" / "ft-replicat-a") == [4, 8, 9]
+
+
+def test_the_protocol() -> None:
+    """What torchft's Manager has of it is all that is asked for."""
+    assert isinstance(Manager(0), ReplicaManager)
+    assert not isinstance(Loader(0), ReplicaManager)

@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.errors import CheckpointingException, PluginError, ShardingError
+from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins.hookspecs import Event, hookimpl
+from shardckpt.plugins.manager import Plugin, PluginHost, host, installed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+REGISTERS = """
+from shardckpt import hookimpl
+
+@hookimpl
+def shardckpt_register(registry):
+    registry.add_lazy({backend!r}, 1, save="nowhere:Save", load="nowhere:Load")
+"""
+
+
+class Site:
+    """A directory on sys.path into which distributions with entry points are put."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._path = path
+        self._monkeypatch = monkeypatch
+        monkeypatch.syspath_prepend(path)
+
+    def install(self, distribution: str, name: str, source: str) -> str:
+        """Put version 1.5 of a distribution there, with one entry point and its module; the module's name."""
+        module = f"{distribution.replace('-', '_')}_{self._path.name}".replace("-", "_")
+        (self._path / f"{module}.py").write_text(source)
+        info = self._path / f"{distribution.replace('-', '_')}-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
+        (info / "entry_points.txt").write_text(f"[shardckpt]\n{name} = {module}\n")
+        self._monkeypatch.setitem(sys.modules, module, None)  # so that the undo forgets it
+        self._monkeypatch.delitem(sys.modules, module)
+        return module
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """Where a test installs plugins."""
+    path = tmp_path / "site"
+    path.mkdir()
+    return Site(path, monkeypatch)
+
+
+def _plugin(plugins: PluginHost, name: str) -> Plugin:
+    [found] = [plugin for plugin in plugins.plugins() if plugin.name == name]
+    return found
+
+
+def _backends(plugins: PluginHost) -> set[str]:
+    return {entry.backend for entry in plugins.registry.entries()}
+
+
+def test_a_broken_plugin_does_not_break_another(site: Site) -> None:
+    """Each entry point is guarded by itself: the good ones work, the broken ones are listed with their reason."""
+    site.install("aaa-broken", "aaa", "import no_such_module_anywhere")
+    site.install("bbb-works", "bbb", REGISTERS.format(backend="bbb"))
+    site.install("ccc-broken", "ccc", "def broken(:")
+    site.install("zzz-works", "zzz", REGISTERS.format(backend="zzz"))
+    plugins = PluginHost()
+    assert {"bbb", "torch_dist", "zzz"} <= _backends(plugins)
+    faults = {plugin.name: plugin.fault for plugin in plugins.broken()}
+    assert set(faults) == {"aaa", "ccc"}
+    assert faults["aaa"] == "ModuleNotFoundError: No module named 'no_such_module_anywhere'"
+    assert faults["ccc"].startswith("SyntaxError: ")
+    assert _plugin(plugins, "aaa").distribution == "aaa-broken 1.5"
+
+
+def test_a_plugin_that_fails_while_it_registers_leaves_nothing(site: Site) -> None:
+    """What a failing plugin has added is taken back, and none of its hooks is called."""
+    source = REGISTERS.format(backend="half") + (
+        "    raise ValueError('no licence found')\n"
+        "seen = []\n"
+        "@hookimpl\n"
+        "def shardckpt_event(event):\n"
+        "    seen.append(event)\n"
+    )
+    module = site.install("half-way", "half", source)
+    plugins = PluginHost()
+    assert "half" not in _backends(plugins)
+    assert _plugin(plugins, "half").fault == "ValueError: no licence found"
+    plugins.hook.shardckpt_event(event=Event("save", "", "start", "", 0))
+    assert sys.modules[module].seen == []
+
+
+def test_two_plugins_with_one_key_are_told_apart(site: Site) -> None:
+    """The second plugin to claim a (backend, version) is refused with both names; the first one works."""
+    site.install("first-toys", "one", REGISTERS.format(backend="toy"))
+    site.install("second-toys", "two", REGISTERS.format(backend="toy"))
+    plugins = PluginHost()
+    assert _plugin(plugins, "one").fault == ""
+    assert "nowhere.Save of first-toys 1.5 and by nowhere.Save of second-toys 1.5" in _plugin(plugins, "two").fault
+    assert {e.distribution for e in plugins.registry.entries(backend="toy")} == {"first-toys 1.5"}
+
+
+def test_disabled_plugins_are_not_imported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHARDCKPT_DISABLED_PLUGINS leaves out the entry points that it names, and the listing says so."""
+    module = site.install("toys", "toy", REGISTERS.format(backend="toy"))
+    monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", " toy ,other")
+    plugins = PluginHost()
+    assert _backends(plugins) == {"ep", "torch_dist"}
+    assert _plugin(plugins, "toy").fault == "disabled by SHARDCKPT_DISABLED_PLUGINS"
+    assert module not in sys.modules
+
+
+def test_plugins_are_imported_at_first_need(site: Site) -> None:
+    """Names are listed, and a user registers, without importing any plugin; the first need imports it once."""
+    module = site.install("toys", "toy", REGISTERS.format(backend="toy"))
+    plugins = PluginHost()
+    assert "toy" in {entry_point.name for entry_point in installed()}
+    _ = plugins.unfilled
+    assert module not in sys.modules
+    assert "toy" in _backends(plugins)
+    first = sys.modules[module]
+    plugins.plugins()
+    assert sys.modules[module] is first
+
+
+MISSPELT = """
+from shardckpt import hookimpl
+
+@hookimpl
+def shardckpt_registers(registry):
+    pass
+"""
+WRONG_ARGUMENT = """
+from shardckpt import hookimpl
+
+calls = []
+
+@hookimpl
+def shardckpt_commands(subparsers):
+    calls.append(subparsers)
+
+@hookimpl
+def shardckpt_event(evnt):
+    pass
+"""
+
+
+def test_an_unknown_hook_is_refused(site: Site) -> None:
+    """A misspelt hook would never be called: it is an error that names it."""
+    site.install("misspelt", "misspelt", MISSPELT)
+    plugins = PluginHost()
+    assert "unknown hooks: shardckpt_registers" in _plugin(plugins, "misspelt").fault
+
+    class Watcher:
+        @hookimpl
+        def shardckpt_events(self, event: Event) -> None: ...
+
+    with pytest.raises(PluginError, match="unknown hooks: shardckpt_events"):
+        plugins.register(Watcher())
+
+
+def test_a_hook_with_a_wrong_argument_is_refused_whole(site: Site) -> None:
+    """A hook that asks for what there is not is named, and the plugin's other hooks are not called either."""
+    module = site.install("wrong", "wrong", WRONG_ARGUMENT)
+    plugins = PluginHost()
+    assert "evnt" in _plugin(plugins, "wrong").fault
+    plugins.hook.shardckpt_commands(subparsers=None)
+    assert sys.modules[module].calls == []
+
+
+class _Recorder:
+    """Keeps the events that it sees."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def states(self, phase: str) -> list[str]:
+        return [event.state for event in self.events if event.phase == phase]
+
+
+@pytest.fixture
+def recorder() -> Iterator[_Recorder]:
+    """A plugin of this process that sees the events of a test."""
+    recorder = _Recorder()
+    host().register(recorder)
+    yield recorder
+    host().unregister(recorder)
+
+
+def _state(value: float = 1.0) -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4, 2), value)), "step": 3}
+
+
+def test_a_plugin_is_registered_once() -> None:
+    """Registering an object again is an error, and it stays registered; after unregister it hears nothing."""
+    plugins, recorder = PluginHost(), _Recorder()
+    event = Event("save", "", "start", "", 0)
+    plugins.register(recorder, "mine")
+    with pytest.raises(PluginError, match="registered already, as mine"):
+        plugins.register(recorder, "again")
+    plugins.hook.shardckpt_event(event=event)
+    assert recorder.events == [event]
+    plugins.unregister(recorder)
+    plugins.hook.shardckpt_event(event=event)
+    assert recorder.events == [event]
+
+
+def test_a_save_is_seen_from_start_to_end(recorder: _Recorder, tmp_path: Path) -> None:
+    """Every phase of a save starts and ends once; its end says how many bytes were written and by which strategy."""
+    dc.save(_state(), tmp_path / "checkpoint")
+    events = recorder.events
+    assert {event.operation for event in events} == {"save"}
+    assert {event.directory for event in events} == {str((tmp_path / "checkpoint").resolve())}
+    assert events[0].state == "start"
+    assert (events[0].phase, events[-1].phase, events[-1].state) == ("", "", "end")
+    assert {"preparing the state dict", "validating", "staging", "writing", "committing"} <= {e.phase for e in events}
+    for phase in {event.phase for event in events}:
+        assert recorder.states(phase) == ["start", "end"]
+    written = [path for path in (tmp_path / "checkpoint").iterdir() if path.suffix != ".json"]
+    assert events[-1].nbytes == sum(path.stat().st_size for path in written)
+    assert events[-1].strategy.startswith("('torch_dist', 1) shardckpt_torch_dist.save.")
+
+
+def test_a_load_is_seen_from_start_to_end(recorder: _Recorder, tmp_path: Path) -> None:
+    """Every phase of a load starts and ends once, too."""
+    dc.save(_state(), tmp_path / "checkpoint")
+    recorder.events.clear()
+    dc.load(_state(0.0), tmp_path / "checkpoint")
+    assert {event.operation for event in recorder.events} == {"load"}
+    assert {"reading the manifest", "choosing a strategy", "loading shards"} <= {e.phase for e in recorder.events}
+    for phase in {event.phase for event in recorder.events}:
+        assert recorder.states(phase) == ["start", "end"]
+    assert recorder.events[-1].strategy.startswith("('torch_dist', 1) shardckpt_torch_dist.load.")
+
+
+def test_a_failure_is_seen_with_its_text(recorder: _Recorder, tmp_path: Path) -> None:
+    """The phase that fails, and the operation as a whole, report the failure with its text."""
+    dc.save(_state(), tmp_path / "checkpoint")
+    recorder.events.clear()
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(5, 2))}
+    with pytest.raises(ShardingError) as caught:
+        dc.load(wanted, tmp_path / "checkpoint")
+    phase, whole = recorder.events[-2:]
+    assert (phase.state, whole.state, whole.phase) == ("failure", "failure", "")
+    assert phase.phase == "comparing shapes"
+    assert phase.error == whole.error == str(caught.value)
+    assert recorder.states(phase.phase) == ["start", "failure"]
+
+
+def _seen_on_a_rank(directory: str) -> list[tuple[int, str, bool]]:
+    """Save with one rank's shards wrong; what this rank's plugin sees fail."""
+    recorder = _Recorder()
+    host().register(recorder)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world))
+    if rank == 1:
+        shard.global_offset = (0,)  # overlaps
+    with pytest.raises(CheckpointingException):
+        dc.save({"w": shard}, directory)
+    host().unregister(recorder)
+    return [(e.rank, e.phase, "'w'" in e.error) for e in recorder.events if e.state == "failure"]
+
+
+def test_every_rank_reports_its_own_events(ranks: RankPool, tmp_path: Path) -> None:
+    """A rank's plugin sees its own rank's events, and the failure that all ranks agreed on."""
+    seen = ranks.run(2, _seen_on_a_rank, str(tmp_path / "checkpoint"))
+    for rank, failures in enumerate(seen):
+        assert {failure[0] for failure in failures} == {rank}
+        assert failures[-1][1:] == ("", True)
+
+
+class _Fails:
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        raise RuntimeError("the metrics server is away")
+
+    @hookimpl
+    def shardckpt_commands(self, subparsers: Any) -> None:
+        raise RuntimeError("no such verb")
+
+
+@pytest.fixture
+def failing() -> Iterator[None]:
+    """A plugin of this process whose hooks fail."""
+    plugin = _Fails()
+    host().register(plugin)
+    yield
+    host().unregister(plugin)
+
+
+def test_a_failing_watcher_does_not_end_a_save(failing: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who only watches cannot break a checkpoint: the failure is logged, and the save goes on."""
+    with caplog.at_level(logging.WARNING, "shardckpt"):
+        dc.save(_state(2.0), tmp_path / "checkpoint")
+    assert torch.equal(dc.load_plain_tensors(tmp_path / "checkpoint")["w"], torch.full((4, 2), 2.0))
+    assert "the metrics server is away" in caplog.text
+
+
+def test_a_failing_verb_does_not_take_the_others_away(failing: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command works without a plugin's verbs if they fail, and says so."""
+    assert main(["strategies"]) == 0
+    output = capsys.readouterr()
+    assert "torch_dist" in output.out
+    assert "shardckpt_commands failed: RuntimeError: no such verb" in output.err
+
+
+class _Greets:
+    @hookimpl
+    def shardckpt_commands(self, subparsers: Any) -> None:
+        parser = subparsers.add_parser("greet", help="say hello")
+        parser.add_argument("name")
+        parser.set_defaults(run=self.run)
+
+    @staticmethod
+    def run(options: Any) -> int:
+        if options.name == "nobody":
+            raise CheckpointingException("nobody is here")
+        print(f"hello {options.name}")  # noqa: T201 - a command prints
+        return 4
+
+
+def test_a_plugin_adds_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plugin's verb runs like ours: its output, its exit status, its errors as one line on standard error."""
+    plugin = _Greets()
+    host().register(plugin)
+    try:
+        assert main(["greet", "you"]) == 4
+        assert capsys.readouterr().out == "hello you\n"
+        assert main(["greet", "nobody"]) == 1
+        assert capsys.readouterr().err == "shardckpt greet: nobody is here\n"
+    finally:
+        host().unregister(plugin)
+    with pytest.raises(SystemExit) as stop:
+        main(["greet", "you"])
+    assert stop.value.code == 2
+
+
+LIGHT = """
+import sys
+import shardckpt
+assert not {"torch", "numpy", "pydantic", "pluggy"} & set(sys.modules), "import shardckpt"
+shardckpt.hookimpl, shardckpt.CheckpointingException, dir(shardckpt)
+from shardckpt.cli import main
+for arguments in (["--help"], ["--version"], ["strategies"], ["strategies", "--help"]):
+    try:
+        main(arguments)
+    except SystemExit as stop:
+        assert not stop.code, arguments
+    assert not {"torch", "numpy"} & set(sys.modules), arguments
+"""
+
+
+def test_help_and_listing_do_not_import_torch() -> None:
+    """`import shardckpt`, the help and the listing of strategies stay light: no torch, no numpy."""
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch_dist" in done.stdout

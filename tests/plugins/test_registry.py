@@ -1,0 +1,380 @@
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
+from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.manager import PluginHost
+from shardckpt.plugins.registry import StrategyRegistry, parse_key
+from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAVE, LOAD = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
+
+
+class _SaveToy(SaveStrategy):
+    backend, version, writes = "toy", 1, "nothing"
+
+    def save(self, *_: Any) -> None: ...
+
+
+class _OtherSaveToy(_SaveToy):
+    pass
+
+
+class _LoadToy(LoadStrategy):
+    backend, version, reads = "toy", 1, "all"
+
+    def load(self, *_: Any) -> list[Any]:
+        return []
+
+    def load_common(self, *_: Any) -> dict[str, Any]:
+        return {}
+
+    def load_index(self, *_: Any) -> list[Any]:
+        return []
+
+
+class _LoadToy2(_LoadToy):
+    version = 2
+
+
+class _OneToTwo(Migration):
+    backend, from_version, to_version = "toy", 1, 2
+
+    def migrate(self, *_: Any) -> None: ...
+
+
+class _AnotherOneToTwo(_OneToTwo):
+    pass
+
+
+class _OneToThree(_OneToTwo):
+    to_version = 3
+
+
+class _Unfinished(LoadStrategy):
+    backend, version = "toy", 7
+
+
+class _Nameless(SaveStrategy):
+    def save(self, *_: Any) -> None: ...
+
+
+class _TextVersion(_SaveToy):
+    version: Any = "1"
+
+
+def _add(registry: StrategyRegistry, distribution: str, *strategies: Any, override: bool = False) -> None:
+    """Register as a plugin of the distribution does."""
+    with registry.registering(distribution):
+        for strategy in strategies:
+            registry.add(strategy, override=override)
+
+
+def _target(registry: StrategyRegistry, action: StrategyAction = SAVE) -> Any:
+    entry = registry.find(action, "toy", 1)
+    assert entry is not None
+    return entry.target
+
+
+def test_a_class_is_found_under_its_own_backend_and_version() -> None:
+    """A strategy class names its key, its summary and its direction itself."""
+    registry = StrategyRegistry()
+    _add(registry, "toys 1.0", _SaveToy, _LoadToy, _LoadToy2)
+    entry = registry.find(SAVE, "toy", 1)
+    assert entry is not None
+    assert (entry.target, entry.summary, entry.distribution) == (_SaveToy, "nothing", "toys 1.0")
+    assert [e.version for e in registry.entries(LOAD, "toy")] == [2, 1]
+    assert registry.find(SAVE, "toy", 2) is None
+    assert registry.entries(backend="boat") == []
+
+
+def test_every_operation_gets_a_fresh_instance_of_a_class() -> None:
+    """A class serves each operation with a new instance; an instance serves all of them itself."""
+    registry = StrategyRegistry()
+    instance = _LoadToy()
+    _add(registry, "toys 1.0", _SaveToy, instance)
+    saver, loader = registry.find(SAVE, "toy", 1), registry.find(LOAD, "toy", 1)
+    assert saver is not None
+    assert loader is not None
+    first, second = saver.create(), saver.create()
+    assert type(first) is type(second) is _SaveToy
+    assert first is not second
+    assert loader.create() is loader.create() is instance
+
+
+def test_a_duplicate_names_both_classes_and_distributions() -> None:
+    """Two strategies for one key are an error that names both sides and every way out; the first one stays."""
+    registry = StrategyRegistry()
+    _add(registry, "toys 1.0", _SaveToy)
+    with pytest.raises(DuplicateStrategyError) as caught:
+        _add(registry, "games 2.3", _OtherSaveToy)
+    for text in (
+        "('toy', 1)",
+        "_SaveToy of toys 1.0",
+        "_OtherSaveToy of games 2.3",
+        "DISABLED_PLUGINS",
+        "override=True",
+    ):
+        assert text in str(caught.value)
+    assert _target(registry) is _SaveToy
+
+
+def test_the_user_is_told_of_a_duplicate_too() -> None:
+    """An add() of the user is never dropped in silence, not even over an override."""
+    registry = StrategyRegistry()
+    _add(registry, "toys 1.0", _SaveToy, override=True)
+    with pytest.raises(DuplicateStrategyError, match="_OtherSaveToy of this process"):
+        registry.add(_OtherSaveToy)
+
+
+@pytest.mark.parametrize("override_first", [True, False])
+def test_an_override_wins_in_either_order(override_first: bool) -> None:
+    """override=True replaces a plain registration, whether it comes before or after."""
+    registry = StrategyRegistry()
+    plugins = [("toys 1.0", _SaveToy, False), ("games 2.3", _OtherSaveToy, True)]
+    for distribution, strategy, override in reversed(plugins) if override_first else plugins:
+        _add(registry, distribution, strategy, override=override)
+    assert _target(registry) is _OtherSaveToy
+
+
+def test_two_plugins_cannot_both_override() -> None:
+    """Two overrides of one key contradict each other: refused, naming both."""
+    registry = StrategyRegistry()
+    _add(registry, "toys 1.0", _SaveToy, override=True)
+    with pytest.raises(DuplicateStrategyError, match=r"(?s)toys 1\.0.*games 2\.3"):
+        _add(registry, "games 2.3", _OtherSaveToy, override=True)
+
+
+@pytest.mark.parametrize("override", [True, False])
+def test_a_users_override_is_never_undone(override: bool) -> None:
+    """What the user put in place stays, and plugins that come later for the same key are not broken by it."""
+    registry = StrategyRegistry()
+    registry.put(SAVE, "toy", 1, _OtherSaveToy)
+    _add(registry, "toys 1.0", _SaveToy, _LoadToy, override=override)
+    assert _target(registry) is _OtherSaveToy
+    assert _target(registry, LOAD) is _LoadToy
+    registry.put(SAVE, "toy", 1, _SaveToy)
+    assert _target(registry) is _SaveToy
+
+
+def test_a_users_override_of_a_built_in_survives_plugin_loading() -> None:
+    """register_default_strategy works before any plugin is imported: the built-in that loads later leaves it."""
+    host = PluginHost()
+    name, version = PluginHost().registry.default
+    host.unfilled.put(SAVE, name, version, _OtherSaveToy)
+    entry = host.registry.find(SAVE, name, version)
+    assert entry is not None
+    assert entry.target is _OtherSaveToy
+    assert host.registry.find(LOAD, name, version) is not None
+    assert not host.broken()
+
+
+def test_register_default_strategy_serves_the_front_door() -> None:
+    """What the user registers is what save and the queries use: a class afresh, an instance as it is."""
+    dc.register_default_strategy(SAVE, "toy-of-test-registry", 1, _SaveToy)
+    first = dc.get_default_save_sharded_strategy("toy-of-test-registry", 1)
+    assert type(first) is _SaveToy
+    assert dc.get_default_save_sharded_strategy("toy-of-test-registry") is not first
+    instance = _OtherSaveToy()
+    dc.register_default_strategy(SAVE, "toy-of-test-registry", 1, instance)
+    assert dc.get_default_save_sharded_strategy("toy-of-test-registry", 1) is instance
+    with pytest.raises(PluginError, match="_SaveToy is not a LoadStrategy"):
+        dc.register_default_strategy(LOAD, "toy-of-test-registry", 1, _SaveToy)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (int, "int is neither a SaveStrategy nor a LoadStrategy"),
+        (_OneToTwo, "_OneToTwo is neither"),
+        (_Nameless, r"_Nameless must name its backend \(str\) and version \(int\) as class attributes"),
+        (_TextVersion, "_TextVersion must name its backend"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(wrong: Any, message: str) -> None:
+    """Only strategies that say what they are get in; the error says what is wrong with the class."""
+    registry = StrategyRegistry()
+    with pytest.raises(PluginError, match=message):
+        registry.add(wrong)
+    assert registry.entries() == []
+
+
+def test_a_class_that_cannot_be_created_is_a_plugin_error() -> None:
+    """A strategy that lacks methods is named when it is needed, with Python's reason."""
+    registry = StrategyRegistry()
+    _add(registry, "toys 1.0", _Unfinished)
+    with pytest.raises(PluginError, match=r"_Unfinished of toys 1\.0 cannot be created: TypeError: .*abstract"):
+        registry.entries()[0].create()
+
+
+def test_a_failed_registration_is_taken_back() -> None:
+    """A plugin that fails half-way leaves nothing: strategies, migrations and default are as before."""
+    registry = StrategyRegistry()
+    _add(registry, "toys 1.0", _SaveToy)
+
+    def register() -> None:
+        with registry.registering("games 2.3"):
+            registry.add(_LoadToy)
+            registry.add(_OtherSaveToy, override=True)
+            registry.add_migration(_OneToTwo)
+            registry.add_lazy("game", 1, save="m:C", default=True)
+            raise KeyError("half-way")
+
+    with pytest.raises(KeyError):
+        register()
+    assert [entry.target for entry in registry.entries()] == [_SaveToy]
+    assert registry.migrations("toy", 1) == []
+    with pytest.raises(PluginError, match="no default strategy"):
+        _ = registry.default
+
+
+LAZY_MODULE = """
+from tests.plugins.test_registry import _LoadToy, _OneToTwo, _SaveToy
+
+class Saver(_SaveToy):
+    pass
+
+class Newer(_SaveToy):
+    version = 2
+
+class Loader(_LoadToy):
+    pass
+
+class Migrator(_OneToTwo):
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture
+def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that is not imported yet."""
+    name = f"lazy_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(LAZY_MODULE)
+    (tmp_path / f"{name}_broken.py").write_text("raise RuntimeError('libtoy is too old')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, name, None)  # so that the undo forgets it
+    monkeypatch.delitem(sys.modules, name)
+    return name
+
+
+def test_a_lazy_strategy_is_imported_at_first_use(lazy: str) -> None:
+    """A strategy given as text is listed with its class and summary, and imported only when it is created."""
+    registry = StrategyRegistry()
+    registry.add_lazy("toy", 1, save=f"{lazy}:Saver", load=f"{lazy}:Loader", writes="w", reads="r")
+    assert [(e.name, e.summary) for e in registry.entries()] == [(f"{lazy}.Loader", "r"), (f"{lazy}.Saver", "w")]
+    assert lazy not in sys.modules
+    loader, saver = (entry.create() for entry in registry.entries())
+    assert isinstance(loader, _LoadToy)
+    assert isinstance(saver, _SaveToy)
+    assert saver is not registry.entries()[1].create()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (":Newer", r"Newer of toys 1\.0 is registered as \('toy', 1\), and says of itself that it is \('toy', 2\)"),
+        (":Loader", r"Loader of toys 1\.0 is not a SaveStrategy"),
+        (":number", r"number of toys 1\.0 is not a SaveStrategy"),
+        (":Absent", r"Absent of toys 1\.0 cannot be imported: AttributeError: .*Absent"),
+        ("_absent:Saver", r"of toys 1\.0 cannot be imported: ModuleNotFoundError: .*_absent"),
+        ("_broken:Saver", r"of toys 1\.0 cannot be imported: RuntimeError: libtoy is too old"),
+    ],
+)
+def test_a_lazy_strategy_that_does_not_match_is_a_plugin_error(lazy: str, target: str, message: str) -> None:
+    """What turns out to be absent, broken or something else is named, with who registered it."""
+    registry = StrategyRegistry()
+    with registry.registering("toys 1.0"):
+        registry.add_lazy("toy", 1, save=f"{lazy}{target}")
+    with pytest.raises(PluginError, match=message):
+        registry.entries()[0].create()
+
+
+def test_the_newest_migration_comes_first(lazy: str) -> None:
+    """Migrations from a version are found newest target first, and a lazy one is imported at first use."""
+    registry = StrategyRegistry()
+    registry.add_lazy_migration("toy", 1, 2, f"{lazy}:Migrator")
+    registry.add_migration(_OneToThree)
+    found = registry.migrations("toy", 1)
+    assert [migration.to_version for migration in found] == [3, 2]
+    assert lazy not in sys.modules
+    assert [type(migration.create()).__name__ for migration in found] == ["_OneToThree", "Migrator"]
+    assert registry.migrations("toy", 2) == []
+
+
+def test_a_migration_that_does_not_match_is_a_plugin_error(lazy: str) -> None:
+    """A lazy migration between other versions than it was registered for is not run."""
+    registry = StrategyRegistry()
+    registry.add_lazy_migration("toy", 2, 3, f"{lazy}:Migrator")
+    with pytest.raises(PluginError, match=r"registered as \('toy', 2, 3\), .* it is \('toy', 1, 2\)"):
+        registry.migrations("toy", 2)[0].create()
+
+
+def test_a_duplicate_migration_names_both_sides() -> None:
+    """Two migrations between the same versions are refused, naming classes and distributions; the first stays."""
+    registry = StrategyRegistry()
+    with registry.registering("toys 1.0"):
+        registry.add_migration(_OneToTwo)
+    with pytest.raises(DuplicateStrategyError) as caught, registry.registering("games 2.3"):
+        registry.add_migration(_AnotherOneToTwo)
+    for text in ("'toy' from version 1 to 2", "OneToTwo of toys 1.0", "_AnotherOneToTwo of games 2.3"):
+        assert text in str(caught.value)
+    assert [migration.target for migration in registry.migrations("toy", 1)] == [_OneToTwo]
+
+
+def _claim(registry: StrategyRegistry, distribution: str, backend: str, *, override: bool = False) -> None:
+    with registry.registering(distribution):
+        registry.add_lazy(backend, 1, save="m:C", default=True, override=override)
+
+
+def test_two_defaults_are_refused_by_name() -> None:
+    """Two plugins that both claim the default: an error with both, and the first stays."""
+    registry = StrategyRegistry()
+    _claim(registry, "toys 1.0", "toy")
+    with pytest.raises(DuplicateStrategyError, match=r"\('toy', 1\) of toys 1\.0 and \('game', 1\) of games 2\.3"):
+        _claim(registry, "games 2.3", "game")
+    assert registry.default == ("toy", 1)
+
+
+@pytest.mark.parametrize("override_first", [True, False])
+def test_an_override_of_the_default_wins_in_either_order(override_first: bool) -> None:
+    """Plugins load by name: an override of the default holds whether it comes before or after."""
+    registry = StrategyRegistry()
+    plugins = [("toys 1.0", "toy", False), ("games 2.3", "game", True)]
+    for distribution, backend, override in reversed(plugins) if override_first else plugins:
+        _claim(registry, distribution, backend, override=override)
+    assert registry.default == ("game", 1)
+    assert {entry.backend for entry in registry.entries()} == {"toy", "game"}
+
+
+def test_two_plugins_cannot_both_override_the_default() -> None:
+    """Two overrides of the default contradict each other: refused, and the first stays."""
+    registry = StrategyRegistry()
+    _claim(registry, "toys 1.0", "toy", override=True)
+    with pytest.raises(DuplicateStrategyError, match="claim to be the default"):
+        _claim(registry, "games 2.3", "game", override=True)
+    assert registry.default == ("toy", 1)
+
+
+def test_an_empty_registry_says_how_it_is_filled() -> None:
+    """Without a default the reason is an installation without entry points, and the error says so."""
+    with pytest.raises(PluginError, match=r"pip install -e \."):
+        _ = StrategyRegistry().default
+
+
+@pytest.mark.parametrize("wrong", [3, ("npy",), ("npy", "1"), (1, "npy"), ["npy", 1], None, ("npy", 1, 2)])
+def test_a_strategy_is_named_by_text_or_pair(wrong: Any) -> None:
+    """What is neither 'backend' nor ('backend', version) is refused with the form that is expected."""
+    assert parse_key("npy") == ("npy", None)
+    assert parse_key(("npy", 2)) == ("npy", 2)
+    with pytest.raises(CheckpointingException, match=r"'backend' or \('backend', version\), not"):
+        parse_key(wrong)

@@ -1,0 +1,523 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.distributed.comm import Comm
+from shardckpt.engine.loading import LoadOptions, open_checkpoint
+from shardckpt.engine.saving import SaveOptions, save_checkpoint
+from shardckpt.errors import (
+    BrokenPluginError,
+    CannotLoadError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    NotACheckpointError,
+    RefusedByPolicyError,
+    StrategyMismatchError,
+    UnknownBackendError,
+    VersionTooNewError,
+    VersionTooOldError,
+)
+from shardckpt.manifest import MARKER_LIMIT
+from shardckpt.mapping import ShardedTensor
+from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.manager import PluginHost
+from shardckpt.plugins.resolver import choose_reader, read_manifest
+from shardckpt.storage import commit
+from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+DATA = "state.json"
+
+
+class _Save(SaveStrategy):
+    """Writes a format that holds common state only."""
+
+    backend, version, reader = "toy", 1, "toys 1.0"
+
+    def save(self, shards: Any, common: Any, context: Any) -> None:
+        context.writer.write(DATA, json.dumps(common).encode())
+
+
+class _Save2(_Save):
+    version, reader = 2, "toys 2.0"
+
+
+class _Save3(_Save):
+    version, reader = 3, ""
+
+
+class _Load(LoadStrategy):
+    backend, version = "toy", 1
+
+    def load(self, wanted: Any, context: Any) -> list[Any]:
+        return []
+
+    def load_common(self, context: Any) -> Any:
+        return json.loads(context.reader.read(DATA))
+
+    def load_index(self, context: Any) -> list[Any]:
+        return []
+
+
+class _Load2(_Load):
+    version = 2
+
+
+class _Load3(_Load):
+    version = 3
+
+
+class _LoadBoth(_Load2):
+    """Reads two versions."""
+
+    def cannot_load(self, manifest: Any) -> str | None:
+        return None if manifest.version in (1, 2) else "reads versions 1 and 2"
+
+
+class _Picky(_Load2):
+    """Refuses a dialect of its own version."""
+
+    def cannot_load(self, manifest: Any) -> str | None:
+        return super().cannot_load(manifest) or "does not read what toys 2.0 to 2.2 wrote: their lists were cut"
+
+
+class _LoadLoose(_Load):
+    """Knows directories without metadata.json."""
+
+    def recognises(self, directory: Path) -> int | None:
+        return 1 if (directory / DATA).is_file() else None
+
+
+class _OneToTwo(Migration):
+    backend, from_version, to_version = "toy", 1, 2
+
+    def migrate(self, reader: Any, writer: Any) -> None:
+        writer.write(DATA, reader.read(DATA))
+
+
+class _Toys:
+    """A plugin that registers what it is given."""
+
+    def __init__(self, *strategies: Any, migration: Any = None, broken: int = 0) -> None:
+        self._strategies = strategies
+        self._migration = migration
+        self._broken = broken
+
+    @hookimpl
+    def shardckpt_register(self, registry: Any) -> None:
+        for strategy in self._strategies:
+            registry.add(strategy)
+        if self._migration is not None:
+            registry.add_migration(self._migration)
+        if self._broken:
+            registry.add_lazy("toy", self._broken, load="no_such_module_anywhere:Load")
+
+
+def _host(*strategies: Any, migration: Any = None, broken: int = 0) -> PluginHost:
+    """The installed plugins, and these strategies."""
+    host = PluginHost()
+    host.register(_Toys(*strategies, migration=migration, broken=broken))
+    return host
+
+
+def _saved(path: Path, saver: type[SaveStrategy] = _Save) -> Path:
+    save_checkpoint(
+        {"step": 3},
+        path,
+        saver(),
+        Comm(alone=True),
+        PluginHost(),
+        SaveOptions(),
+    )
+    return path
+
+
+def _opened(path: Path, host: PluginHost, strategy: Any = None, accept: Any = None) -> tuple[LoadStrategy, Any]:
+    """The strategy that passes the gate, and the common state that it reads."""
+    with open_checkpoint(path, Comm(alone=True), host, LoadOptions(strategy, accept)) as checkpoint:
+        return checkpoint.strategy, checkpoint.common()
+
+
+def _refusal(kind: type[CheckpointingException], path: Path, host: PluginHost, *arguments: Any) -> str:
+    """The text of the gate's refusal, which must be of exactly this kind and name the checkpoint."""
+    with pytest.raises(kind) as caught:
+        _opened(path, host, *arguments)
+    assert type(caught.value) is kind
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def _builtin(path: Path) -> Path:
+    dc.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, path)
+    return path
+
+
+# Directories that are no checkpoints
+
+
+def test_what_does_not_exist_is_no_checkpoint(tmp_path: Path) -> None:
+    """An absent path, and a path that is a file, are told apart from a checkpoint by name."""
+    (tmp_path / "file").write_text("x")
+    for name in ("absent", "file"):
+        text = _refusal(NotACheckpointError, tmp_path / name, PluginHost())
+        assert "does not exist or is not a directory" in text
+
+
+def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
+    """An empty directory is called that."""
+    assert "is an empty directory" in _refusal(NotACheckpointError, tmp_path, PluginHost())
+
+
+def test_other_files_are_no_checkpoint(tmp_path: Path) -> None:
+    """Data without the file that names its strategy is refused; the error shows what is there and what is not."""
+    for number in range(9):
+        (tmp_path / f"weights-{number}.bin").write_bytes(b"data")
+    text = _refusal(IncompleteCheckpointError, tmp_path, PluginHost())
+    assert "has no metadata.json" in text
+    assert "weights-0.bin" in text
+    assert "..." in text
+
+
+def test_a_checkpoint_that_lost_its_marker_is_incomplete(tmp_path: Path) -> None:
+    """The files of a real save without those that name its strategy are not taken for a checkpoint."""
+    path = _builtin(tmp_path / "checkpoint")
+    (path / "metadata.json").unlink()
+    assert "metadata.json was lost" in _refusal(CorruptCheckpointError, path, PluginHost())
+    for name in ("shardckpt.json", ".metadata"):
+        (path / name).unlink()
+    assert "found __0_0.distcp, common.pt" in _refusal(IncompleteCheckpointError, path, PluginHost())
+
+
+def test_a_staging_directory_is_no_checkpoint(tmp_path: Path) -> None:
+    """The directory of a save under way is refused even when all its files are there."""
+    staging = commit.create_staging(tmp_path / "checkpoint", "1234")
+    shutil.copytree(_saved(tmp_path / "other"), staging, dirs_exist_ok=True)
+    text = _refusal(IncompleteCheckpointError, staging, _host(_Load))
+    assert "staging directory of a save that was not committed" in text
+
+
+def test_a_save_that_did_not_end_is_told_from_one_that_never_was(tmp_path: Path) -> None:
+    """Where a save died, the error says so, where its remains lie, and what to do."""
+    staging = commit.create_staging(tmp_path / "checkpoint", "1234")
+    text = _refusal(IncompleteCheckpointError, tmp_path / "checkpoint", PluginHost())
+    assert "did not end" in text
+    assert str(staging) in text
+    assert "save again" in text
+
+
+def test_an_interrupted_overwrite_says_where_the_checkpoint_is(tmp_path: Path) -> None:
+    """After a crash between two renames the previous checkpoint is named, and doing as told brings it back."""
+    path = _saved(tmp_path / "checkpoint")
+    aside = tmp_path / ".checkpoint.shardckpt-replaced-1234"  # as commit.replace names it
+    path.rename(aside)
+    commit.create_staging(path, "5678")
+    text = _refusal(IncompleteCheckpointError, path, _host(_Load))
+    assert "overwrite was interrupted" in text
+    assert f"a whole checkpoint lies at {aside}" in text
+    assert "rename it to" in text
+    assert commit.replaced_of(path) == [aside]
+    aside.rename(path)
+    assert _opened(path, _host(_Load))[1] == {"step": 3}
+
+
+# Damaged JSON
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"sharded_backend": 3}',
+        b'{"sharded_backend": "toy", "sharded_backend_version": "one"}',
+        b'{"sharded_backend": "toy", "sharded_backend_version": null}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_damaged_marker_is_named(tmp_path: Path, content: bytes) -> None:
+    """A metadata.json that is not JSON, or not of the right form, is an error that names the file."""
+    path = _saved(tmp_path / "checkpoint")
+    (path / "metadata.json").write_bytes(content)
+    text = _refusal(CorruptCheckpointError, path, _host(_Load))
+    assert f"{path / 'metadata.json'} is damaged" in text
+    assert len(text) < 1000
+
+
+def test_a_marker_that_is_no_small_file_is_refused_unread(tmp_path: Path) -> None:
+    """A metadata.json of any size, a pipe or a directory costs neither memory nor a wait."""
+    path = _saved(tmp_path / "checkpoint")
+    marker = path / "metadata.json"
+    os.truncate(marker, MARKER_LIMIT + 1)
+    assert f"more than the {MARKER_LIMIT}" in _refusal(CorruptCheckpointError, path, _host(_Load))
+    for make in (marker.mkdir, lambda: os.mkfifo(marker)):
+        marker.unlink() if marker.is_file() else marker.rmdir()
+        make()
+        assert "is not a regular file" in _refusal(CorruptCheckpointError, path, _host(_Load))
+
+
+def _changed(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda record: {**record, **values}
+
+
+def _file_changed(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda record: {**record, "files": [{**record["files"][0], **values}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: [],
+        lambda record: {key: value for key, value in record.items() if key != "save_id"},
+        _changed(format=2),
+        _changed(world_size=0),
+        _changed(files=3),
+        _file_changed(size=-1),
+        _file_changed(name="../../etc/passwd"),
+        _file_changed(name="/etc/passwd"),
+        _file_changed(name=""),
+        _file_changed(surprise=1),
+    ],
+)
+def test_a_damaged_record_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """A shardckpt.json of another form, or with a name that leaves the directory, is refused."""
+    path = _saved(tmp_path / "checkpoint")
+    record = path / "shardckpt.json"
+    record.write_text(json.dumps(change(json.loads(record.read_text()))))
+    assert f"{record} is damaged" in _refusal(CorruptCheckpointError, path, _host(_Load))
+
+
+def test_a_record_that_is_not_json_is_named(tmp_path: Path) -> None:
+    """Half a shardckpt.json is damage, not an absent one."""
+    path = _saved(tmp_path / "checkpoint")
+    record = path / "shardckpt.json"
+    os.truncate(record, record.stat().st_size // 2)
+    assert f"{record} is damaged" in _refusal(CorruptCheckpointError, path, _host(_Load))
+
+
+def test_files_that_disagree_are_refused(tmp_path: Path) -> None:
+    """A metadata.json of one save beside the shardckpt.json of another is not loaded as either."""
+    path = _saved(tmp_path / "checkpoint")
+    shutil.copy(_saved(tmp_path / "other", _Save2) / "metadata.json", path)
+    text = _refusal(CorruptCheckpointError, path, _host(_Load, _Load2))
+    assert "metadata.json says 'toy' version 2" in text
+    assert "shardckpt.json says 'toy' version 1" in text
+
+
+def test_a_marker_alone_is_enough(tmp_path: Path) -> None:
+    """What another library wrote has no shardckpt.json, and more fields than ours: it is read all the same."""
+    path = _saved(tmp_path / "checkpoint")
+    (path / "shardckpt.json").unlink()
+    marker = {"sharded_backend": "toy", "sharded_backend_version": 1, "common_backend": "zip", "extra": [1]}
+    (path / "metadata.json").write_text(json.dumps(marker))
+    assert _opened(path, _host(_Load))[1] == {"step": 3}
+
+
+# Which strategy reads it
+
+
+def test_the_reader_of_the_version_is_chosen(tmp_path: Path) -> None:
+    """The checkpoint's own backend and version decide, among several readers of the backend."""
+    host = _host(_Load, _Load2, _Load3)
+    for saver, loader in ((_Save, _Load), (_Save2, _Load2), (_Save3, _Load3)):
+        strategy, common = _opened(_saved(tmp_path / str(saver.version), saver), host)
+        assert type(strategy) is loader
+        assert common == {"step": 3}
+
+
+def test_a_newer_reader_may_read_an_older_version(tmp_path: Path) -> None:
+    """cannot_load decides, not the number: a reader that says it reads version 1 does."""
+    assert type(_opened(_saved(tmp_path / "old"), _host(_LoadBoth))[0]) is _LoadBoth
+
+
+def test_an_unknown_backend_says_what_to_install(tmp_path: Path) -> None:
+    """The error names backend and version, the release that reads it, and what is installed instead."""
+    text = _refusal(UnknownBackendError, _saved(tmp_path / "checkpoint"), PluginHost())
+    assert "'toy' checkpoint of version 1" in text
+    assert "Install the distribution that provides it: toys 1.0 or newer reads it" in text
+    assert "\ninstalled readers: " in text
+    assert "torch_dist 1 (shardckpt " in text
+
+
+def test_an_unknown_backend_of_another_library_has_no_hint(tmp_path: Path) -> None:
+    """Without shardckpt.json there is nobody to name, and the error still names what there is."""
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    text = _refusal(UnknownBackendError, tmp_path, PluginHost())
+    assert "'zarr' checkpoint of version 1" in text
+    assert "reads it" not in text
+
+
+def test_a_newer_version_names_the_release_that_reads_it(tmp_path: Path) -> None:
+    """Too new: which version is installed, what reads the checkpoint, and every candidate's reason."""
+    text = _refusal(VersionTooNewError, _saved(tmp_path / "checkpoint", _Save2), _host(_Load))
+    assert "newer than what is installed (version 1)" in text
+    assert "Upgrade: toys 2.0 or newer reads it" in text
+    assert "_Load of this process: reads version 1" in text
+
+
+def test_a_newer_version_without_a_hint_still_says_upgrade(tmp_path: Path) -> None:
+    """A strategy that names no release leaves the sentence whole."""
+    text = _refusal(VersionTooNewError, _saved(tmp_path / "checkpoint", _Save3), _host(_Load, _Load2))
+    assert "newer than what is installed (version 2). Upgrade\n" in text
+    assert "_Load of this process: reads version 1" in text
+    assert "_Load2 of this process: reads version 2" in text
+
+
+def test_an_older_version_names_the_migration(tmp_path: Path) -> None:
+    """Too old, with a migration installed: the command that rewrites it."""
+    path = _saved(tmp_path / "checkpoint")
+    text = _refusal(VersionTooOldError, path, _host(_Load2, migration=_OneToTwo))
+    assert f"Rewrite it as version 2: shardckpt migrate {path} NEW" in text
+    assert "_Load2 of this process: reads version 2" in text
+
+
+def test_an_older_version_without_migration_names_the_release(tmp_path: Path) -> None:
+    """Too old, and no migration: which release is too new, and which one did read it."""
+    text = _refusal(VersionTooOldError, _saved(tmp_path / "checkpoint"), _host(_Load2))
+    assert "no migration" in text
+    assert "toys 1.0 was the first to read it" in text
+    assert "migrate" not in text.partition("\n")[0]
+
+
+def test_a_version_between_two_readers_is_too_old(tmp_path: Path) -> None:
+    """A gap between installed versions is not taken for something newer."""
+    text = _refusal(VersionTooOldError, _saved(tmp_path / "checkpoint", _Save2), _host(_Load, _Load3))
+    assert "reads version 1" in text
+    assert "reads version 3" in text
+
+
+def test_a_reader_may_refuse_its_own_version(tmp_path: Path) -> None:
+    """A dialect that the reader refuses is neither too old nor too new: its reason is the error."""
+    text = _refusal(CannotLoadError, _saved(tmp_path / "checkpoint", _Save2), _host(_Picky))
+    assert "_Picky of this process: does not read what toys 2.0 to 2.2 wrote" in text
+
+
+def test_a_reader_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    """The plugin is there and its reader is broken: that is the error, with Python's reason."""
+    text = _refusal(BrokenPluginError, _saved(tmp_path / "checkpoint"), _host(broken=1))
+    assert "its plugin is installed and does not work" in text
+    assert "ModuleNotFoundError: No module named 'no_such_module_anywhere'" in text
+    assert "installed readers: " in text
+
+
+def test_a_broken_reader_does_not_hide_a_working_one(tmp_path: Path) -> None:
+    """A broken reader of version 2 leaves version 1 readable, and directories recognisable."""
+    path = _saved(tmp_path / "checkpoint")
+    assert type(_opened(path, _host(_Load, broken=2))[0]) is _Load
+    for name in ("metadata.json", "shardckpt.json"):
+        (path / name).unlink()
+    assert type(_opened(path, _host(_LoadLoose, broken=2))[0]) is _LoadLoose
+
+
+def test_a_strategy_recognises_what_has_no_marker(tmp_path: Path) -> None:
+    """A directory without metadata.json is read by the strategy that knows its content."""
+    (tmp_path / DATA).write_text('{"step": 9}')
+    strategy, common = _opened(tmp_path, _host(_LoadLoose))
+    assert type(strategy) is _LoadLoose
+    assert common == {"step": 9}
+    assert read_manifest(tmp_path, _host(_LoadLoose)).recognised_as == "toy"
+    _refusal(IncompleteCheckpointError, tmp_path, _host(_Load))
+
+
+# What the caller says
+
+
+@pytest.mark.parametrize("accept", [["toy"], [("toy", 1)], ("torch_dist", "toy"), {("toy", 2), ("toy", 1)}, None])
+def test_a_policy_lets_through_what_it_names(tmp_path: Path, accept: Any) -> None:
+    """accept= takes backends and (backend, version) pairs."""
+    assert _opened(_saved(tmp_path / "checkpoint"), _host(_Load), None, accept)[1] == {"step": 3}
+
+
+@pytest.mark.parametrize(
+    ("accept", "allowed"),
+    [([], "allows nothing"), (["torch_dist"], "allows 'torch_dist'"), ([("toy", 2)], "allows ('toy', 2)")],
+)
+def test_a_policy_refuses_everything_else(tmp_path: Path, accept: Any, allowed: str) -> None:
+    """What accept= leaves out is refused with what it is and what is allowed, installed or not."""
+    path = _saved(tmp_path / "checkpoint")
+    for host in (_host(_Load), PluginHost()):
+        text = _refusal(RefusedByPolicyError, path, host, None, accept)
+        assert "'toy' checkpoint of version 1" in text
+        assert allowed in text
+
+
+def test_a_policy_reaches_the_front_door(tmp_path: Path) -> None:
+    """dist_checkpointing.load(accept=...) asks the gate."""
+    path = _builtin(tmp_path / "checkpoint")
+    with pytest.raises(RefusedByPolicyError, match="allows 'toy'"):
+        dc.load({}, path, accept=["toy"])
+    assert dc.load({}, path, accept=["torch_dist"]) == {}
+
+
+@pytest.mark.parametrize("strategy", ["toy", ("toy", 1), _Load()])
+def test_a_strategy_that_fits_is_used(tmp_path: Path, strategy: Any) -> None:
+    """sharded_strategy by name, by pair, or an instance, which serves the load itself."""
+    used, common = _opened(_saved(tmp_path / "checkpoint"), _host(_Load), strategy)
+    assert type(used) is _Load
+    assert (used is strategy) == isinstance(strategy, LoadStrategy)
+    assert common == {"step": 3}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        ("torch_dist", "not 'torch_dist' as sharded_strategy asks"),
+        (("toy", 2), "not ('toy', 2) as sharded_strategy asks"),
+        (("torch_dist", 1), "not ('torch_dist', 1) as sharded_strategy asks"),
+        (_Load2(), "the given _Load2 reads version 2"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_refused(tmp_path: Path, strategy: Any, reason: str) -> None:
+    """What the caller names must be what the checkpoint is: the error says both."""
+    text = _refusal(StrategyMismatchError, _saved(tmp_path / "checkpoint"), _host(_Load, _Load2), strategy)
+    assert "'toy' checkpoint of version 1" in text
+    assert reason in text
+
+
+def test_an_instance_needs_no_plugin(tmp_path: Path) -> None:
+    """A caller's own reader loads what nothing installed reads."""
+    assert _opened(_saved(tmp_path / "checkpoint"), PluginHost(), _Load())[1] == {"step": 3}
+
+
+@pytest.mark.parametrize("strategy", [3, ("toy",), ("toy", "1"), _Save()])
+def test_a_strategy_of_a_wrong_kind_is_refused(tmp_path: Path, strategy: Any) -> None:
+    """What names no strategy is told what does."""
+    path = _saved(tmp_path / "checkpoint")
+    manifest = read_manifest(path, PluginHost())
+    with pytest.raises(CheckpointingException, match=r"named as 'backend' or \('backend', version\)"):
+        choose_reader(path, manifest, _host(_Load), strategy)
+
+
+# On every rank
+
+
+def _refused_on_a_rank(path: str) -> tuple[str, str]:
+    with pytest.raises(CannotLoadError) as caught:
+        dc.load({}, path)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_every_rank_gets_the_same_refusal(ranks: RankPool, tmp_path: Path) -> None:
+    """The gate's verdict is one for all ranks, whether the main rank finds it or every rank does."""
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    for name, kind in (("absent", "NotACheckpointError"), ("unknown", "UnknownBackendError")):
+        refusals = ranks.run(3, _refused_on_a_rank, str(tmp_path / name))
+        assert len(set(refusals)) == 1
+        assert refusals[0][0] == kind
+        assert str(tmp_path / name) in refusals[0][1]

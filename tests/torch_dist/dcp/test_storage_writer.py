@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import to_sharded_state_dict
+from shardckpt.cli import main
+from shardckpt.errors import CheckpointingException, ShardingError, StorageError, UnsafePickleError
+from shardckpt.plugins.hookspecs import Event, hookimpl
+from shardckpt.plugins.manager import host
+from shardckpt_torch_dist import (
+    CheckpointStorageReader,
+    CheckpointStorageWriter,
+    ShardedLoadPlanner,
+    ShardedSavePlanner,
+)
+from tests.faults.test_kill import SAMPLED, bad, report_of
+from tests.interop.sample import check_equal
+from tests.names import MARKER, METADATA, RECORD, data_file
+from tests.torch_dist import plain_states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.ranks import RankPool
+
+OLD, NEW = 1, 2
+
+
+class Recipe:
+    """A value of a user's own class."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _whereabouts() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _in_one_process(_: int, function: Callable[..., Any], *args: Any) -> None:
+    """Stands for ``ranks.run`` where there is no process group at all."""
+    function(*args)
+
+
+def _save(path: str, version: int = NEW, *, overwrite: bool = False, planner: Any = None) -> None:
+    writer = CheckpointStorageWriter(path, overwrite=overwrite)
+    dcp.save(plain_states.state(version), storage_writer=writer, planner=planner)
+
+
+def _failures(function: Callable[[], Any]) -> dict[int, BaseException]:
+    """What the ranks raise in DCP's one error, which every rank gets."""
+    with pytest.raises(CheckpointException) as caught:
+        function()
+    found = {rank: failure for rank, (failure, _) in caught.value.failures.items()}
+    caught.value.with_traceback(None)
+    return found
+
+
+def _left_beside(path: Path) -> list[str]:
+    return [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
+
+
+# What it refuses.
+
+
+class _Losing(CheckpointStorageWriter):
+    """Leaves a result of one rank out."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        results = super().write_data(plan, planner).value()
+        kept = [result for result in results if result.index.fqn != "model.rows"]
+        found: Any = torch.futures.Future()
+        found.set_result(results if _whereabouts() == 0 else kept)
+        return found
+
+
+class _Littering(CheckpointStorageWriter):
+    """Writes past the writer on one rank."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        found = super().write_data(plan, planner)
+        if _whereabouts() == 1:
+            (staging,) = Path(self.checkpoint_id).parent.glob(".c.shardckpt-staging-*")
+            (staging / "litter").write_text("litter")
+        return found
+
+
+def _save_carelessly(path: str) -> dict[str, str]:
+    found = {}
+    for kind in (_Losing, _Littering):
+        writer = kind(path, overwrite=True)
+        (failure,) = _failures(lambda writer=writer: dcp.save(plain_states.state(NEW), storage_writer=writer)).values()  # type: ignore[misc]
+        found[kind.__name__] = str(failure)
+    return found
+
+
+def test_what_is_lost_or_written_past_the_writer_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    """A value that no rank has written, and a file without digests, fail the save on all ranks; the old one stays."""
+    path = tmp_path / "c"
+    ranks.run(2, _save, str(path), OLD)
+    one, other = ranks.run(2, _save_carelessly, str(path))
+    assert one == other
+    assert "no rank has written what the planner's metadata lists: 'model.rows' at (" in one["_Losing"]
+    assert "'litter'" in one["_Littering"]
+    plain_states.load(str(path), OLD)
+    assert _left_beside(path) == []
+
+
+# Who reads it.
+
+
+def _load_by_all(path: str) -> None:
+    plain_states.load(path, NEW)
+    plain_states.load(path, NEW, CheckpointStorageReader)
+    plain_states.load(path, NEW, CheckpointStorageReader, ShardedLoadPlanner())
+    memory = plain_states.state(plain_states.BLANK)
+    loaded = dc.load(to_sharded_state_dict(memory), path, strict="raise_all")
+    plain_states.check(loaded, NEW)
+
+
+@pytest.mark.parametrize("writers", [0, 1, 2, 4])
+def test_every_reader_reads_it(ranks: RankPool, tmp_path: Path, writers: int) -> None:
+    """What any number of ranks wrote, stock dcp.load, our reader and dist_checkpointing.load read at 1 and 3 ranks."""
+    path = tmp_path / "c"
+    (ranks.run if writers else _in_one_process)(writers, _save, str(path))
+    for world in (1, 3):
+        ranks.run(world, _load_by_all, str(path))
+    tensors = dc.load_plain_tensors(path)
+    check_equal(tensors, plain_states.tensors(NEW), "tensors")
+    check_equal(dc.load_common_state_dict(path), plain_states.values(NEW), "common")
+    with dc.open_checkpoint(path) as opened:
+        check_equal(opened["model.rows"][2:5], plain_states.tensors(NEW)["model.rows"][2:5], "slice")
+    assert _left_beside(path) == []
+
+
+def test_the_commands_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``shardckpt verify``, ``inspect`` and ``remove`` work on it; what remains after a removal loads by stock DCP."""
+    path = tmp_path / "c"
+    _save(str(path))
+    assert main(["verify", str(path)]) == 0
+    assert main(["inspect", str(path)]) == 0
+    assert "model.columns" in capsys.readouterr().out
+    dc.remove_sharded_tensors(str(path), "model.")
+    assert main(["verify", str(path)]) == 0
+    left = {"flags": torch.zeros(4, dtype=torch.bool)}
+    dcp.load(left, checkpoint_id=str(path))
+    check_equal(left["flags"], plain_states.tensors(NEW)["flags"], "flags")
+
+
+def test_the_record_names_who_wrote_what(ranks: RankPool, tmp_path: Path) -> None:
+    """shardckpt.json has the number of ranks and every file with its rank; a rank without items has no file."""
+    path = tmp_path / "c"
+    ranks.run(4, _save, str(path))
+    record = json.loads((path / RECORD).read_text())
+    files = {file["name"]: file["rank"] for file in record["files"]}
+    assert record["world_size"] == 4
+    assert files == {METADATA: 0, **{data_file(rank): rank for rank in range(4)}}
+    assert {entry.name for entry in path.iterdir()} == {*files, RECORD, MARKER}
+    ranks.run(2, _save_alone_on_rank_1, str(tmp_path / "d"))
+    assert [file.name for file in (tmp_path / "d").glob("*.distcp")] == [data_file(1)]
+
+
+def _save_alone_on_rank_1(path: str) -> None:
+    state = {"w": torch.ones(3)} if dist.get_rank() == 1 else {}
+    dcp.save(state, storage_writer=CheckpointStorageWriter(path))
+
+
+def test_every_dtype_and_memory_comes_back(tmp_path: Path) -> None:
+    """Odd dtypes, negated and conjugated views, slices that do not begin on a page, parameters: large or small."""
+    large = torch.arange(3 << 18, dtype=torch.float32)
+    state = {
+        "float8": torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "uint16": torch.arange(9, dtype=torch.int32).to(torch.uint16),
+        "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "neg": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "transposed": large.view(3, -1).t(),
+        "slice": large[7:-5],
+        "grad": torch.ones(3, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+    }
+    dcp.save(state, storage_writer=CheckpointStorageWriter(tmp_path / "c"))
+    for reader in (dcp.FileSystemReader, CheckpointStorageReader):
+        found = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in state.items()}
+        dcp.load(found, storage_reader=reader(tmp_path / "c"))
+        expected = {key: tensor.detach().resolve_conj().resolve_neg() for key, tensor in state.items()}
+        check_equal(found, expected, reader.__name__)
+
+
+def _mixed(filled: bool) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = plain_states.numbers(2 * world, 3).chunk(world)[rank].clone() if filled else torch.zeros(2, 3)
+    return {
+        "shard": dc.ShardedTensor.from_rank_offsets("shard", rows, (0, rank, world)),
+        "object": dc.ShardedObject("rng", {"rank": rank} if filled else None, (world,), (rank,)),
+        "plain": torch.ones(2) if filled else torch.zeros(2),
+    }
+
+
+def _save_and_load_shards(path: str) -> None:
+    dcp.save(_mixed(filled=True), storage_writer=CheckpointStorageWriter(path), planner=ShardedSavePlanner())
+    found, expected = _mixed(filled=False), _mixed(filled=True)
+    dcp.load(found, storage_reader=CheckpointStorageReader(path), planner=ShardedLoadPlanner())
+    check_equal(found["shard"].data, expected["shard"].data, "shard")
+    assert found["object"].data == expected["object"].data
+    check_equal(found["plain"], expected["plain"], "plain")
+
+
+def test_our_planners_work_with_our_storage(ranks: RankPool, tmp_path: Path) -> None:
+    """ShardedTensors and ShardedObjects go through both of our planners and both of our storage classes."""
+    ranks.run(2, _save_and_load_shards, str(tmp_path / "c"))
+
+
+# Whole or absent.
+
+
+class _FailingPlanner(DefaultSavePlanner):
+    """Cannot give the values of rank 1's last item."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if _whereabouts() == 1 and write_item is self.plan.items[-1]:
+            raise OSError("the disk of rank 1 is gone")
+        return super().resolve_data(write_item)
+
+
+def _fail(path: str, *, overwrite: bool) -> None:
+    failures = _failures(lambda: _save(path, NEW, overwrite=overwrite, planner=_FailingPlanner()))
+    assert set(failures) == {1}
+    assert isinstance(failures[1], CheckpointingException)
+    assert "the disk of rank 1 is gone" in str(failures[1])
+    gc.collect()  # the writer is no longer used
+    dist.barrier()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failed_rank_leaves_what_was_there(ranks: RankPool, tmp_path: Path, exists: bool) -> None:
+    """An error on one rank is DCP's on all; the target is as before, and nothing stays beside it."""
+    path = tmp_path / "c"
+    if exists:
+        ranks.run(2, _save, str(path), OLD)
+    ranks.run(2, _fail_with, str(path), exists)
+    assert _left_beside(path) == []
+    if exists:
+        ranks.run(2, plain_states.load, str(path), OLD, CheckpointStorageReader)
+    else:
+        assert not path.exists()
+
+
+def _fail_with(path: str, overwrite: bool) -> None:
+    _fail(path, overwrite=overwrite)
+
+
+def _fail_and_keep(path: str) -> None:
+    writer = CheckpointStorageWriter(path)
+    _failures(lambda: dcp.save(plain_states.state(OLD), storage_writer=writer, planner=_FailingPlanner()))
+    dist.barrier()
+    assert [entry for entry in Path(path).parent.iterdir() if "staging" in entry.name]
+    dist.barrier()
+    dcp.save(plain_states.state(NEW), storage_writer=writer)
+    plain_states.load(path, NEW)
+
+
+def test_a_writer_saves_again_after_a_failure(ranks: RankPool, tmp_path: Path) -> None:
+    """What a failed save left is removed by the next save with the same writer, which succeeds."""
+    ranks.run(2, _fail_and_keep, str(tmp_path / "c"))
+    assert _left_beside(tmp_path / "c") == []
+
+
+def _refused(path: str) -> None:
+    failures = _failures(lambda: _save(path, NEW))
+    assert set(failures) == {0}
+    assert isinstance(failures[0], StorageError)
+    assert "overwrite=True" in str(failures[0])
+
+
+def test_what_stands_there_is_not_overwritten_unasked(ranks: RankPool, tmp_path: Path) -> None:
+    """Without overwrite=True a save to a directory with content is refused on all ranks, and changes nothing."""
+    path = tmp_path / "c"
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    ranks.run(2, _refused, str(path))
+    assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
+    assert _left_beside(path) == []
+
+
+def test_overwriting_replaces_a_checkpoint_and_keeps_other_files(ranks: RankPool, tmp_path: Path) -> None:
+    """overwrite=True takes the place of our checkpoint, or of stock DCP's, and lets files of others be."""
+    for old in (CheckpointStorageWriter, dcp.FileSystemWriter):
+        path = tmp_path / old.__name__
+        dcp.save(plain_states.state(OLD), storage_writer=old(path))
+        (path / "notes.txt").write_text("mine")
+        ranks.run(2, _overwrite, str(path))
+        ranks.run(1, plain_states.load, str(path), NEW, CheckpointStorageReader)
+        assert (path / "notes.txt").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def _overwrite(path: str) -> None:
+    _save(path, NEW, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "allowed"),
+    [pytest.param("fresh", {"absent", "new"}, marks=pytest.mark.slow), ("existing", {"old", "new"})],
+)
+def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
+    """After a kill at any of 50 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
+    outcomes = report_of(tmp_path, case, SAMPLED, "dcp_killer")["outcomes"]
+    # a file is cut to its length where DCP's copies lie in their pages so that it was made too long: not in every run
+    killed = [outcome for outcome in outcomes if outcome["killed"] or outcome["call"] != "ftruncate"]
+    assert len(killed) >= SAMPLED - 2
+    assert bad(killed, allowed) == []
+    assert {outcome["state"] for outcome in killed} == allowed
+
+
+# What is refused.
+
+
+def test_an_object_that_a_load_would_refuse_is_refused_by_the_save(tmp_path: Path) -> None:
+    """A class of the user's is an error that names key and class; allow_globals lets it pass, both ways."""
+    state = {"recipe": Recipe("soup")}
+    (failure,) = _failures(lambda: dcp.save(state, storage_writer=CheckpointStorageWriter(tmp_path / "c"))).values()
+    assert isinstance(failure, UnsafePickleError)
+    assert "'recipe'" in str(failure)
+    assert "Recipe" in str(failure)
+    dcp.save(state, storage_writer=CheckpointStorageWriter(tmp_path / "c", allow_globals=[Recipe]))
+    found: dict[str, Any] = {"recipe": None}
+    dcp.load(found, storage_reader=CheckpointStorageReader(tmp_path / "c", allow_globals=[Recipe]))
+    assert found["recipe"].name == "soup"
+
+
+class _RawPlanner(DefaultSavePlanner):
+    """Gives a bare string where bytes are planned."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return "raw" if write_item.type == WriteItemType.BYTE_IO else super().resolve_data(write_item)
+
+
+def test_a_planner_that_gives_something_else_is_an_error(tmp_path: Path) -> None:
+    """What is neither the planned tensor nor bytes is refused by name."""
+    writer = CheckpointStorageWriter(tmp_path / "c")
+    (failure,) = _failures(lambda: dcp.save({"x": 1}, storage_writer=writer, planner=_RawPlanner())).values()
+    assert isinstance(failure, ShardingError)
+    assert "'x'" in str(failure)
+    assert not (tmp_path / "c").exists()
+
+
+def test_saves_without_collectives_are_refused(tmp_path: Path) -> None:
+    """Every rank would commit for itself: an error says so, before anything is written."""
+    writer = CheckpointStorageWriter(tmp_path / "c")
+    with pytest.raises(CheckpointingException, match="use_collectives=False"):
+        dcp.save({"x": 1}, storage_writer=writer, use_collectives=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_urls_are_refused(tmp_path: Path) -> None:
+    """A store has no rename: an error names the URL; validate_checkpoint_id says so beforehand."""
+    (failure,) = _failures(lambda: _save("memory://bucket/c")).values()
+    assert isinstance(failure, CheckpointingException)
+    assert "memory://bucket/c" in str(failure)
+    assert not CheckpointStorageWriter.validate_checkpoint_id("memory://bucket/c")
+    assert CheckpointStorageWriter.validate_checkpoint_id(tmp_path / "new" / "c")
+
+
+# Plan caching.
+
+
+@pytest.fixture
+def _no_cached_plans() -> Iterator[None]:
+    """DCP keeps plans in its class, by the planner's class: none from before, none for later tests."""
+    _forget_plans()
+    yield
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    for name in vars(SavePlanner):
+        if name.startswith("_cached_"):
+            getattr(SavePlanner, name).clear()
+
+
+def _save_cached(path: str) -> None:
+    _forget_plans()
+    for version in range(1, 4):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        if version == 1:  # what DCP's own writer said of its files must not count later
+            dcp.save(plain_states.state(version), checkpoint_id=f"{path}{version}", planner=planner)
+        else:
+            _save(f"{path}{version}", version, planner=planner)
+    _forget_plans()
+
+
+@pytest.mark.parametrize("world", [0, 2])
+def test_cached_plans_go_to_their_own_saves(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    """With plan caching every save has its own directory and values, after saves by DCP's own writer, too."""
+    (ranks.run if world else _in_one_process)(world, _save_cached, str(tmp_path / "c"))
+    for version in range(1, 4):
+        ranks.run(1, plain_states.load, str(tmp_path / f"c{version}"), version, CheckpointStorageReader)
+
+
+@pytest.mark.usefixtures("_no_cached_plans")
+def test_a_dtype_that_a_cached_plan_does_not_know_is_an_error(tmp_path: Path) -> None:
+    """DCP caches plans without dtypes; a bfloat16 tensor never goes under metadata that says float32."""
+    for name, dtype in (("a", torch.float32), ("b", torch.bfloat16)):
+        writer = CheckpointStorageWriter(tmp_path / name)
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        state = {"w": torch.ones(3, dtype=dtype)}
+        if name == "a":
+            dcp.save(state, storage_writer=writer, planner=planner)
+            continue
+        (failure,) = _failures(lambda w=writer, p=planner, s=state: dcp.save(s, storage_writer=w, planner=p)).values()
+        assert isinstance(failure, ShardingError)
+        assert "'w'" in str(failure)
+    assert not (tmp_path / "b").exists()
+
+
+# Saves in the background.
+
+
+def _save_async(path: str) -> None:
+    state = plain_states.state(NEW)
+    future = dcp.async_save(state, storage_writer=CheckpointStorageWriter(path))
+    future.result(timeout=30)
+
+
+def test_async_save_in_a_thread(ranks: RankPool, tmp_path: Path) -> None:
+    """dcp.async_save with a thread commits as dcp.save does."""
+    ranks.run(2, _save_async, str(tmp_path / "c"))
+    ranks.run(1, _load_by_all, str(tmp_path / "c"))
+
+
+def test_async_save_in_a_process(tmp_path: Path) -> None:
+    """AsyncCheckpointerType.PROCESS: the writer travels to DCP's process, which commits; an error comes back."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.torch_dist.process_save", str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    plain_states.load(str(tmp_path / "c"), NEW, CheckpointStorageReader)
+    assert [name for name in _left_beside(tmp_path / "c") if name != "store"] == []
+
+
+def test_a_writer_is_pickled_without_its_save(tmp_path: Path) -> None:
+    """A copy has path and options, and nothing that would end the save of the one that was copied."""
+    writer = CheckpointStorageWriter(tmp_path / "c", overwrite=True)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"w": torch.ones(2)}, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    copy = pickle.loads(pickle.dumps(writer))
+    copy.reset()
+    del copy
+    results = writer.write_data(planner.finish_plan(plan), planner).value()
+    writer.finish(metadata, [results])
+    found = {"w": torch.zeros(2)}
+    dcp.load(found, storage_reader=CheckpointStorageReader(tmp_path / "c"))
+    check_equal(found["w"], torch.ones(2), "w")
+
+
+# Who watches.
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    @hookimpl
+    def shardckpt_event(self, event: Event) -> None:
+        self.seen.append(event)
+
+
+def test_plugins_see_the_steps(tmp_path: Path) -> None:
+    """shardckpt_event hears of every step of a dcp.save and dcp.load, with the bytes that were written."""
+    watcher = _Watcher()
+    host().register(watcher)
+    try:
+        _save(str(tmp_path / "c"))
+        plain_states.load(str(tmp_path / "c"), NEW, CheckpointStorageReader)
+    finally:
+        host().unregister(watcher)
+    ends = [(event.operation, event.phase) for event in watcher.seen if event.state == "end"]
+    assert ends == [
+        ("save", "staging"),
+        ("save", "writing"),
+        ("save", "writing the metadata"),
+        ("save", "committing"),
+        ("load", "reading the metadata"),
+        ("load", "reading"),
+    ]
+    (written,) = [event.nbytes for event in watcher.seen if (event.phase, event.state) == ("writing", "end")]
+    assert written == (tmp_path / "c" / data_file(0)).stat().st_size

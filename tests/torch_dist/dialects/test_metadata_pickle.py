@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardckpt.planning.boxes import Box
+from shardckpt_torch_dist.archive.unpickle import load_metadata
+from shardckpt_torch_dist.dialects import metadata_pickle
+from shardckpt_torch_dist.dialects.metadata_pickle import encode
+from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor
+from tests.property.search import drawn, for_all
+from tests.torch_dist.indexes import INDEXES, index_of, tensors_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE = "__0_0.distcp"
+
+
+def stock(index: StoredIndex, save_id: str) -> Metadata:
+    """The same in DCP's own objects."""
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for key, tensor in tensors_of(index).items():
+        boxes = [ChunkStorageMetadata(*map(torch.Size, chunk.box)) for chunk in tensor.chunks.values()]
+        entries[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), boxes)
+        places |= {MetadataIndex(key, offset): _StorageInfo(*chunk.item) for offset, chunk in tensor.chunks.items()}
+    entries |= {key: BytesStorageMetadata() for key in index.objects}
+    places |= {MetadataIndex(key): _StorageInfo(*item) for key, item in index.objects.items()}
+    return Metadata(entries, storage_data=places, storage_meta=StorageMeta(save_id=save_id))
+
+
+def plain(record: Any) -> Any:
+    """Attributes of an inert record, and of those that it holds."""
+    if isinstance(record, dict):
+        return {key if isinstance(key, str) else str(plain(key)): plain(value) for key, value in record.items()}
+    if isinstance(record, list):
+        return [plain(value) for value in record]
+    if type(record) in (str, int, type(None), torch.Size, torch.dtype):
+        return record
+    return {name: plain(value) for name, value in vars(record).items()}
+
+
+def check_equal(found: Metadata, wanted: Metadata) -> None:
+    """Equal, in the order of keys, and of the same types throughout."""
+    assert found == wanted
+    assert list(found.state_dict_metadata) == list(wanted.state_dict_metadata)
+    assert all(type(key.offset) in (torch.Size, type(None)) and key.index is None for key in found.storage_data)
+
+
+@drawn(60)
+@pytest.mark.parametrize("window", [1, 3, 1 << 15])
+def test_it_is_what_pickle_makes_of_the_objects(window: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is stored, a plain pickle.load gives objects equal to DCP's own."""
+    monkeypatch.setattr(metadata_pickle, "_WINDOW", window)
+
+    def check(case: tuple[StoredIndex, str]) -> None:
+        check_equal(pickle.loads(encode(*case)), stock(*case))
+
+    for_all(st.tuples(INDEXES, st.text(max_size=4)), count, check)
+
+
+@drawn(40)
+def test_the_guarded_reader_reads_the_same(count: int) -> None:
+    """Our reader with its allow-list finds in it what it finds in the pickle of DCP's own objects."""
+
+    def check(index: StoredIndex) -> None:
+        wanted = load_metadata(pickle.dumps(stock(index, "id"), protocol=4), "stock")
+        assert plain(load_metadata(encode(index, "id"), "ours")) == plain(wanted)
+
+    for_all(INDEXES, count, check)
+
+
+@drawn(10)
+def test_dcp_reads_it(count: int, tmp_path: Path) -> None:
+    """DCP's own reader of directories reads it."""
+
+    def check(index: StoredIndex) -> None:
+        (tmp_path / ".metadata").write_bytes(encode(index, "id"))
+        found, wanted = FileSystemReader(tmp_path).read_metadata(), stock(index, "id")
+        assert found.state_dict_metadata == wanted.state_dict_metadata
+        assert found.storage_data == wanted.storage_data
+
+    for_all(INDEXES, count, check)
+
+
+def test_an_empty_checkpoint() -> None:
+    """Of nothing there is metadata, too."""
+    index = index_of({}, {})
+    check_equal(pickle.loads(encode(index, "id")), stock(index, "id"))
+
+
+def test_many_axes_and_many_chunks() -> None:
+    """A tensor of 60 axes, one of more chunks than are made at a time, and more names than a byte counts are right."""
+    deep = Chunk(Box((0,) * 60, (1,) * 60), Item(FILE, 0, 700), 0, 1)
+    rows = {(n,): Chunk(Box((n,), (1,)), Item(FILE, n * 600, 600 + n), 0, 1) for n in range(40_000)}
+    tensors = {
+        "deep": StoredTensor(torch.uint8, (1,) * 60, {deep.box.offset: deep}),
+        "long": StoredTensor(torch.int64, (40_000,), rows),
+        "none": StoredTensor(torch.int64, (3, 0), {}),
+    }
+    index = index_of({**tensors, **{f"k{n}": tensors["none"] for n in range(1000)}}, {})
+    check_equal(pickle.loads(encode(index, "id")), stock(index, "id"))
+
+
+def test_names_are_said_once() -> None:
+    """A chunk costs bytes for its numbers, not for names."""
+    rows = {(n, 0): Chunk(Box((n, 0), (1, 9)), Item(FILE, n * 600, 600), 0, 9) for n in range(1000)}
+    index = index_of({"key" * 100: StoredTensor(torch.float32, (1000, 9), rows)}, {})
+    pickled = encode(index, "id")
+    assert pickled.count(b"key" * 100) == pickled.count(FILE.encode()) == 1
+    assert len(pickled) < 1000 * 150 + 2000

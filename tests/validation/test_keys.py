@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt.distributed.comm import Comm
+from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
+from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.validation.keys import StrictHandling, compare_common, compare_keys, parse_strict_flag, validate_shards
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+
+def _cell(index: int, count: int, key: str = "w", **fields: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(2, 3), (0, index, count), **fields)
+
+
+def _piece(start: int, rows: int, total: int, **fields: Any) -> ShardedTensor:
+    data = torch.zeros(rows, 3)
+    return ShardedTensor("w", data, data.dtype, (rows, 3), (total, 3), (start, 0), None, **fields)
+
+
+def _check(*shards: Any) -> None:
+    validate_shards(shards, Comm(alone=True))
+
+
+def test_sound_shards_pass() -> None:
+    """Cells, irregular pieces, replicas, empty shards, flattened slices and object grids that cover everything pass."""
+    _check(_cell(0, 2), _cell(1, 2), _cell(0, 2, replica_id=1))
+    _check(_piece(0, 1, 6), _piece(1, 5, 6), _piece(6, 0, 6))
+    _check(
+        ShardedTensor.from_rank_offsets("s", torch.tensor(1.0)), ShardedTensor.from_rank_offsets("e", torch.zeros(0, 4))
+    )
+    _check(*(ShardedObject("o", None, (2, 2), (i, j)) for i in range(2) for j in range(2)))
+    halves = (slice(0, 5), slice(5, 6))
+    _check(
+        *(
+            ShardedTensor.from_rank_offsets_flat("f", torch.zeros(p.stop - p.start), (2, 3), flattened_range=p)
+            for p in halves
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("shards", "fault"),
+    [
+        ([_cell(0, 2)], r"no shard describes \[2:4, 0:3\]"),
+        ([_cell(0, 2), _cell(0, 2), _cell(1, 2)], r"\[0:2, 0:3\] is described as the main replica twice"),
+        ([_cell(0, 2, replica_id=1), _cell(1, 2, replica_id=1)], "no rank holds a main replica"),
+        ([_piece(0, 3, 6), _piece(2, 4, 6)], r"\[2:3, 0:3\] is described as the main replica twice"),
+        ([_piece(0, 3, 6), _piece(4, 2, 6)], r"no shard describes \[3:4, 0:3\]"),
+        ([_piece(0, 3, 3), _piece(3, 3, 6)], "disagree on its global_shape"),
+        ([ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3, dtype=torch.int8), (0, 0, 2)), _cell(1, 2)], "dtype"),
+        ([ShardedObject("o", 1, (2,), (0,))], r"object 'o': no object describes \[1:2\]"),
+        ([ShardedObject("o", 1, (1,), (0,)), ShardedObject("o", 2, (1,), (0,))], "main replica twice"),
+        ([ShardedTensor.from_rank_offsets("s", torch.tensor(1.0), replica_id=1)], "no shard describes"),
+        ([ShardedTensorFactory("f", torch.zeros(1), lambda *_: [], lambda x: x)], "build factories first"),
+    ],
+)
+def test_unsound_shards_are_refused_with_the_place(shards: list[Any], fault: str) -> None:
+    """Holes, overlaps and disagreement are found for regular and irregular grids, and the region is named."""
+    with pytest.raises(ShardingError, match=fault):
+        _check(*shards)
+
+
+def test_all_faults_are_in_one_error() -> None:
+    """Several faulty keys are all named, sorted."""
+    with pytest.raises(ShardingError) as error:
+        _check(_cell(0, 2, key="b"), _cell(0, 2, key="a"))
+    assert str(error.value).index("'a'") < str(error.value).index("'b'")
+
+
+def test_strict_flags() -> None:
+    """Modes are given as enum, value or bool; anything else is an error that lists them."""
+    assert parse_strict_flag(True) is StrictHandling.RAISE_ALL
+    assert parse_strict_flag(False) is StrictHandling.LOG_ALL
+    assert parse_strict_flag("return_all") is StrictHandling.RETURN_ALL
+    assert parse_strict_flag(StrictHandling.IGNORE_ALL) is StrictHandling.IGNORE_ALL
+    with pytest.raises(CheckpointingException, match="log_unexpected"):
+        parse_strict_flag("nonsense")
+
+
+@pytest.mark.parametrize(
+    ("mode", "unexpected", "missing"),
+    [
+        (StrictHandling.LOG_UNEXPECTED, {"want"}, set()),
+        (StrictHandling.LOG_ALL, {"want"}, {"have"}),
+        (StrictHandling.RETURN_UNEXPECTED, {"want"}, set()),
+        (StrictHandling.RETURN_ALL, {"want"}, {"have"}),
+        (StrictHandling.IGNORE_ALL, {"want"}, set()),
+        (StrictHandling.RAISE_UNEXPECTED, None, None),
+        (StrictHandling.RAISE_ALL, None, None),
+        (StrictHandling.ASSUME_OK_UNEXPECTED, None, None),
+    ],
+)
+def test_strict_modes(
+    mode: StrictHandling, unexpected: set[str] | None, missing: set[str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each mode logs, returns or raises as Megatron's does, in both vocabularies."""
+    wanted = [_cell(0, 1, key="both"), _cell(0, 1, key="want")]
+    if unexpected is None:
+        with pytest.raises(KeyMismatchError, match=r"Megatron: unexpected keys, torch: missing keys.*want"):
+            compare_keys(wanted, ["both", "have"], mode, Comm(alone=True))
+        return
+    with caplog.at_level(logging.WARNING):
+        keys = compare_keys(wanted, ["both", "have"], mode, Comm(alone=True))
+    assert (keys.unexpected, keys.missing) == (unexpected, missing)
+    assert bool(caplog.records) == (mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL))
+
+
+def _compares_common() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardckpt.validation.keys").addHandler(handler)
+    comm = Comm()
+    common = {"step": 3, "args": {"rank": comm.rank, "lr": 0.1}, "fn": None if comm.rank else {1}}
+    compare_common(common, None, comm)
+    compare_common(common, lambda c: {**c, "args": None, "fn": None}, comm)
+    compare_common({"f": lambda: 0}, None, comm)
+    return records
+
+
+def test_common_state_that_differs_is_warned_of(ranks: RankPool) -> None:
+    """The rank whose common state is not the one stored says where; what the caller takes out does not count."""
+    first, second = ranks.run(2, _compares_common)
+    assert first == []
+    (warning,) = second
+    assert "rank 1: common state differs" in warning
+    assert "('args', 'rank')" in warning
+    assert "('fn',)" in warning
+    assert "step" not in warning

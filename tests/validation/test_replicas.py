@@ -1,0 +1,228 @@
+"""Whose copy of a replicated shard is the main one, and which copies are not the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt.distributed.comm import Comm
+from shardckpt.errors import ShardingError
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.validation import replicas
+from shardckpt.validation.replicas import settle_replicas
+
+if TYPE_CHECKING:
+    from shardckpt.mapping import Replicated, ShardedBase
+    from tests.ranks import RankPool
+
+
+def _tensor(key: str, value: float, *, replicated: Replicated = True, count: int = 3) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.full((count,), value), replicated=replicated)
+
+
+def _object(key: str, value: Any, *, replicated: Replicated = True) -> ShardedObject:
+    return ShardedObject(key, value, (1,), (0,), replicated=replicated)
+
+
+def _settle(shards: list[list[ShardedBase]], compare: bool) -> list[Any]:
+    """The replica ids that each rank's own shards get."""
+    return [shard.replica_id for shard in settle_replicas(shards[dist.get_rank()], Comm(), compare=compare)]
+
+
+def _outcome(pool: RankPool, shards: list[list[ShardedBase]], *, compare: bool = True) -> list[Any]:
+    return pool.outcomes(len(shards), _settle, shards, compare)
+
+
+def test_of_the_same_everywhere_rank_0_has_the_main_replica(ranks: RankPool) -> None:
+    """Where all ranks have the same replicated tensors and objects, in any order, rank 0's are the main ones."""
+    first = [_tensor("a", 1.0), _object("o", {"lr": 0.1})]
+    assert _outcome(ranks, [first, first[::-1], first]) == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_of_some_ranks_the_lowest_has_the_main_replica(ranks: RankPool) -> None:
+    """A shard that rank 0 lacks has its main replica on the lowest rank that has it, once."""
+    shards = [
+        [_tensor("a", 1.0)],
+        [_tensor("b", 2.0), _object("o", None)],
+        [],
+        [_tensor("b", 2.0), _tensor("a", 1.0), _object("o", None), _tensor("c", 0.0)],
+    ]
+    for compare in (True, False):
+        assert _outcome(ranks, shards, compare=compare) == [[0], [0, 0], [], [1, 1, 1, 0]]
+
+
+def test_other_shards_keep_their_replica_ids(ranks: RankPool) -> None:
+    """What is not replicated is left to its own replica id, and is the very object; nothing of the caller's changes."""
+    mine: list[ShardedBase] = [
+        ShardedTensor.from_rank_offsets("s", torch.ones(1), (0, 0, 2), replica_id=(3, 0)),
+        _tensor("a", 1.0),
+    ]
+    mine[1].replica_id = 7
+    found = settle_replicas(mine, Comm(), compare=True)
+    assert found[0] is mine[0]
+    assert (found[1].replica_id, mine[1].replica_id) == (0, 7)
+    assert _outcome(ranks, [[mine[0]], []]) == [[(3, 0)], []]
+
+
+def test_places_of_one_key_are_settled_each(ranks: RankPool) -> None:
+    """Copies are of the same box of a tensor; another box of the same key has a main replica of its own."""
+    halves = [ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, n, 2), replicated=True) for n in (0, 1)]
+    assert _outcome(ranks, [[halves[0]], [halves[1]], [halves[0]], [halves[1]]]) == [[0], [0], [1], [1]]
+
+
+def _refused(pool: RankPool, shards: list[list[ShardedBase]]) -> str:
+    outcomes = _outcome(pool, shards)
+    assert [outcome.kind for outcome in outcomes] == [ShardingError.__name__] * len(shards)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    return outcomes[0].message
+
+
+def test_different_values_are_named_with_their_ranks(ranks: RankPool) -> None:
+    """All ranks raise one error with every tensor and object whose copies differ, and who has which."""
+    shards: list[list[ShardedBase]] = [
+        [_tensor("a", float(rank == 2)), _tensor("b", 1.0), _object("o", {"lr": rank}), _tensor("nan", float("nan"))]
+        for rank in range(3)
+    ]
+    message = _refused(ranks, shards)
+    assert "'a': one value on rank 0, 1 / one value on rank 2" in message
+    assert "'o': one value on rank 0 / one value on rank 1 / one value on rank 2" in message
+    assert "'b'" not in message
+    assert "'nan'" not in message
+    assert _outcome(ranks, shards, compare=False) == [[0] * 4, [1] * 4, [1] * 4]
+
+
+def test_differences_are_found_where_rank_0_has_no_copy(ranks: RankPool) -> None:
+    """Copies on some of the ranks are compared among these; the others raise the same error."""
+    shards: list[list[ShardedBase]] = [[], [_tensor("a", 1.0)], [_tensor("c", 0.0)], [_tensor("a", 2.0)]]
+    assert "'a': one value on rank 1 / one value on rank 3" in _refused(ranks, shards)
+
+
+def test_one_bit_of_a_large_tensor_is_a_difference(ranks: RankPool) -> None:
+    """Tensors are compared by every byte, in whatever parts: the sign of a zero is told from none."""
+    assert _outcome(ranks, [[_tensor("a", 0.0, count=5_000_001)]] * 2) == [[0], [1]]
+    other = _tensor("a", 0.0, count=5_000_001)
+    assert other.data is not None
+    other.data[-1] = -0.0
+    assert "'a'" in _refused(ranks, [[_tensor("a", 0.0, count=5_000_001)], [other]])
+
+
+def test_unchecked_copies_are_not_compared(ranks: RankPool) -> None:
+    """``"unchecked"`` has its main replica on the lowest rank, whatever the others have."""
+    shards: list[list[ShardedBase]] = [[], *([_tensor("a", float(n), replicated="unchecked")] for n in (1, 2))]
+    assert _outcome(ranks, shards) == [[], [0], [1]]
+
+
+def _weight(differing: int, *, shape: tuple[int, ...] = (8, 16), replicated: Replicated = "sampled") -> Any:
+    """Of a weight, the first elements differ on rank 1 and later ones."""
+    data = torch.zeros(shape)
+    data.view(-1)[:differing] = float(dist.get_rank() > 0) if dist.is_initialized() else 0.0
+    return ShardedTensor.from_rank_offsets("w", data, replicated=replicated)
+
+
+def _settle_weight(differing: int, shape: tuple[int, ...], form: str) -> tuple[str, str]:
+    shard = _weight(differing, shape=shape)
+    if form == "transposed" and dist.get_rank():
+        shard.data = shard.data.t().contiguous().t()
+    if form == "elsewhere" and dist.get_rank() == 2:
+        shard.key = "other"
+    if form == "half":
+        shard = ShardedTensor.from_rank_offsets("w", shard.data.bfloat16(), replicated="sampled")
+    if form == "double":
+        shard = ShardedTensor.from_rank_offsets("w", shard.data.double(), replicated="sampled")
+    if form == "complex":
+        shard = ShardedTensor.from_rank_offsets("w", shard.data * 1j, replicated="sampled")
+    try:
+        settle_replicas([shard], Comm(), compare=True)
+    except ShardingError as exc:
+        return type(exc).__name__, str(exc)
+    return "", ""
+
+
+@pytest.mark.parametrize("form", ["plain", "transposed", "elsewhere", "half", "double", "complex"])
+@pytest.mark.parametrize(("shape", "share"), [((8, 16), 128), ((300, 70), 21000), ((2, 3), 6)])
+def test_what_differs_on_most_of_a_weight_is_no_copy(
+    ranks: RankPool, shape: tuple[int, ...], share: int, form: str
+) -> None:
+    """A sampled weight that differs on most elements is refused on all ranks; one that differs on a third is not."""
+    assert set(ranks.run(3, _settle_weight, share // 3, shape, form)) == {("", "")}
+    refused = ranks.run(3, _settle_weight, share * 2 // 3 + 1, shape, form)
+    assert len(set(refused)) == 1
+    kind, message = refused[0]
+    assert kind == "ShardingError"
+    assert "most of the values that check_replicas=False would take from one rank" in message
+    assert f"'w': one value on rank 0 / one value on rank 1{'' if form == 'elsewhere' else ', 2'}" in message
+    assert "shardckpt_ep.expert_layouts" in message
+
+
+def test_any_ranks_vector_will_do(ranks: RankPool) -> None:
+    """Sampled vectors, scalars and objects are not compared: statistics differ on all elements."""
+    shards: list[list[ShardedBase]] = [
+        [_tensor("a", float(n), replicated="sampled"), _object("o", n, replicated="sampled")] for n in (1, 2)
+    ]
+    assert _outcome(ranks, shards) == [[0, 0], [1, 1]]
+
+
+def test_many_samples_travel_in_parts(ranks: RankPool) -> None:
+    """Of more weights than go into one message each is judged by its own sample."""
+    assert ranks.run(2, _settle_many, 7) == [["w1", "w4"]] * 2
+
+
+def _settle_many(count: int) -> list[str]:
+    replicas._SAMPLES_AT_ONCE, before = 2, replicas._SAMPLES_AT_ONCE
+    shards = []
+    for number in range(count):
+        data = torch.zeros(4, 4)
+        data[: 4 if number % 3 == 1 else 1] = dist.get_rank()
+        shards.append(ShardedTensor.from_rank_offsets(f"w{number}", data, replicated="sampled"))
+    try:
+        settle_replicas(shards, Comm(), compare=True)
+    except ShardingError as exc:
+        return [f"w{number}" for number in range(count) if f"'w{number}'" in str(exc)]
+    finally:
+        replicas._SAMPLES_AT_ONCE = before
+    return []
+
+
+def _differently_pickled() -> list[Any]:
+    """Equal values, in one of which a string stands twice, in the other two strings."""
+    word = str(b"foreach", "ascii")
+    again = word if dist.get_rank() else str(b"foreach", "ascii")
+    return _settle([[_object("o", {"names": [word, again], "t": torch.ones(2)})]] * 2, compare=True)
+
+
+def test_equal_objects_may_be_pickled_in_two_ways(ranks: RankPool) -> None:
+    """Objects whose pickles differ, by what they share inside, are compared as values."""
+    assert ranks.run(2, _differently_pickled) == [[0], [1]]
+
+
+def _quantities(rank: int) -> torch.Tensor:
+    """The same values in memory of several forms."""
+    whole = torch.complex(torch.arange(12.0), torch.ones(12)).view(3, 4)
+    return (whole, whole.t().contiguous().t(), whole.conj().resolve_conj().conj())[rank]
+
+
+def _forms() -> list[Any]:
+    shard = ShardedTensor.from_rank_offsets("z", _quantities(dist.get_rank()), replicated=True)
+    return [shard.replica_id for shard in settle_replicas([shard], Comm(), compare=True)]
+
+
+def test_how_a_tensor_lies_in_memory_does_not_matter(ranks: RankPool) -> None:
+    """Values are compared in the order of elements, whatever the strides."""
+    assert ranks.run(3, _forms) == [[0], [1], [1]]
+
+
+def test_parts_are_cut_alike_whatever_the_memory() -> None:
+    """A large tensor is digested in parts of bounded size, which make up the whole in order."""
+    tensor = torch.arange(10_000_000, dtype=torch.float32).view(2, -1).t()
+    parts = replicas._parts(tensor)
+    assert max(part.nbytes for part in parts) <= 16 << 20
+    assert torch.equal(torch.cat(list(parts)), tensor.reshape(-1))
+
+
+def test_a_rank_that_cannot_read_its_copy_leaves_no_other_waiting(ranks: RankPool) -> None:
+    """A tensor without memory fails the comparison on all ranks with the same error."""
+    meta = ShardedTensor.from_rank_offsets("a", torch.empty(3, device="meta"), replicated=True)
+    assert "has no memory of its own" in _refused(ranks, [[_tensor("a", 1.0)], [meta]])

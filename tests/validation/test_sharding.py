@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pickle
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt.distributed.comm import Comm
+from shardckpt.errors import ShardingError
+from shardckpt.mapping import ShardedTensor
+from shardckpt.validation.sharding import validate_shards
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+
+class _Counting(Comm):
+    """Counts the bytes that this rank tells others as pickles."""
+
+    told = 0
+
+    def gather_some(self, value: Any, *, given: bool) -> list[Any]:
+        self.told += len(pickle.dumps(value)) if given else 0
+        return super().gather_some(value, given=given)
+
+    def broadcast(self, value: Any) -> Any:
+        self.told += len(pickle.dumps(value)) if self.is_main else 0
+        return super().broadcast(value)
+
+
+def _rows(key: str, rows: int, mine: list[int], replica: int = 0) -> list[ShardedTensor]:
+    """Some rows of a tensor, a shard each."""
+    return [
+        ShardedTensor(key, None, torch.float32, (1, 3), (rows, 3), (row, 0), None, replica_id=replica) for row in mine
+    ]
+
+
+def _told(rows: int) -> int:
+    comm = _Counting()
+    mine = list(range(comm.rank, rows, comm.world_size))
+    validate_shards([shard for key in "abc" for shard in _rows(key, rows, mine)], comm)
+    return comm.told
+
+
+def test_what_ranks_tell_does_not_grow_with_their_shards(ranks: RankPool) -> None:
+    """For the same keys a rank tells the same number of bytes, be they in 10 pieces or in 1,000."""
+    few, many = ranks.run(2, _told, 10), ranks.run(2, _told, 1_000)
+    assert [abs(one - other) < 10 for one, other in zip(few, many, strict=True)] == [True, True]
+    assert few[1] < 100
+
+
+def _broken(seed: int) -> tuple[str, str]:
+    """Rows dealt out to ranks at random, and one of them lost or claimed twice; what is said, and what should be."""
+    rng = random.Random(seed)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    owner = [rng.randrange(world) for _ in range(40)]
+    row, rows = rng.randrange(40), [list[int]() for _ in range(world)]
+    for number, one in enumerate(owner):
+        rows[one].append(number)
+    if seed % 2:
+        rows[owner[row]].remove(row)
+        wanted = f"no shard describes [{row}:{row + 1}, 0:3]"
+    else:
+        rows[(owner[row] + 1) % world].append(row)
+        wanted = f"[{row}:{row + 1}, 0:3] is described as the main replica twice"
+    sound = _rows("sound", 40, [n for n, one in enumerate(owner) if one == rank])
+    with pytest.raises(ShardingError) as caught:
+        validate_shards([*sound, *_rows("broken", 40, rows[rank])], Comm())
+    return str(caught.value), wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_wrong_row_is_named_with_its_key_on_every_rank(ranks: RankPool, seed: int) -> None:
+    """However rows are dealt out, the one that is missing or there twice is named, and no sound tensor is."""
+    for text, wanted in ranks.run(4, _broken, seed):
+        assert f"tensor 'broken': {wanted}" in text
+        assert "sound" not in text
+
+
+def _disagreeing(what: str) -> str:
+    rank = dist.get_rank()
+    copies = _rows("k", 4, [0, 1, 2, 3], replica=rank)
+    if rank == 1 and what == "dtype":
+        copies = [ShardedTensor("k", None, torch.float16, (4, 3), (4, 3), (0, 0), None, replica_id=1)]
+    if rank == 1 and what == "global_shape":
+        copies = [ShardedTensor("k", None, torch.float32, (4, 3), (5, 3), (0, 0), None, replica_id=1)]
+    with pytest.raises(ShardingError) as caught:
+        validate_shards(copies, Comm())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["dtype", "global_shape"])
+def test_copies_must_agree_too(ranks: RankPool, what: str) -> None:
+    """A copy that is not stored and says something else of the whole is an error that names both ranks."""
+    for text in ranks.run(2, _disagreeing, what):
+        assert f"ranks disagree on its {what}" in text
+        assert "on rank 0" in text
+        assert "on rank 1" in text
+
+
+def _only_copies() -> str:
+    with pytest.raises(ShardingError) as caught:
+        validate_shards(_rows("k", 1, [0], replica=1 + dist.get_rank()), Comm())
+    return str(caught.value)
+
+
+def test_copies_without_a_main_replica_are_refused(ranks: RankPool) -> None:
+    """A tensor of which nobody has the main replica would not be stored: it is named."""
+    for text in ranks.run(2, _only_copies):
+        assert "no rank holds a main replica" in text
