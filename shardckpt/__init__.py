@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from shardckpt import dist_checkpointing
     from shardckpt.errors import CheckpointingException
     from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-    from shardckpt.plugins.hookspecs import Event, hookimpl
+    from shardckpt.plugins import Event, hookimpl
     from shardckpt.strategy import LoadContext, LoadStrategy, Migration, SaveContext, SaveStrategy
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "CheckpointingException": "errors",
     "Event": "plugins.hookspecs",
     "LoadContext": "strategy",
@@ -32,17 +32,17 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not _HOMES[name]:
+    if not _MODULES[name]:
         return importlib.import_module(f"{__name__}.{name}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted((*globals(), *_HOMES))
+    return sorted((*globals(), *_MODULES))
 
 
 __all__ = [

@@ -5,15 +5,22 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.background.saving import request_save
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.lazy import StoredCheckpoint
-from shardckpt.engine.loading import LoadOptions, load_checkpoint, read_checkpoint
-from shardckpt.engine.loading import open_checkpoint as open_stored
-from shardckpt.engine.locations import locate, locate_local
-from shardckpt.engine.saving import SaveOptions, find_saver, save_checkpoint
+from shardckpt.background import request_save
+from shardckpt.distributed import Comm
+from shardckpt.engine import (
+    LoadOptions,
+    SaveOptions,
+    StoredCheckpoint,
+    find_saver,
+    load_checkpoint,
+    locate,
+    locate_local,
+    read_checkpoint,
+    save_checkpoint,
+)
+from shardckpt.engine import open_checkpoint as open_stored
 from shardckpt.errors import CheckpointingException
-from shardckpt.maintenance.remove import RemovalReport, remove_keys
+from shardckpt.maintenance import RemovalReport, remove_keys
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, Marker
 from shardckpt.mapping import (
     LocalNonpersistentObject,
@@ -23,11 +30,9 @@ from shardckpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from shardckpt.plugins.entries import StrategyAction
-from shardckpt.plugins.manager import host
-from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.storage.filesystem import is_there, read_file
-from shardckpt.validation.keys import StrictHandling, parse_strict_flag, stored_key
+from shardckpt.plugins import StrategyAction, host
+from shardckpt.storage import is_there, read_file, retry_if_replaced
+from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
 
 if TYPE_CHECKING:
     import os
@@ -37,12 +42,12 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.background.request import AsyncRequest
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.background import AsyncRequest
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import CommonStateDict, ShardedStateDict, StateDict
-    from shardckpt.plugins.resolver import Accept
+    from shardckpt.plugins import Accept
     from shardckpt.strategy import LoadStrategy, SaveStrategy
-    from shardckpt.validation.keys import KeyMismatch
+    from shardckpt.validation import KeyMismatch
 
     PathLike = str | os.PathLike[str]
     LoadChoice = str | tuple[str, int] | LoadStrategy | None

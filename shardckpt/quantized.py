@@ -9,7 +9,7 @@ import torch
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import nested_values
-from shardckpt.tensors.wrappers import dequantized, is_quantized, kind
+from shardckpt.tensors import dequantized, is_quantized, kind
 
 if TYPE_CHECKING:
     from shardckpt.mapping import ShardedStateDict

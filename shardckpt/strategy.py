@@ -12,13 +12,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.errors import CheckpointingException
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict
-    from shardckpt.storage.reader import CheckpointReader
-    from shardckpt.storage.rewrite import KeptItem
-    from shardckpt.storage.writer import CheckpointWriter
+    from shardckpt.storage import CheckpointReader, CheckpointWriter, KeptItem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
-from shardckpt.planning.placements import Piece, Split, empty_box, local_shape, pieces
-from shardckpt.tensors.torch_private import split_factor
+from shardckpt.planning import Piece, Split, empty_box, local_shape, pieces
+from shardckpt.tensors import split_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 
 def describe_dtensor(

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters.dtensor import describe_dtensor
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 from shardckpt.mapping import Replicated, ShardedObject, ShardedTensor
-from shardckpt.tensors.torch_private import is_sharded_tensor
+from shardckpt.tensors import is_sharded_tensor
 
 
 def describe_nest(value: Any, key: str, replicated: Replicated, *, objects: bool) -> Any:

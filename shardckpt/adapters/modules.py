@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import ShardingError
-from shardckpt.tensors.torch_private import step_without_hooks
+from shardckpt.tensors import step_without_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -11,14 +11,14 @@ from shardckpt.adapters.dtensor import sharded_tensor_from_dtensor
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
-from shardckpt.tensors.torch_private import is_sharded_tensor
+from shardckpt.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 #: An offset in the global tensor, and what lies there.
 _Part: TypeAlias = "tuple[Ints, torch.Tensor]"

@@ -12,10 +12,11 @@ import torch
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage.workers import Workers
-from shardckpt.tensors.memory import (
+from shardckpt.storage import Workers
+from shardckpt.tensors import (
     LARGE,
     PAGE,
+    copy_each,
     has_values_here,
     is_ordinary,
     is_plain,
@@ -23,7 +24,6 @@ from shardckpt.tensors.memory import (
     plain_cpu,
     synchronize_devices,
 )
-from shardckpt.tensors.torch_private import copy_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

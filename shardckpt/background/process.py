@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt import errors
-from shardckpt.distributed.comm import unpickled
+from shardckpt.distributed import unpickled
 from shardckpt.errors import CheckpointingException, RankFailedError
 
 if TYPE_CHECKING:

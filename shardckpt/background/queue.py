@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from shardckpt.background.ending import meet_at_end, say
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:

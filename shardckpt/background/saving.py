@@ -8,29 +8,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
-from shardckpt.engine.locations import open_folder
-from shardckpt.engine.operation import Operation
-from shardckpt.engine.plan_cache import recall
-from shardckpt.engine.saving import check_state, prepare_save
-from shardckpt.engine.transaction import Transaction, Written, as_json
+from shardckpt.engine import Operation, Transaction, Written, as_json, check_state, open_folder, prepare_save, recall
 from shardckpt.errors import CheckpointingException
-from shardckpt.plugins import manager
-from shardckpt.storage.packed_shards import PackedShards
-from shardckpt.storage.upload import upload_files
-from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.plugins import host as plugin_host
+from shardckpt.storage import CheckpointWriter, PackedShards, upload_files
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from shardckpt.distributed.comm import Comm
-    from shardckpt.engine.plan_cache import Remembered
-    from shardckpt.engine.saving import SaveOptions
+    from shardckpt.distributed import Comm
+    from shardckpt.engine import Remembered, SaveOptions
     from shardckpt.mapping import ShardedBase, ShardedStateDict
-    from shardckpt.plugins.manager import PluginHost
+    from shardckpt.plugins import PluginHost
     from shardckpt.strategy import PreparedSave
-    from shardckpt.validation.completeness import GivenShards
+    from shardckpt.validation import GivenShards
 
 
 class _Job(NamedTuple):
@@ -192,7 +185,7 @@ def _write(job: _Job, staged: StagedWork) -> _Result:
         result = work.write(writer)
         files = writer.recorded_files()
         if job.url:
-            upload_files(open_folder(job.url, manager.host()), job.staging, [file.name for file in files], job.save_id)
+            upload_files(open_folder(job.url, plugin_host()), job.staging, [file.name for file in files], job.save_id)
         shards = [shard if isinstance(shard, PackedShards) else shard.without_data() for shard in writer.shards]
         return _Result(job.save_id, Written(files, writer.sha256), shards, result)
 

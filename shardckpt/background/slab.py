@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt import settings
-from shardckpt.storage.filesystem import naming
+from shardckpt.storage import naming
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shardckpt.background.process import NUMBER_BYTES, Failure, Outcome
-from shardckpt.distributed.comm import unpickled
+from shardckpt.distributed import unpickled
 from shardckpt.errors import CheckpointingException
 
 #: Seconds after which a process that has nothing to do sees whether it still has a parent.

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from shardckpt.plugins.manager import host
+    from shardckpt.plugins import host
 
     parser = argparse.ArgumentParser("shardckpt", description="Sharded checkpoints for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardckpt {__version__}")

@@ -21,8 +21,7 @@ def add(verbs: Any) -> None:
 def run(options: Any) -> int:
     """Run the demo and print its report; an error if anything failed or does not agree."""
     from shardckpt.cli.demo_report import report
-    from shardckpt.demo.outcome import check
-    from shardckpt.demo.run import DENSE, EXPERTS, run_demo
+    from shardckpt.demo import DENSE, EXPERTS, check, run_demo
 
     start = time.monotonic()
     layouts = EXPERTS if options.moe else DENSE

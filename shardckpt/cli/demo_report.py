@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.cli.table import table
-from shardckpt.demo.outcome import TOLERANCE, Outcome, largest_difference, relative_difference
+from shardckpt.demo import TOLERANCE, Outcome, largest_difference, relative_difference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.demo.job import Layout
+    from shardckpt.demo import Layout
 
 
 def report(outcome: Outcome) -> str:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, KeyMismatchError, listed
 
 if TYPE_CHECKING:
-    from shardckpt.engine.integrity import UnfitFile
-    from shardckpt.engine.lazy import StoredCheckpoint, StoredTensor
+    from shardckpt.engine import StoredCheckpoint, StoredTensor, UnfitFile
 
 
 def add(verbs: Any) -> None:
@@ -25,7 +24,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Print a row for every key, and what is missing; 1 if no key begins with the prefix."""
-    from shardckpt.storage.directory import retry_if_replaced
+    from shardckpt.storage import retry_if_replaced
 
     for line in retry_if_replaced(lambda: _lines(options.directory, options.prefix), options.directory):
         print(line)

@@ -16,7 +16,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Migrate, and say what was done."""
-    from shardckpt.maintenance.migrate import migrate_checkpoint
+    from shardckpt.maintenance import migrate_checkpoint
 
     backend, old, new = migrate_checkpoint(options.old, options.new, options.to)
     print(f"{options.new}: {backend} version {new}, rewritten from version {old}")

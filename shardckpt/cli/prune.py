@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from shardckpt.engine.pruning import PruneResult
+    from shardckpt.engine import PruneResult
 
 _FAILED = 2
 
@@ -38,7 +38,7 @@ def add(verbs: Any) -> None:
 def run(options: Any) -> int:
     """Print a row for every leftover; 0 if all that is not needed is gone, 2 if not."""
     from shardckpt.cli.table import table
-    from shardckpt.engine.pruning import prune_leftovers, prune_spools
+    from shardckpt.engine import prune_leftovers, prune_spools
 
     if options.path is None and options.spool is None:
         options.parser.error("give a PATH, or --spool")

@@ -14,7 +14,7 @@ def add(verbs: Any) -> None:
 def run(_: Any) -> int:
     """Print a row for every strategy and migration, then broken and disabled plugins."""
     from shardckpt.cli.table import table
-    from shardckpt.plugins.manager import host
+    from shardckpt.plugins import host
 
     registry = host().registry
     rows = [

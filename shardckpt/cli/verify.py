@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.maintenance.verify import FileResult
+    from shardckpt.maintenance import FileResult
 
 _ABOUT = """\
 Read every byte of a checkpoint and compare it with the digests in shardckpt.json and integrity.json. Of files that
@@ -45,9 +45,9 @@ def add(verbs: Any) -> None:
 def run(options: Any) -> int:
     """Print a row for every file, and what they mean together; the exit codes are those of the help."""
     from shardckpt.cli.table import table
-    from shardckpt.engine.integrity import is_damage
+    from shardckpt.engine import is_damage
     from shardckpt.errors import CheckpointingException
-    from shardckpt.maintenance.verify import DAMAGED, NO_ANSWER, verdict_of, verify_checkpoint
+    from shardckpt.maintenance import DAMAGED, NO_ANSWER, verdict_of, verify_checkpoint
 
     try:
         results = verify_checkpoint(options.directory)
@@ -67,7 +67,7 @@ def _said(result: FileResult) -> str:
 
 
 def _summary(results: Sequence[FileResult], code: int) -> str:
-    from shardckpt.maintenance.verify import DAMAGED, NO_ANSWER, WHOLE
+    from shardckpt.maintenance import DAMAGED, NO_ANSWER, WHOLE
 
     own = [result for result in results if not result.foreign]
     bad = [result for result in own if result.fault]

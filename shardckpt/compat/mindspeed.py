@@ -11,23 +11,23 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardckpt.adapters import splits_of
 from shardckpt.errors import ShapeMismatchError, ShardingError
-from shardckpt.planning.boxes import Box
-from shardckpt.planning.placements import Split, empty_box, local_shape, pieces
-from shardckpt_ep.layout import ExpertLayout
-from shardckpt_ep.load_planner import LocalExpertsLoadPlanner, local_plan
-from shardckpt_ep.meshes import (
+from shardckpt.planning import Box, Split, empty_box, local_shape, pieces
+from shardckpt_ep import (
     EP_NAMES,
     FSDP_NAMES,
+    ExpertLayout,
+    ExpertNames,
+    LocalExpertsLoadPlanner,
+    StridedShard,
+    expert_parameters,
     gather_experts_per_rank,
     has_dim,
     local_of,
+    local_plan,
     mesh_dim,
     replica_inside,
+    stored_tensor,
 )
-from shardckpt_ep.models import expert_parameters
-from shardckpt_ep.names import ExpertNames
-from shardckpt_ep.read_items import stored_tensor
-from shardckpt_ep.torch_private import StridedShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
-    from shardckpt.planning.boxes import Ints
-    from shardckpt_ep.meshes import Names
+    from shardckpt.planning import Ints
+    from shardckpt_ep import Names
 
 
 def restore_ep_dim(

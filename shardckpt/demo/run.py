@@ -15,7 +15,7 @@ from shardckpt.demo.job import Job, Layout, RankResult
 from shardckpt.demo.outcome import Outcome
 from shardckpt.errors import StorageError
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME, Record
-from shardckpt.storage.filesystem import naming, read_file
+from shardckpt.storage import naming, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import shardckpt.tensors.torch_private  # noqa: F401 - so that what FSDP imports keeps no process group: see shardckpt.tensors.torch_private
+import shardckpt.tensors  # noqa: F401 - so that what FSDP imports keeps no process group: see shardckpt.tensors.torch_private
 from shardckpt.demo.experts import Experts
 
 if TYPE_CHECKING:

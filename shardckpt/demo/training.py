@@ -22,7 +22,7 @@ from shardckpt.demo.model import CONTEXT, ByteTransformer
 from shardckpt.demo.sharding import shard_model
 from shardckpt.demo.text import batch, library_text
 from shardckpt.state_dict import nested_items
-from shardckpt.tensors.memory import plain_cpu, tensor_bytes
+from shardckpt.tensors import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     from shardckpt.demo.job import Layout

@@ -23,13 +23,13 @@ from shardckpt.demo.job import Dispatch, Job, RankResult
 from shardckpt.demo.training import Trainer
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import host
 from shardckpt.state_dict import build_copy, dict_list_map_outplace, nested_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.plugins.hookspecs import Event
+    from shardckpt.plugins import Event
 
 _GROUP_TIMEOUT = dt.timedelta(seconds=60)
 _SHOWN = (

@@ -29,7 +29,7 @@ from shardckpt.distributed.group_failure import LOOK_INTERVAL, Diagnosis, GroupF
 from shardckpt.distributed.groups import alive, cpu_group, joined_group, moves
 from shardckpt.distributed.rank_errors import Report, verdict
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
-from shardckpt.tensors.raw_memory import packed, view_tensor
+from shardckpt.tensors import packed, view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

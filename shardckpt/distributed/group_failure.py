@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardckpt.tensors.torch_private import group_store, group_timeout
+from shardckpt.tensors import group_store, group_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

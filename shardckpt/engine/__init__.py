@@ -1,1 +1,88 @@
 """One save, one load: from a state dict to a committed directory, and back."""
+
+from shardckpt.engine.externally_coordinated import (
+    HostedPart,
+    HostedSave,
+    directory_of,
+    open_reader,
+    reading,
+    write_part,
+)
+from shardckpt.engine.integrity import (
+    ExpectedFile,
+    UnfitFile,
+    digested_files,
+    find_faults,
+    is_damage,
+    named_files,
+    read_integrity,
+    save_integrity_manifest,
+    verify_integrity_manifest,
+)
+from shardckpt.engine.lazy import StoredCheckpoint, StoredTensor
+from shardckpt.engine.load_template import MISSING, LoadTemplate
+from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoint, open_checkpoint, read_checkpoint
+from shardckpt.engine.locations import check_names, is_remote, locate, locate_local, open_folder
+from shardckpt.engine.operation import Operation
+from shardckpt.engine.plan_cache import Remembered, recall
+from shardckpt.engine.pruning import (
+    PruneResult,
+    clear_leftovers,
+    prune_leftovers,
+    prune_spools,
+    supersedes,
+    why_kept_beside,
+)
+from shardckpt.engine.saving import SaveOptions, check_state, find_saver, prepare_save, save_checkpoint
+from shardckpt.engine.transaction import Identity, Transaction, Written, as_json, commit_files
+
+__all__ = [
+    "MISSING",
+    "ExpectedFile",
+    "HostedPart",
+    "HostedSave",
+    "Identity",
+    "LoadOptions",
+    "LoadTemplate",
+    "OpenCheckpoint",
+    "Operation",
+    "PruneResult",
+    "Remembered",
+    "SaveOptions",
+    "StoredCheckpoint",
+    "StoredTensor",
+    "Transaction",
+    "UnfitFile",
+    "Written",
+    "as_json",
+    "check_names",
+    "check_state",
+    "clear_leftovers",
+    "commit_files",
+    "digested_files",
+    "directory_of",
+    "find_faults",
+    "find_saver",
+    "is_damage",
+    "is_remote",
+    "load_checkpoint",
+    "locate",
+    "locate_local",
+    "named_files",
+    "open_checkpoint",
+    "open_folder",
+    "open_reader",
+    "prepare_save",
+    "prune_leftovers",
+    "prune_spools",
+    "read_checkpoint",
+    "read_integrity",
+    "reading",
+    "recall",
+    "save_checkpoint",
+    "save_integrity_manifest",
+    "supersedes",
+    "verify_integrity_manifest",
+    "why_kept_beside",
+    "write_part",
+]

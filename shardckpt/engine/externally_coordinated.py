@@ -11,15 +11,12 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.transaction import Identity, Transaction, Written
-from shardckpt.plugins.manager import host
-from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
-from shardckpt.storage.digest import CRC32, preferred
-from shardckpt.storage.reader import CheckpointReader
-from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.plugins import choose_reader, hold_checkpoint, host
+from shardckpt.storage import CRC32, CheckpointReader, CheckpointWriter, preferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

@@ -8,17 +8,25 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
 from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
-from shardckpt.planning.balance import deal
-from shardckpt.plugins.manager import host
-from shardckpt.plugins.resolver import hold_checkpoint, parse_file
-from shardckpt.storage.directory import detect_replacement, replaced_error, retry_if_replaced, was_replaced
-from shardckpt.storage.filesystem import check_file_name, file_size, is_there, naming, sync_directory
-from shardckpt.storage.reader import CheckpointReader
-from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.planning import deal
+from shardckpt.plugins import hold_checkpoint, host, parse_file
+from shardckpt.storage import (
+    CheckpointReader,
+    CheckpointWriter,
+    check_file_name,
+    detect_replacement,
+    file_size,
+    is_there,
+    naming,
+    replaced_error,
+    retry_if_replaced,
+    sync_directory,
+    was_replaced,
+)
 from shardckpt.strategy import ChecksFiles
 
 if TYPE_CHECKING:

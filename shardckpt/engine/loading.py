@@ -15,25 +15,22 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.errors import PluginError, ShardingError, listed
 from shardckpt.mapping import ShardedTensor
-from shardckpt.planning.dtypes import Casts, casts_text, check_dtypes, is_exact
-from shardckpt.planning.shapes import check_shapes
-from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same
-from shardckpt.storage.directory import is_read_again, retry_if_replaced
-from shardckpt.storage.reader import CheckpointReader
+from shardckpt.planning import Casts, casts_text, check_dtypes, check_shapes, is_exact
+from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
+from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
 from shardckpt.strategy import LoadContext, LoadStrategy
-from shardckpt.tensors.wrappers import fill
-from shardckpt.validation.keys import KeyMismatch, StrictHandling, compare_keys, stored_key, validate_shards
-from shardckpt.validation.replicas import settle_replicas
+from shardckpt.tensors import fill
+from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, settle_replicas, stored_key, validate_shards
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
-    from shardckpt.plugins.manager import PluginHost
+    from shardckpt.plugins import PluginHost
 
 logger = logging.getLogger(__name__)
 

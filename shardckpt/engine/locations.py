@@ -10,12 +10,11 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage.remote import RemotePath, masked
-from shardckpt.storage.staging_names import NAME_MAX
+from shardckpt.storage import NAME_MAX, RemotePath, masked
 
 if TYPE_CHECKING:
-    from shardckpt.plugins.manager import PluginHost
-    from shardckpt.storage.remote import RemoteFolder
+    from shardckpt.plugins import PluginHost
+    from shardckpt.storage import RemoteFolder
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:_-]*://")
 _CUT_URL = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+:)/[^/]")

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.gc_pause import held_back
-from shardckpt.plugins.hookspecs import Event
+from shardckpt.plugins import Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pluggy import HookCaller
 
-    from shardckpt.distributed.comm import Comm
-    from shardckpt.plugins.manager import PluginHost
+    from shardckpt.distributed import Comm
+    from shardckpt.plugins import PluginHost
 
 
 logger = logging.getLogger(__name__)

@@ -16,16 +16,15 @@ import torch
 
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.strategy import AsyncSaveStrategy, is_recalled
-from shardckpt.tensors.memory import ORDINARY
+from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.mapping import ShardedBase
     from shardckpt.strategy import PrepareAgain, SaveStrategy
-    from shardckpt.validation.completeness import GivenShards
-    from shardckpt.validation.replicas import Replicas
+    from shardckpt.validation import GivenShards, Replicas
 
 _LASTING = (Integral, str, type(None), torch.dtype)
 #: Saves that are remembered: a job may save two states in turn.

@@ -11,28 +11,29 @@ from shardckpt.engine.integrity import named_files
 from shardckpt.engine.locations import locate_local
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
-from shardckpt.plugins.manager import host
-from shardckpt.plugins.resolver import choose_reader, read_manifest
-from shardckpt.storage.commit import is_free
-from shardckpt.storage.filesystem import file_size, naming, sync_directory
-from shardckpt.storage.leftovers import (
+from shardckpt.plugins import choose_reader, host, read_manifest
+from shardckpt.storage import (
+    file_size,
     find_leftovers,
     find_spools,
     freed_bytes,
+    is_free,
+    naming,
     remove_free,
     remove_leftover,
     spool_folder,
+    stem,
+    sync_directory,
     why_kept,
 )
-from shardckpt.storage.staging_names import stem
 from shardckpt.strategy import OwnsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardckpt.plugins.manager import PluginHost
-    from shardckpt.storage.leftovers import Leftover
+    from shardckpt.plugins import PluginHost
+    from shardckpt.storage import Leftover
 
 #: Whether a checkpoint that an overwrite has moved aside (the first path) is of no use beside what is at its target.
 IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"

@@ -9,26 +9,29 @@ from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import recall
 from shardckpt.engine.transaction import Identity, commit_files
 from shardckpt.errors import UnknownBackendError
-from shardckpt.plugins.entries import StrategyAction
-from shardckpt.plugins.registry import parse_key
+from shardckpt.plugins import StrategyAction, parse_key
 from shardckpt.state_dict import checked_copy, nested_values, take_apart
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy, write_prepared
-from shardckpt.validation.completeness import GivenShards
-from shardckpt.validation.keys import compare_common, validate_shards
-from shardckpt.validation.replicas import find_replicas, settle_replicas
-from shardckpt.validation.sharding import describe_shards
+from shardckpt.validation import (
+    GivenShards,
+    compare_common,
+    describe_shards,
+    find_replicas,
+    settle_replicas,
+    validate_shards,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.engine.plan_cache import Remembered, Sighting
     from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedStateDict
-    from shardckpt.plugins.manager import PluginHost
-    from shardckpt.storage.writer import CheckpointWriter
+    from shardckpt.plugins import PluginHost
+    from shardckpt.storage import CheckpointWriter
     from shardckpt.strategy import PlanContext, PreparedSave
-    from shardckpt.validation.replicas import Replicas
+    from shardckpt.validation import Replicas
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,22 @@ import torch
 from shardckpt.engine.pruning import clear_leftovers, owned_files, supersedes
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
-from shardckpt.storage import commit
-from shardckpt.storage.digest import CRC32, preferred
-from shardckpt.storage.owner import Owner
-from shardckpt.storage.remote import RemotePath
-from shardckpt.storage.staged_files import refuse_unrecorded
-from shardckpt.storage.staging_names import new_save_id
-from shardckpt.storage.upload import Upload
-from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.storage import (
+    CRC32,
+    CheckpointWriter,
+    Owner,
+    RemotePath,
+    Upload,
+    create_staging,
+    discard_staging,
+    is_free,
+    new_save_id,
+    preferred,
+    publish_staging,
+    refuse_unrecorded,
+    replace_target,
+    staging_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +102,7 @@ class Transaction:
             if self._upload is not None:
                 self.staging, self._upload.save_id = self._upload.spool, self.save_id
             else:
-                self.staging = commit.staging_path(target, self.save_id, owner)
+                self.staging = staging_path(target, self.save_id, owner)
         except BaseException:
             self.abort()
             raise
@@ -144,7 +152,7 @@ class Transaction:
         if self._upload is not None:
             self._upload.abort(main=self.operation.comm.is_main)
         elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
-            commit.discard(self.staging)
+            discard_staging(self.staging)
 
     def _tell(self) -> Owner:
         """Let all ranks know the save's name and its owner, the main rank's process, which commits it.
@@ -166,10 +174,10 @@ class Transaction:
             return
         self._check_target()
         clear_leftovers(self.target, supersedes(self.operation.host), restore=self._overwrite)
-        self.staging = commit.create_staging(self.target, self.save_id)
+        self.staging = create_staging(self.target, self.save_id)
 
     def _check_target(self) -> None:
-        if not self._overwrite and not commit.is_free(self.target):
+        if not self._overwrite and not is_free(self.target):
             raise StorageError(
                 f"{self.target} is not empty: give another directory, or pass overwrite=True to replace it"
             )
@@ -206,11 +214,11 @@ class Transaction:
             return
         staging = self.staging or Path()
         refuse_unrecorded(staging, known.union(file.name for file in writer.files))
-        if commit.is_free(self.target):
-            commit.publish(staging, self.target)
+        if is_free(self.target):
+            publish_staging(staging, self.target)
             return
         self._check_target()  # another save may have come first
-        commit.replace(staging, self.target, owned_files(self.target, self.operation.host))
+        replace_target(staging, self.target, owned_files(self.target, self.operation.host))
 
 
 def commit_files(

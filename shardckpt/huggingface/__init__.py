@@ -1,12 +1,13 @@
 """Hugging Face folders: checkpoints exported to them and loaded from them; and plain state dicts."""
 
 from shardckpt.huggingface.convert import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
-from shardckpt.huggingface.dtypes import get_dtype_size
+from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
 from shardckpt.huggingface.export import Exported, export_to_huggingface
 from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
+from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.huggingface.shards import get_shard_info, save_state_dict
-from shardckpt.plugins.key_mapping import Identity, KeyMapping, Link
+from shardckpt.plugins import Identity, KeyMapping, Link
 
 __all__ = [
     "Exported",
@@ -15,13 +16,16 @@ __all__ = [
     "Link",
     "Rule",
     "RuleMapping",
+    "cast_to",
     "dcp_to_torch_save",
     "dcp_to_torch_state_dict",
     "export_to_huggingface",
+    "find_mapping",
     "get_dtype_size",
     "get_shard_info",
     "huggingface_index",
     "load_from_huggingface",
+    "parse_dtype",
     "save_state_dict",
     "torch_save_to_dcp",
 ]

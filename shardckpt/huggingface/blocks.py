@@ -7,8 +7,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from shardckpt.storage.new_file import NewFile
-from shardckpt.tensors.memory import PAGE
+from shardckpt.storage import NewFile
+from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,21 +9,20 @@ import torch
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, open_checkpoint
-from shardckpt.engine.locations import locate
+from shardckpt.distributed import Comm
+from shardckpt.engine import LoadOptions, locate, open_checkpoint
 from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replacing, write_pickled
 from shardckpt.huggingface.torch_file import read_torch_file
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.plugins.manager import host
-from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.plugins import host
+from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
     import os
 
     from shardckpt.dist_checkpointing import SaveChoice
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, StateDict
 
     PathLike = str | os.PathLike[str]

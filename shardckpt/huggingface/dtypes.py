@@ -11,7 +11,7 @@ from shardckpt.errors import CheckpointingException, listed
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 #: Names that this torch may have or not, beside those that every torch has.
 #: https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs

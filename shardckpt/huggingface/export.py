@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, open_checkpoint
-from shardckpt.engine.locations import locate, locate_local
-from shardckpt.engine.operation import Operation
-from shardckpt.engine.pruning import clear_leftovers
+from shardckpt.distributed import Comm
+from shardckpt.engine import LoadOptions, Operation, clear_leftovers, locate, locate_local, open_checkpoint
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.huggingface.blocks import BlockWriter
 from shardckpt.huggingface.dtypes import parse_dtype
@@ -23,12 +20,20 @@ from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, i
 from shardckpt.huggingface.planning import Choice, Plan, plan_export
 from shardckpt.huggingface.safetensors_file import SafetensorsFile
 from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
-from shardckpt.planning.balance import deal
-from shardckpt.plugins.manager import host
-from shardckpt.storage import commit
-from shardckpt.storage.directory import replaced_error, retry_if_replaced
-from shardckpt.storage.filesystem import is_there, naming
-from shardckpt.storage.staging_names import new_save_id
+from shardckpt.planning import deal
+from shardckpt.plugins import host
+from shardckpt.storage import (
+    create_staging,
+    discard_staging,
+    is_free,
+    is_there,
+    naming,
+    new_save_id,
+    publish_staging,
+    replace_target,
+    replaced_error,
+    retry_if_replaced,
+)
 
 if TYPE_CHECKING:
     import os
@@ -36,10 +41,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.mapping import ShardedBase, ShardedTensor
-    from shardckpt.plugins.key_mapping import KeyMapping
+    from shardckpt.plugins import KeyMapping
 
     PathLike = str | os.PathLike[str]
 
@@ -153,7 +158,7 @@ class _Export:
                 if self._comm.is_main:
                     self._check_target()
                     clear_leftovers(self._target, _is_superseded, restore=self._overwrite)
-                    self._staging = commit.create_staging(self._target, new_save_id())
+                    self._staging = create_staging(self._target, new_save_id())
             staging = self._comm.broadcast(self._staging)
             with self._operation.step("writing"):
                 self._write(staging)
@@ -164,11 +169,11 @@ class _Export:
                     self._finish(extra)
         except BaseException:
             if self._staging.name and self._staging.exists():
-                commit.discard(self._staging)
+                discard_staging(self._staging)
             raise
 
     def _check_target(self) -> None:
-        if not self._overwrite and not commit.is_free(self._target):
+        if not self._overwrite and not is_free(self._target):
             raise StorageError(
                 f"{self._target} is not empty: give another folder, or pass overwrite=True to replace its weights"
             )
@@ -206,13 +211,13 @@ class _Export:
             write_new(self._staging / index_name(self._plan.form), _index_json(self._plan))
         for path in extra:
             copy_new(path, self._staging / path.name)
-        if commit.is_free(self._target):
-            commit.publish(self._staging, self._target)
+        if is_free(self._target):
+            publish_staging(self._staging, self._target)
             return
         self._check_target()  # something may have come meanwhile
         with naming("list", self._target):
             replaced = {path.name for path in self._target.iterdir() if is_weights(path.name)}
-        commit.replace(self._staging, self._target, replaced)
+        replace_target(self._staging, self._target, replaced)
 
 
 def _save_of(checkpoint: OpenCheckpoint) -> str:

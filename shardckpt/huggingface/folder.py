@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.engine.locations import is_remote
+from shardckpt.engine import is_remote
 from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface.header import HEADER_LIMIT, LENGTH_BYTES, FileTensor, header_length, parse_header
 from shardckpt.huggingface.names import SAFETENSORS, file_names, index_name
-from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
-from shardckpt.storage.filesystem import (
+from shardckpt.storage import (
     check_file_name,
     close_file,
+    detect_replacement,
     is_there,
     naming,
     open_existing,
     read_file,
     read_into,
+    real_path,
+    replaced_error,
+    was_replaced,
 )
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 #: Bytes of the header's length, which come first.
 LENGTH_BYTES = 8

@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.mapping import ShardedTensor
-from shardckpt.planning.boxes import Box, intersect
+from shardckpt.planning import Box, intersect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from shardckpt.planning.boxes import Ints
-    from shardckpt.plugins.key_mapping import Link
+    from shardckpt.planning import Ints
+    from shardckpt.plugins import Link
 
 
 class Part(NamedTuple):

@@ -5,21 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.load_template import LoadTemplate
-from shardckpt.engine.loading import OpenCheckpoint, load_checkpoint
-from shardckpt.engine.locations import locate
-from shardckpt.engine.operation import Operation
+from shardckpt.distributed import Comm
+from shardckpt.engine import LoadTemplate, OpenCheckpoint, Operation, load_checkpoint, locate
 from shardckpt.errors import KeyMismatchError, listed
 from shardckpt.huggingface.folder import Folder, check_same, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
-from shardckpt.plugins.manager import host
-from shardckpt.storage.directory import open_directory, retry_if_replaced
-from shardckpt.storage.reader import CheckpointReader
+from shardckpt.plugins import host
+from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
 from shardckpt.strategy import LoadContext
-from shardckpt.validation.keys import StrictHandling
+from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping import ShardedStateDict
-    from shardckpt.plugins.key_mapping import KeyMapping
+    from shardckpt.plugins import KeyMapping
 
 _MODES = {True: StrictHandling.RAISE_UNEXPECTED, False: StrictHandling.LOG_UNEXPECTED}
 

@@ -9,12 +9,11 @@ from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMism
 from shardckpt.huggingface.dtypes import is_castable, is_real
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
 from shardckpt.mapping import ShardedTensor
-from shardckpt.planning.boxes import Box, intersect, part_view, shard_parts
-from shardckpt.plugins.key_mapping import Link, links_of
-from shardckpt.storage.scatter import StoredArray, read_box
+from shardckpt.planning import Box, intersect, part_view, shard_parts
+from shardckpt.plugins import Link, links_of
+from shardckpt.storage import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy
-from shardckpt.tensors.memory import synchronize_devices
-from shardckpt.tensors.wrappers import is_quantized
+from shardckpt.tensors import is_quantized, synchronize_devices
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
     from shardckpt.huggingface.folder import Folder
     from shardckpt.mapping import ShardedBase, StateDict
-    from shardckpt.planning.boxes import Ints
-    from shardckpt.plugins.key_mapping import KeyMapping
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.planning import Ints
+    from shardckpt.plugins import KeyMapping
+    from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext
 
 

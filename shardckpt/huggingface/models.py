@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.plugins.key_mapping import Identity, KeyMapping
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import Identity, KeyMapping, host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

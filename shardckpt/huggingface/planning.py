@@ -12,9 +12,9 @@ from shardckpt.huggingface.hub_tensor import HubTensor, Part
 from shardckpt.huggingface.names import SAFETENSORS, file_names
 from shardckpt.huggingface.splitting import split
 from shardckpt.mapping import ShardedTensor
-from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.plugins.key_mapping import links_of
-from shardckpt.validation.keys import stored_key
+from shardckpt.planning import find_hole, find_overlap
+from shardckpt.plugins import links_of
+from shardckpt.validation import stored_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.mapping import ShardedBase
-    from shardckpt.plugins.key_mapping import KeyMapping
+    from shardckpt.plugins import KeyMapping
 
 logger = logging.getLogger(__name__)
 

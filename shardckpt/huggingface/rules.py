@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShardingError
-from shardckpt.planning.boxes import Box
-from shardckpt.plugins.key_mapping import Identity, Link
+from shardckpt.planning import Box
+from shardckpt.plugins import Identity, Link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 _EXPERT = "{expert}"
 _FIELD = re.compile(r"\{(\w+)\}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.huggingface.header import lay_out
-from shardckpt.planning.boxes import flat_parts
+from shardckpt.planning import flat_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -15,14 +15,14 @@ from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names, parse_size
 from shardckpt.huggingface.small_file import replacing, write_pickled
 from shardckpt.huggingface.splitting import split
 from shardckpt.huggingface.ties import find_ties
-from shardckpt.storage.new_file import NewFile
-from shardckpt.tensors.memory import plain_cpu, tensor_bytes
+from shardckpt.storage import NewFile
+from shardckpt.tensors import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 
 class _Tensor(NamedTuple):

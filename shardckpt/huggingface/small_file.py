@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.engine.locations import check_names
-from shardckpt.engine.pruning import clear_leftovers
-from shardckpt.storage.filesystem import naming, open_new, sync_directory, sync_file
-from shardckpt.storage.new_file import NewFile
-from shardckpt.storage.owner import claim, release
-from shardckpt.storage.staging_names import STAGING, new_save_id, temporary_name
+from shardckpt.engine import check_names, clear_leftovers
+from shardckpt.storage import (
+    STAGING,
+    NewFile,
+    claim,
+    naming,
+    new_save_id,
+    open_new,
+    release,
+    sync_directory,
+    sync_file,
+    temporary_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
-from shardckpt.storage.filesystem import naming
-from shardckpt.storage.opcodes import check_pickle
+from shardckpt.storage import check_pickle, naming
 
 if TYPE_CHECKING:
     from pathlib import Path

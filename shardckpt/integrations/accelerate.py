@@ -11,7 +11,7 @@ from accelerate import DistributedType  # type: ignore[import-untyped]
 
 from shardckpt import dist_checkpointing
 from shardckpt.adapters import load_into, to_sharded_state_dict
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:

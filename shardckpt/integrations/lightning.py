@@ -13,25 +13,20 @@ try:
 except ModuleNotFoundError:  # pytorch-lightning has the same under another name
     from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
-from shardckpt.engine.locations import locate
-from shardckpt.engine.saving import SaveOptions, save_checkpoint
+from shardckpt.distributed import Comm
+from shardckpt.engine import LoadOptions, SaveOptions, load_checkpoint, locate, open_checkpoint, save_checkpoint
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager.plain_state import describe_form, describe_tensors, put_together, wanted_tensors
-from shardckpt.plugins.manager import host
+from shardckpt.manager import describe_form, describe_tensors, put_together, wanted_tensors
+from shardckpt.plugins import host
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.storage.remote import RemotePath
-from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, retire
-from shardckpt.storage.staging_names import stem
-from shardckpt.validation.keys import StrictHandling
+from shardckpt.storage import RemotePath, clear_tombstones, delete_checkpoint, retire, retry_if_replaced, stem
+from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import ShardedStateDict, StateDict
 
     PathLike = str | os.PathLike[str]

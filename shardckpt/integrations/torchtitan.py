@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ignore[import-not-found]
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CheckpointConfig, CheckpointManager, PerRank
-from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
+from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,12 +16,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from shardckpt import dist_checkpointing
-from shardckpt.adapters.leaves import describe_object
-from shardckpt.distributed.comm import Comm
+from shardckpt.adapters import describe_object
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CheckpointConfig, CheckpointManager
-from shardckpt.manager.rng import RandomState
-from shardckpt.manager.steps import CONTENT_KEY
+from shardckpt.manager import CONTENT_KEY, CheckpointConfig, CheckpointManager, RandomState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

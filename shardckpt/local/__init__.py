@@ -1,10 +1,14 @@
 """Checkpoints in the memory of ranks, and on disks of their own: tensor-aware state dicts and local checkpoints."""
 
-from __future__ import annotations
-
 from shardckpt.local.clique import CliqueReplication
 from shardckpt.local.local_checkpoint import load_local, save_local
 from shardckpt.local.local_manager import LocalCheckpointManager
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 
-__all__ = ["CliqueReplication", "LocalCheckpointManager", "TensorAwareStateDict", "load_local", "save_local"]
+__all__ = [
+    "CliqueReplication",
+    "LocalCheckpointManager",
+    "TensorAwareStateDict",
+    "load_local",
+    "save_local",
+]

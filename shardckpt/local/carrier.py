@@ -10,13 +10,13 @@ import torch
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.local.copies import Head, Incoming, Outgoing
-from shardckpt.storage.commit import is_free
-from shardckpt.tensors.raw_memory import packed, view_tensor
+from shardckpt.storage import is_free
+from shardckpt.tensors import packed, view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.local.parts import PartFolder, PartId
 
 _Tensors = list[tuple[torch.Tensor, int]]

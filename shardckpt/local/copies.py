@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.local.pieces import Buffers, Piece, pieces_of
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
-from shardckpt.storage import commit
-from shardckpt.storage.digest import digest_function
-from shardckpt.storage.filesystem import check_file_name, close_file, open_existing, read_file, read_into
-from shardckpt.storage.new_file import NewFile
-from shardckpt.storage.staging_names import new_save_id
-from shardckpt.tensors.memory import LARGE, PAGE
+from shardckpt.storage import (
+    NewFile,
+    check_file_name,
+    close_file,
+    create_staging,
+    digest_function,
+    discard_staging,
+    new_save_id,
+    open_existing,
+    publish_staging,
+    read_file,
+    read_into,
+)
+from shardckpt.tensors import LARGE, PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +81,7 @@ class Incoming:
         self.buffers = Buffers(self.pieces)
         self._waiting = list(record.files)
         self._file: _PagedFile | None = None
-        self._staging: Path | None = commit.create_staging(target, new_save_id())
+        self._staging: Path | None = create_staging(target, new_save_id())
 
     def write(self, number: int) -> None:
         """Check a piece that is in the buffers, and write it; pieces come in their order."""
@@ -97,7 +105,7 @@ class Incoming:
     def publish(self) -> None:
         """Make it the target, which is absent."""
         if self._staging is not None:
-            commit.publish(self._staging, self._target)
+            publish_staging(self._staging, self._target)
             self._staging = None
 
     def close(self) -> None:
@@ -105,7 +113,7 @@ class Incoming:
         if self._file is not None:
             self._file.close()
         if self._staging is not None:
-            commit.discard(self._staging)
+            discard_staging(self._staging)
 
     def _turn(self) -> None:
         """Complete the file that is being written, and begin the next, in the order of the record."""

@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.distribution import (
+from shardckpt.parallel import (
     ShardDistribution,
+    Transfer,
+    check_algorithm,
     determine_main_replica_uniform_distribution,
+    exchange,
     sharded_tensor_shard_id,
 )
-from shardckpt.parallel.exchange import Transfer, check_algorithm, exchange
-from shardckpt.planning.balance import holders_by_shard
+from shardckpt.planning import holders_by_shard
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def fetch_shards(
         kept: This rank's.
         lacking: What this rank wants; its data is filled where it has the stored dtype, else there is new memory.
         group: The ranks, all of which call.
-        algorithm: How shards travel; see :func:`shardckpt.parallel.exchange.exchange`.
+        algorithm: How shards travel; see :func:`shardckpt.parallel.transfers.exchange`.
 
     Raises:
         KeyMismatchError: no rank keeps one of them.

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.plugins.manager import host
-from shardckpt.plugins.resolver import read_manifest
-from shardckpt.storage.filesystem import file_size, naming
-from shardckpt.storage.leftovers import Leftover, remove_free, why_kept
-from shardckpt.storage.removal import clear_tombstones, retire
-from shardckpt.storage.staging_names import STAGING, parse_temporary
+from shardckpt.plugins import host, read_manifest
+from shardckpt.storage import (
+    STAGING,
+    Leftover,
+    clear_tombstones,
+    file_size,
+    naming,
+    parse_temporary,
+    remove_free,
+    retire,
+    why_kept,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.storage.digest import Segments
-from shardckpt.storage.spans import Elements, Span, cut
-from shardckpt.tensors.memory import PAGE
-from shardckpt.tensors.raw_memory import view_tensor
+from shardckpt.storage import Elements, Segments, Span, cut
+from shardckpt.tensors import PAGE, view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.load_template import MISSING, LoadTemplate
+from shardckpt.distributed import Comm
+from shardckpt.engine import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.local.holdings import check_exchange, deal_shards, drop_others, fetch_shards, shard_id
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.planning.dtypes import check_dtypes
-from shardckpt.planning.shapes import check_shapes
+from shardckpt.planning import check_dtypes, check_shapes
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
-from shardckpt.tensors.wrappers import fill
-from shardckpt.validation.keys import StrictHandling, compare_keys, parse_strict_flag, stored_key, validate_shards
-from shardckpt.validation.replicas import settle_replicas
+from shardckpt.tensors import fill
+from shardckpt.validation import (
+    StrictHandling,
+    compare_keys,
+    parse_strict_flag,
+    settle_replicas,
+    stored_key,
+    validate_shards,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
-    from shardckpt.parallel.distribution import ShardDistribution
+    from shardckpt.parallel import ShardDistribution
 
 _ALGORITHMS = ("fully_parallel", "atomic")
 

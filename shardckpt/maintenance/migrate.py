@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.locations import locate
-from shardckpt.engine.operation import Operation
-from shardckpt.engine.transaction import Identity, commit_files
+from shardckpt.distributed import Comm
+from shardckpt.engine import Identity, Operation, commit_files, locate
 from shardckpt.errors import VersionTooOldError
-from shardckpt.plugins.entries import StrategyAction
-from shardckpt.plugins.manager import host
-from shardckpt.plugins.resolver import hold_checkpoint
-from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.storage.reader import CheckpointReader
+from shardckpt.plugins import StrategyAction, hold_checkpoint, host
+from shardckpt.storage import CheckpointReader, retry_if_replaced
 
 if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-    from shardckpt.plugins.manager import PluginHost
-    from shardckpt.storage.writer import CheckpointWriter
+    from shardckpt.plugins import PluginHost
+    from shardckpt.storage import CheckpointWriter
 
 
 def migrate_checkpoint(

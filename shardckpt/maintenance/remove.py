@@ -7,27 +7,31 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.engine.integrity import ExpectedFile, find_faults, read_integrity
-from shardckpt.engine.operation import Operation
-from shardckpt.engine.pruning import clear_leftovers, supersedes
+from shardckpt.engine import ExpectedFile, Operation, clear_leftovers, find_faults, read_integrity, supersedes
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME, Integrity
-from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
-from shardckpt.storage import commit
-from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.storage.filesystem import allocated_bytes, is_there, naming
-from shardckpt.storage.reader import CheckpointReader
-from shardckpt.storage.rewrite import rewrite_file
-from shardckpt.storage.staging_names import new_save_id
-from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.plugins import choose_reader, hold_checkpoint
+from shardckpt.storage import (
+    CheckpointReader,
+    CheckpointWriter,
+    allocated_bytes,
+    create_staging,
+    discard_staging,
+    is_there,
+    naming,
+    new_save_id,
+    replace_target,
+    retry_if_replaced,
+    rewrite_file,
+)
 from shardckpt.strategy import RemovesKeys
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest, Record
-    from shardckpt.plugins.manager import PluginHost
+    from shardckpt.plugins import PluginHost
     from shardckpt.strategy import Removal
 
 logger = logging.getLogger(__name__)
@@ -118,7 +122,7 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
     if integrity is not None:
         _check_renewed(reader.place, manifest, integrity, removal)
     opened = reader.place.stat()
-    staging = commit.create_staging(directory, new_save_id())
+    staging = create_staging(directory, new_save_id())
     try:
         # what stays has digests of the old record's algorithm
         algorithm = None if manifest.record is None else manifest.record.digest_algorithm
@@ -129,10 +133,10 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
         reader.close()  # what is open while it is removed stays there under another name on NFS
         # All that is neither dropped nor written anew is linked. It must be of the save that was opened: writing takes
         # as long as a save, in which another may have come.
-        commit.replace(staging, directory, removal.dropped, opened)
+        replace_target(staging, directory, removal.dropped, opened)
     except BaseException:
         if staging.exists():
-            commit.discard(staging)
+            discard_staging(staging)
         raise
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.engine.integrity import digested_files, find_faults, is_damage
-from shardckpt.engine.locations import locate
+from shardckpt.engine import digested_files, find_faults, is_damage, locate
 from shardckpt.errors import CannotLoadError, CheckpointingException
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
-from shardckpt.plugins.manager import host
-from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
-from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.storage.filesystem import file_size, naming
-from shardckpt.storage.reader import CheckpointReader
+from shardckpt.plugins import choose_reader, hold_checkpoint, host
+from shardckpt.storage import CheckpointReader, file_size, naming, retry_if_replaced
 from shardckpt.strategy import ChecksFiles
 
 if TYPE_CHECKING:

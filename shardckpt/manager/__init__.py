@@ -1,20 +1,28 @@
 """The CheckpointManager of a training loop: when to save, what to load, which checkpoints to keep."""
 
-from __future__ import annotations
-
 from shardckpt.manager.cleanup import cleanup_old_checkpoints
 from shardckpt.manager.config import AsyncMode, CheckpointConfig
 from shardckpt.manager.manager import CheckpointManager
 from shardckpt.manager.per_rank import PerRank, Stateful
-from shardckpt.manager.replicas.fault_tolerance import FaultTolerance, ReplicaManager
+from shardckpt.manager.plain_state import describe_form, describe_tensors, put_together, wanted_tensors
+from shardckpt.manager.replicas import ReplicaManager
+from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
+from shardckpt.manager.rng import RandomState
+from shardckpt.manager.steps import CONTENT_KEY
 
 __all__ = [
+    "CONTENT_KEY",
     "AsyncMode",
     "CheckpointConfig",
     "CheckpointManager",
     "FaultTolerance",
     "PerRank",
+    "RandomState",
     "ReplicaManager",
     "Stateful",
     "cleanup_old_checkpoints",
+    "describe_form",
+    "describe_tensors",
+    "put_together",
+    "wanted_tensors",
 ]

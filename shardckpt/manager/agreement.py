@@ -10,7 +10,7 @@ from shardckpt.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)

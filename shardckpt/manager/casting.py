@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.huggingface.dtypes import cast_to
+from shardckpt.huggingface import cast_to
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import apply_factories, dict_list_map_outplace
-from shardckpt.tensors.wrappers import is_quantized
+from shardckpt.tensors import is_quantized
 
 if TYPE_CHECKING:
     import torch

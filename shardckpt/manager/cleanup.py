@@ -6,15 +6,15 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.locations import is_remote
+from shardckpt.distributed import Comm
+from shardckpt.engine import is_remote
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.manager.purge import purge
 from shardckpt.manager.retention import Retention
 from shardckpt.manager.steps import STEPS, StepFolder, StepNames
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins.manager import host
-from shardckpt.storage.filesystem import naming
+from shardckpt.plugins import host
+from shardckpt.storage import naming
 
 if TYPE_CHECKING:
     from pathlib import Path

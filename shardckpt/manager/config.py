@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
-from shardckpt.huggingface.dtypes import parse_dtype
-from shardckpt.storage.remote import masked
+from shardckpt.huggingface import parse_dtype
+from shardckpt.storage import masked
 
 _Count = Annotated[int, Field(ge=0)]
 

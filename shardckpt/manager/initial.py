@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.locations import locate
+from shardckpt.distributed import Comm
+from shardckpt.engine import locate
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError
 from shardckpt.huggingface import load_from_huggingface
 from shardckpt.manager.states import MODEL
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import host
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

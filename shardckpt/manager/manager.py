@@ -6,12 +6,10 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.saving import find_saver
+from shardckpt.distributed import Comm
+from shardckpt.engine import find_saver
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt.huggingface import export_to_huggingface
-from shardckpt.huggingface.dtypes import parse_dtype
-from shardckpt.huggingface.models import find_mapping
+from shardckpt.huggingface import export_to_huggingface, find_mapping, parse_dtype
 from shardckpt.manager.agreement import NEWEST, agreed_step
 from shardckpt.manager.casting import with_dtype
 from shardckpt.manager.config import CheckpointConfig
@@ -21,13 +19,13 @@ from shardckpt.manager.per_rank import PerRank
 from shardckpt.manager.preemption import Preemption
 from shardckpt.manager.purge import Purger
 from shardckpt.manager.reader import RNG, StepReader
-from shardckpt.manager.replicas.replica import Replica
+from shardckpt.manager.replicas import Replica
 from shardckpt.manager.retention import Retention
 from shardckpt.manager.rng import RandomState, own_or_none
 from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
 from shardckpt.manager.writer import StepWriter
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-    from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
+    from shardckpt.manager.replicas import FaultTolerance
 
 logger = logging.getLogger(__name__)
 

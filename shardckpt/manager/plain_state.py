@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters.leaves import describe_leaf, describe_object
+from shardckpt.adapters import describe_leaf, describe_object
 from shardckpt.state_dict import dict_list_map_outplace, nested_items
 
 if TYPE_CHECKING:

@@ -7,11 +7,17 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from shardckpt.engine.pruning import supersedes, why_kept_beside
+from shardckpt.engine import supersedes, why_kept_beside
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage.leftovers import find_leftovers, remove_free
-from shardckpt.storage.remote import ListsFolders, RemotePath
-from shardckpt.storage.removal import delete_checkpoint, is_half_deleted, retire
+from shardckpt.storage import (
+    ListsFolders,
+    RemotePath,
+    delete_checkpoint,
+    find_leftovers,
+    is_half_deleted,
+    remove_free,
+    retire,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manager.retention import Retention
     from shardckpt.manager.steps import StepFolder
-    from shardckpt.storage.remote import RemoteFolder
+    from shardckpt.storage import RemoteFolder
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, load_checkpoint, open_checkpoint
+from shardckpt.distributed import Comm
+from shardckpt.engine import LoadOptions, load_checkpoint, open_checkpoint
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -15,10 +15,10 @@ from shardckpt.errors import (
 )
 from shardckpt.manager.states import MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import host
 from shardckpt.state_dict import nested_values
-from shardckpt.storage.directory import retry_if_replaced
-from shardckpt.validation.keys import StrictHandling
+from shardckpt.storage import retry_if_replaced
+from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.manager.states import TrainingStates
     from shardckpt.mapping import ShardedStateDict, StateDict
 

@@ -15,7 +15,7 @@ from shardckpt.state_dict import nested_values
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
 
 #: The states that are described together: optimizer state goes by the names of the model's parameters.

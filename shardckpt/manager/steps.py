@@ -7,8 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.engine.integrity import named_files
-from shardckpt.engine.locations import locate
+from shardckpt.engine import locate, named_files
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -17,16 +16,22 @@ from shardckpt.errors import (
     StorageError,
     listed,
 )
-from shardckpt.plugins.resolver import choose_reader, hold_checkpoint
-from shardckpt.storage.directory import detect_replacement, retry_if_replaced
-from shardckpt.storage.filesystem import file_size, naming
-from shardckpt.storage.remote import ListsFolders, RemotePath, attempt
+from shardckpt.plugins import choose_reader, hold_checkpoint
+from shardckpt.storage import (
+    ListsFolders,
+    RemotePath,
+    attempt,
+    detect_replacement,
+    file_size,
+    naming,
+    retry_if_replaced,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import Manifest
-    from shardckpt.plugins.manager import PluginHost
+    from shardckpt.plugins import PluginHost
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.locations import locate
+from shardckpt.distributed import Comm
+from shardckpt.engine import locate
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins.manager import host
-from shardckpt.storage.remote import RemotePath
-from shardckpt.storage.removal import delete_checkpoint
+from shardckpt.plugins import host
+from shardckpt.storage import RemotePath, delete_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

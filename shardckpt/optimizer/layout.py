@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardckpt.adapters import splits_of
 from shardckpt.errors import ShardingError
-from shardckpt.planning.placements import local_shape
-from shardckpt.tensors.torch_private import empty_sharded_tensor_like, is_sharded_tensor, sharded_along
+from shardckpt.planning import local_shape
+from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, sharded_along
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardckpt.mapping import ShardedTensor
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 #: Which axis of the state an axis of the parameter is; one that was reduced away is not in it.
 _Axes: TypeAlias = dict[int, int]

@@ -6,10 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.load_template import LoadTemplate
-from shardckpt.engine.loading import LoadOptions, open_checkpoint
-from shardckpt.engine.locations import locate
+from shardckpt.distributed import Comm
+from shardckpt.engine import LoadOptions, LoadTemplate, locate, open_checkpoint
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, listed
 from shardckpt.mapping import ShardedBase, ShardedTensor
 from shardckpt.optimizer.arguments import location, parameters, refuse_planner
@@ -17,9 +15,9 @@ from shardckpt.optimizer.groups import regrouped, with_tensors
 from shardckpt.optimizer.layout import laid_out
 from shardckpt.optimizer.names import GROUPS, STATE, Place
 from shardckpt.optimizer.stored import stored_state
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import host
 from shardckpt.state_dict import merge
-from shardckpt.storage.directory import retry_if_replaced
+from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
     import os
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.engine.loading import OpenCheckpoint
+    from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import StateDict
     from shardckpt.optimizer.stored import StoredState
 

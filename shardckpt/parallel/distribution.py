@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor, is_main_replica
-from shardckpt.planning.balance import deal, holders_by_shard
+from shardckpt.planning import deal, holders_by_shard
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:

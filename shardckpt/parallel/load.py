@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.exchange import ROUND_BYTES, Transfer, check_algorithm, exchange
 from shardckpt.parallel.plan_cache import PlanCache
-from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
+from shardckpt.parallel.transfers import ROUND_BYTES, Transfer, check_algorithm, exchange
+from shardckpt.planning import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
 
 _T = TypeVar("_T")
 

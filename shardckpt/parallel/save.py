@@ -8,11 +8,11 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel.plan_cache import PlanCache
-from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
+from shardckpt.planning import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.state_dict import build_copy
 from shardckpt.strategy import AsyncSaveStrategy, is_recalled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.tensors.wrappers import dequantized, is_quantized
+from shardckpt.tensors import dequantized, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

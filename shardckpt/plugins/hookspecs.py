@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from shardckpt.plugins.key_mapping import KeyMapping
     from shardckpt.plugins.registry import StrategyRegistry
-    from shardckpt.storage.remote import RemoteFolder
+    from shardckpt.storage import RemoteFolder
 
 GROUP = "shardckpt"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.errors import PluginError
-from shardckpt.planning.boxes import Box, Ints
+from shardckpt.planning import Box, Ints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

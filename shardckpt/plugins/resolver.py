@@ -24,20 +24,24 @@ from shardckpt.errors import (
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
 from shardckpt.plugins.entries import Entry, StrategyAction
 from shardckpt.plugins.registry import parse_key
-from shardckpt.storage.commit import is_staging, replaced_of, staging_of
-from shardckpt.storage.directory import (
+from shardckpt.storage import (
     RelativePath,
+    RemotePath,
     detect_replacement,
+    has_changed,
+    is_of_save,
+    is_staging,
+    is_under_way,
+    naming,
     open_directory,
+    read_file,
     real_path,
     replaced_error,
+    replaced_of,
     retry_if_replaced,
+    staging_of,
     was_replaced,
 )
-from shardckpt.storage.filesystem import naming, read_file
-from shardckpt.storage.identity import has_changed, is_of_save
-from shardckpt.storage.remote import RemotePath
-from shardckpt.storage.upload import is_under_way
 from shardckpt.strategy import LoadStrategy, Recognises
 
 if TYPE_CHECKING:

@@ -1,1 +1,160 @@
 """Bytes on disk: checked files, staging directories and the one rename that publishes them."""
+
+from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
+from shardckpt.storage.columns import Column, Columns, pack
+from shardckpt.storage.commit import (
+    create_staging,
+    discard_staging,
+    is_free,
+    is_staging,
+    publish_staging,
+    replace_target,
+    replaced_of,
+    staging_of,
+    staging_path,
+)
+from shardckpt.storage.digest import CRC32, SEGMENT_BYTES, SMALL_RECORD, Digest, Segments, digest_function, preferred
+from shardckpt.storage.direct import side_by_side
+from shardckpt.storage.directory import (
+    RelativePath,
+    detect_replacement,
+    is_read_again,
+    open_directory,
+    real_path,
+    replaced_error,
+    retry_if_replaced,
+    was_replaced,
+)
+from shardckpt.storage.filesystem import (
+    allocated_bytes,
+    check_file_name,
+    close_file,
+    file_size,
+    is_there,
+    naming,
+    open_existing,
+    open_new,
+    read_file,
+    read_into,
+    sync_directory,
+    sync_file,
+)
+from shardckpt.storage.identity import has_changed, is_of_save
+from shardckpt.storage.leftovers import (
+    Leftover,
+    find_leftovers,
+    find_spools,
+    freed_bytes,
+    remove_free,
+    remove_leftover,
+    spool_folder,
+    why_kept,
+)
+from shardckpt.storage.new_file import NewFile
+from shardckpt.storage.opcodes import check_pickle
+from shardckpt.storage.owner import Owner, claim, release
+from shardckpt.storage.packed_shards import PackedShards
+from shardckpt.storage.reader import CheckpointReader
+from shardckpt.storage.remote import ListsFolders, RemoteFolder, RemotePath, attempt, masked
+from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, retire
+from shardckpt.storage.rewrite import KeptItem, rewrite_file
+from shardckpt.storage.scatter import Source, StoredArray, read_box
+from shardckpt.storage.spans import Elements, Span, cut
+from shardckpt.storage.staged_files import refuse_unrecorded
+from shardckpt.storage.staging_names import NAME_MAX, STAGING, new_save_id, parse_temporary, stem, temporary_name
+from shardckpt.storage.upload import Upload, is_under_way, upload_files
+from shardckpt.storage.workers import Workers
+from shardckpt.storage.writer import CheckpointWriter, FileWriter
+
+__all__ = [
+    "BLOCK_BYTES",
+    "CRC32",
+    "NAME_MAX",
+    "SEGMENT_BYTES",
+    "SMALL_RECORD",
+    "STAGING",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "Column",
+    "Columns",
+    "Digest",
+    "Elements",
+    "FileWriter",
+    "KeptItem",
+    "Leftover",
+    "ListsFolders",
+    "NewFile",
+    "Owner",
+    "PackedShards",
+    "RelativePath",
+    "RemoteFolder",
+    "RemotePath",
+    "Segments",
+    "Source",
+    "Span",
+    "StoredArray",
+    "Upload",
+    "Workers",
+    "allocated_bytes",
+    "attempt",
+    "check_file_name",
+    "check_pickle",
+    "claim",
+    "clear_tombstones",
+    "close_file",
+    "create_staging",
+    "cut",
+    "delete_checkpoint",
+    "detect_replacement",
+    "digest_function",
+    "discard_staging",
+    "file_size",
+    "find_leftovers",
+    "find_spools",
+    "freed_bytes",
+    "give_back",
+    "has_changed",
+    "is_free",
+    "is_half_deleted",
+    "is_of_save",
+    "is_read_again",
+    "is_staging",
+    "is_there",
+    "is_under_way",
+    "lease",
+    "masked",
+    "naming",
+    "new_save_id",
+    "open_directory",
+    "open_existing",
+    "open_new",
+    "pack",
+    "parse_temporary",
+    "preferred",
+    "publish_staging",
+    "read_box",
+    "read_file",
+    "read_into",
+    "real_path",
+    "refuse_unrecorded",
+    "release",
+    "remove_free",
+    "remove_leftover",
+    "replace_target",
+    "replaced_error",
+    "replaced_of",
+    "retire",
+    "retry_if_replaced",
+    "rewrite_file",
+    "side_by_side",
+    "spool_folder",
+    "staging_of",
+    "staging_path",
+    "stem",
+    "sync_directory",
+    "sync_file",
+    "temporary_name",
+    "upload_files",
+    "was_replaced",
+    "why_kept",
+]

@@ -14,7 +14,7 @@ import safetensors
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.tensors.memory import tensor_bytes
+from shardckpt.tensors import tensor_bytes
 
 #: Integers that are not negative, of any shape, or text.
 Column: TypeAlias = torch.Tensor | Sequence[str]

@@ -76,7 +76,7 @@ def is_staging(path: Path) -> bool:
     return is_temporary(path.name)
 
 
-def discard(staging: Path) -> None:
+def discard_staging(staging: Path) -> None:
     """Remove a staging directory after a failed save; what cannot be removed is reported, not raised."""
     gone = staging.with_name(discarded_name(staging.name))
     try:
@@ -100,7 +100,7 @@ def is_free(target: Path) -> bool:
         return not any(target.iterdir())
 
 
-def publish(staging: Path, target: Path) -> None:
+def publish_staging(staging: Path, target: Path) -> None:
     """Make a staging directory the target, which must be absent or an empty directory."""
     sync_directory(staging)
     with naming(f"rename {staging} to", target):
@@ -112,7 +112,7 @@ def publish(staging: Path, target: Path) -> None:
         raise StorageError(f"{exc}; {target} is the new checkpoint, whole, perhaps not yet durable") from exc
 
 
-def replace(staging: Path, target: Path, owned: Collection[str], old: os.stat_result | None = None) -> None:
+def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.stat_result | None = None) -> None:
     """Put a staging directory in the place of an existing one, and remove the old.
 
     An error leaves either the old directory at ``target`` and the new one at ``staging``, or the new one at ``target``
@@ -188,7 +188,7 @@ def _remove_replaced(aside: Path, staging: Path) -> None:
     except OSError as exc:
         logger.warning("cannot remove %s, which is no longer needed: %s", aside, exc)
         return
-    discard(staging)
+    discard_staging(staging)
 
 
 def _make_directory(path: Path) -> None:
@@ -232,11 +232,11 @@ def _link_or_copy(path: Path, kept: Path) -> None:
 
 __all__ = [
     "create_staging",
-    "discard",
+    "discard_staging",
     "is_free",
     "is_staging",
-    "publish",
-    "replace",
+    "publish_staging",
+    "replace_target",
     "replaced_of",
     "staging_of",
     "staging_path",

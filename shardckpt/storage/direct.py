@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
-from shardckpt.tensors.memory import PAGE
+from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from shardckpt.errors import StorageError
 from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
 from shardckpt.storage.direct import address, allocate, open_direct
 from shardckpt.storage.filesystem import naming, open_new, write_all, write_some
-from shardckpt.tensors.memory import PAGE
+from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.mapping import ShardedObject
-from shardckpt.planning.table import Boxes, Table, Whole, integers, joined, matrix
+from shardckpt.planning import Boxes, Table, Whole, integers, joined, matrix
 from shardckpt.storage.columns import Column, Columns, pack
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 _SOURCE = "the columns of stored shards"
 

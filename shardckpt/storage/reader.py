@@ -20,7 +20,7 @@ from shardckpt.storage.read_buffers import ReadBuffers
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.spans import Elements, Span, batches, cut
 from shardckpt.storage.workers import Workers
-from shardckpt.tensors.memory import unfilled_bytes
+from shardckpt.tensors import unfilled_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

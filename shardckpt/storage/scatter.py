@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from shardckpt.planning.boxes import Box, flat_parts, intersect
+from shardckpt.planning import Box, flat_parts, intersect
 from shardckpt.storage.spans import Elements
-from shardckpt.tensors.memory import is_plain, tensor_bytes
-from shardckpt.tensors.wrappers import copy_values
+from shardckpt.tensors import copy_values, is_plain, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
     from shardckpt.storage.reader import Take
 
 #: Fewer bytes than this are read, not left out, where they lie between wanted ones: a request costs as much.

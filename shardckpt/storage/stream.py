@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.storage.buffers import BLOCK_BYTES, Block, give_back, lease
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
-from shardckpt.tensors.memory import LARGE, PAGE
+from shardckpt.tensors import LARGE, PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

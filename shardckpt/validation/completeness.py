@@ -8,17 +8,27 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from shardckpt.errors import PluginError, listed
-from shardckpt.planning.boxes import Box, Ints
-from shardckpt.planning.coverage import find_uncovered
-from shardckpt.planning.lookup import BoxFinder
-from shardckpt.planning.table import LANES, PRIME, Table, Whole, fingerprint, joined, same, weigh
-from shardckpt.storage.packed_shards import PackedShards
+from shardckpt.planning import (
+    LANES,
+    PRIME,
+    Box,
+    BoxFinder,
+    Ints,
+    Table,
+    Whole,
+    find_uncovered,
+    fingerprint,
+    joined,
+    same,
+    weigh,
+)
+from shardckpt.storage import PackedShards
 from shardckpt.validation.sharding import describe_shards, region
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.mapping import ShardedBase
     from shardckpt.validation.sharding import Described
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed.comm import Comm, pickled
+from shardckpt.distributed import Comm, pickled
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.state_dict import dict_list_map_outplace, diff

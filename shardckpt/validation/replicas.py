@@ -18,15 +18,14 @@ import torch
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.state_dict import diff
-from shardckpt.storage.digest import CRC32, digest_function, preferred
-from shardckpt.tensors.memory import plain_cpu, tensor_bytes
-from shardckpt.tensors.wrappers import dequantized, is_quantized, movable
+from shardckpt.storage import CRC32, digest_function, preferred
+from shardckpt.tensors import dequantized, is_quantized, movable, plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from shardckpt.distributed.comm import Comm
-    from shardckpt.storage.digest import Digest
+    from shardckpt.distributed import Comm
+    from shardckpt.storage import Digest
 
 #: Says that two ranks mean the same shard, in as many bytes for any key.
 _Mark: TypeAlias = bytes

@@ -13,9 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning.boxes import Box, Ints, shard_parts, whole_box
-from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.planning.table import LANES, PRIME, Boxes, Table, Whole, expected, fingerprint, same, weigh
+from shardckpt.planning import (
+    LANES,
+    PRIME,
+    Box,
+    Boxes,
+    Ints,
+    Table,
+    Whole,
+    expected,
+    find_hole,
+    find_overlap,
+    fingerprint,
+    same,
+    shard_parts,
+    weigh,
+    whole_box,
+)
 from shardckpt.state_dict import map_reduce
 
 if TYPE_CHECKING:
@@ -23,7 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
 
 
 class Described(NamedTuple):

@@ -8,43 +8,82 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardckpt_ep.layout import ExpertLayout
     from shardckpt_ep.load import EPLoadStrategy
-    from shardckpt_ep.load_planner import EPLoadPlanner
-    from shardckpt_ep.meshes import gather_experts_per_rank
-    from shardckpt_ep.models import expert_layouts
+    from shardckpt_ep.load_planner import EPLoadPlanner, LocalExpertsLoadPlanner, local_plan
+    from shardckpt_ep.meshes import (
+        EP_NAMES,
+        FSDP_NAMES,
+        Names,
+        gather_experts_per_rank,
+        has_dim,
+        local_of,
+        mesh_dim,
+        replica_inside,
+    )
+    from shardckpt_ep.models import expert_layouts, expert_parameters
+    from shardckpt_ep.names import ExpertNames
     from shardckpt_ep.objects import ExpertObject, expert_object
+    from shardckpt_ep.read_items import stored_tensor
     from shardckpt_ep.save import EPSaveStrategy
     from shardckpt_ep.save_planner import EPSavePlanner
     from shardckpt_ep.state import expert_sharded_state_dict
+    from shardckpt_ep.torch_private import StridedShard
 
-_HOMES = {
+#: The module of each name: it is imported when the name is first asked for.
+_MODULES = {
     "EPLoadPlanner": "load_planner",
     "EPLoadStrategy": "load",
     "EPSavePlanner": "save_planner",
     "EPSaveStrategy": "save",
+    "EP_NAMES": "meshes",
     "ExpertLayout": "layout",
+    "ExpertNames": "names",
     "ExpertObject": "objects",
+    "FSDP_NAMES": "meshes",
+    "LocalExpertsLoadPlanner": "load_planner",
+    "Names": "meshes",
+    "StridedShard": "torch_private",
     "expert_layouts": "models",
     "expert_object": "objects",
+    "expert_parameters": "models",
     "expert_sharded_state_dict": "state",
     "gather_experts_per_rank": "meshes",
+    "has_dim": "meshes",
+    "local_of": "meshes",
+    "local_plan": "load_planner",
+    "mesh_dim": "meshes",
+    "replica_inside": "meshes",
+    "stored_tensor": "read_items",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 __all__ = [
+    "EP_NAMES",
+    "FSDP_NAMES",
     "EPLoadPlanner",
     "EPLoadStrategy",
     "EPSavePlanner",
     "EPSaveStrategy",
     "ExpertLayout",
+    "ExpertNames",
     "ExpertObject",
+    "LocalExpertsLoadPlanner",
+    "Names",
+    "StridedShard",
     "expert_layouts",
     "expert_object",
+    "expert_parameters",
     "expert_sharded_state_dict",
     "gather_experts_per_rank",
+    "has_dim",
+    "local_of",
+    "local_plan",
+    "mesh_dim",
+    "replica_inside",
+    "stored_tensor",
 ]

@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning.boxes import Box, Ints, intersect
-from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.planning import Box, Ints, find_hole, find_overlap, intersect
 from shardckpt.state_dict import map_reduce
-from shardckpt.validation.keys import validate_shards
+from shardckpt.validation import validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.mapping import ShardedBase
-    from shardckpt.planning.coverage import Overlap
+    from shardckpt.planning import Overlap
 
 
 class Claim(NamedTuple):

@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.tensors.wrappers import is_quantized
+from shardckpt.tensors import is_quantized
 from shardckpt_ep.meshes import EP_NAMES, has_dim, local_of
 from shardckpt_ep.names import SECTIONS, ExpertNames, clean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
     from shardckpt_ep.layout import ExpertLayout
 
 

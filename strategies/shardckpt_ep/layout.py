@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.adapters import splits_of
 from shardckpt.errors import ShardingError
-from shardckpt.planning.boxes import Box
-from shardckpt.planning.placements import Piece, Split, empty_box, local_shape, pieces
+from shardckpt.planning import Box, Piece, Split, empty_box, local_shape, pieces
 from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, local_of, mesh_dim, replica_inside, replica_outside
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
     from shardckpt_ep.meshes import Names
 
 #: What a layout's tensor is called in errors where the caller gives no name.

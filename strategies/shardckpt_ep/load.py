@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.mapping import ShardedTensor
 from shardckpt_ep.experts import Experts
 from shardckpt_ep.names import SECTIONS
-from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
+from shardckpt_torch_dist import TorchDistLoadShardedStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

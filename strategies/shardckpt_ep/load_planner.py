@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
-from shardckpt.planning.dtypes import refuse_cast
-from shardckpt.tensors.wrappers import is_quantized
+from shardckpt.planning import refuse_cast
+from shardckpt.tensors import is_quantized
 from shardckpt_ep.experts import Experts
 from shardckpt_ep.meshes import local_of
 from shardckpt_ep.names import SECTIONS
 from shardckpt_ep.read_items import expert_read_items, stored_tensor
-from shardckpt_torch_dist.archive.reader import load_bytes
-from shardckpt_torch_dist.plan.split import put_rest
+from shardckpt_torch_dist import load_bytes, put_rest
 
 if TYPE_CHECKING:
     import io

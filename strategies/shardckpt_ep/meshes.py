@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 #: One name of a mesh dimension, or those of which one is to be there.
 Names: TypeAlias = "str | Sequence[str]"

@@ -9,10 +9,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-import shardckpt.distributed.comm  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
+import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 from shardckpt.errors import CorruptCheckpointError, ShapeMismatchError
-from shardckpt.planning.boxes import Box
-from shardckpt.planning.coverage import find_hole, find_overlap
+from shardckpt.planning import Box, find_hole, find_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from shardckpt.planning.placements import Piece
+    from shardckpt.planning import Piece
     from shardckpt_ep.layout import ExpertLayout
 
 

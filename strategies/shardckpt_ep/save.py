@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt.mapping import ShardedTensor
 from shardckpt_ep.experts import Experts
 from shardckpt_ep.names import SECTIONS
-from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
+from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence

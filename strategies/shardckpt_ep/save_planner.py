@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import is_main_replica
-from shardckpt.planning.boxes import Box
+from shardckpt.planning import Box
 from shardckpt_ep.coverage import Claim, refuse_faults
 from shardckpt_ep.experts import Experts, expert_shards
 from shardckpt_ep.names import SECTIONS

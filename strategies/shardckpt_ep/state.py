@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.adapters.in_place import InPlaceFactory
-from shardckpt.distributed.comm import Comm
+from shardckpt.adapters import InPlaceFactory, to_sharded_state_dict
+from shardckpt.distributed import Comm
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from shardckpt_ep.coverage import check_experts

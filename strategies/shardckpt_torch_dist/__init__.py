@@ -6,27 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardckpt_torch_dist.dcp.storage_reader import CheckpointStorageReader
-    from shardckpt_torch_dist.dcp.storage_writer import CheckpointStorageWriter
+    from shardckpt_torch_dist.archive.reader import load_bytes
+    from shardckpt_torch_dist.dcp import CheckpointStorageReader, CheckpointStorageWriter
     from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-    from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
-    from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
+    from shardckpt_torch_dist.plan import ShardedLoadPlanner, ShardedSavePlanner
+    from shardckpt_torch_dist.plan.split import put_rest
     from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 
-_HOMES = {
-    "CheckpointStorageReader": "dcp.storage_reader",
-    "CheckpointStorageWriter": "dcp.storage_writer",
-    "ShardedLoadPlanner": "plan.load_planner",
-    "ShardedSavePlanner": "plan.save_planner",
+#: The module of each name: it is imported when the name is first asked for.
+_MODULES = {
+    "CheckpointStorageReader": "dcp",
+    "CheckpointStorageWriter": "dcp",
+    "ShardedLoadPlanner": "plan",
+    "ShardedSavePlanner": "plan",
     "TorchDistLoadShardedStrategy": "load",
     "TorchDistSaveShardedStrategy": "save",
+    "load_bytes": "archive.reader",
+    "put_rest": "plan.split",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 __all__ = [
@@ -36,4 +39,6 @@ __all__ = [
     "ShardedSavePlanner",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
+    "load_bytes",
+    "put_rest",
 ]

@@ -10,20 +10,17 @@ import torch
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME
-from shardckpt.planning.table import integers
+from shardckpt.planning import integers
 from shardckpt.strategy import StoredFile
-from shardckpt_torch_dist.archive.reader import Archive
-from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE
-from shardckpt_torch_dist.dialects.metadata import METADATA_FILE, needs_common_file, read_index
-from shardckpt_torch_dist.dialects.stored import COMMON_FILE, Item
-from shardckpt_torch_dist.plan.file_layout import padded
+from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, Archive
+from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, Item, needs_common_file, read_index
+from shardckpt_torch_dist.plan import padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.storage.reader import CheckpointReader
-    from shardckpt_torch_dist.dialects.stored import StoredIndex
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_torch_dist.dialects import StoredIndex
 
 #: How an archive ends: the end record of a zip, without a comment.
 _END_MAGIC, _END_BYTES = b"PK\x05\x06", 22

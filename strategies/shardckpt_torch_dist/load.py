@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
 from shardckpt.mapping import ShardedTensor
-from shardckpt.storage.directory import replaced_error
+from shardckpt.storage import replaced_error
 from shardckpt.strategy import LoadStrategy
-from shardckpt_torch_dist.archive.reader import load_bytes
+from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.check import check_files, list_files
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE
-from shardckpt_torch_dist.dialects.metadata import METADATA_FILE, needs_common_file, read_index
-from shardckpt_torch_dist.dialects.stored import COMMON_FILE, StoredIndex
-from shardckpt_torch_dist.plan.load_plan import LoadPlan
-from shardckpt_torch_dist.plan.regions import read_object
+from shardckpt_torch_dist.dialects import (
+    COMMON_FILE,
+    INDEX_FILE,
+    METADATA_FILE,
+    StoredIndex,
+    needs_common_file,
+    read_index,
+)
+from shardckpt_torch_dist.plan import LoadPlan, read_object
 from shardckpt_torch_dist.remove import leave_out
 
 if TYPE_CHECKING:
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from shardckpt.errors import CheckpointingException
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, StateDict
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, Removal, StoredFile
 
 

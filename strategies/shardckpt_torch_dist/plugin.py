@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins import hookimpl
 
 if TYPE_CHECKING:
-    from shardckpt.plugins.registry import StrategyRegistry
+    from shardckpt.plugins import StrategyRegistry
 
 
 @hookimpl

@@ -19,23 +19,29 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning.table import Table, integers, spread
-from shardckpt.storage.digest import SMALL_RECORD
-from shardckpt.storage.rewrite import KeptItem
+from shardckpt.planning import Table, integers, spread
+from shardckpt.storage import SMALL_RECORD, KeptItem
 from shardckpt.strategy import Removal
-from shardckpt_torch_dist.archive.unpickle import load_metadata
-from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, dump
-from shardckpt_torch_dist.dialects.metadata import METADATA_FILE, read_index
-from shardckpt_torch_dist.dialects.metadata_pickle import encode
-from shardckpt_torch_dist.dialects.stored import COMMON_KEY, Chunks, Item, StoredIndex, object_key
-from shardckpt_torch_dist.plan.regions import our_archive
+from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, load_metadata
+from shardckpt_torch_dist.dialects import (
+    COMMON_KEY,
+    INDEX_FILE,
+    METADATA_FILE,
+    Chunks,
+    Item,
+    StoredIndex,
+    dump,
+    encode,
+    object_key,
+    read_index,
+)
+from shardckpt_torch_dist.plan import our_archive
 from shardckpt_torch_dist.torch_private import StorageInfo
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage import CheckpointReader
 
 DATA_SUFFIX = ".distcp"
 

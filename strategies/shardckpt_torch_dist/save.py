@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import share_out
-from shardckpt.storage.direct import side_by_side
-from shardckpt.storage.filesystem import check_file_name
+from shardckpt.storage import check_file_name, side_by_side
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
-from shardckpt_torch_dist.archive.pickled import pickled
-from shardckpt_torch_dist.plan.file_layout import place
-from shardckpt_torch_dist.plan.global_plan import LocalPlan, local_plan, merged
-from shardckpt_torch_dist.plan.items import archives_of, local_items, tensors_of
-from shardckpt_torch_dist.plan.write_plan import Names
+from shardckpt_torch_dist.archive import pickled
+from shardckpt_torch_dist.plan import LocalPlan, Names, archives_of, local_items, local_plan, merged, place, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -22,12 +18,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext
-    from shardckpt_torch_dist.dialects.stored import StoredIndex
-    from shardckpt_torch_dist.plan.items import Source
-    from shardckpt_torch_dist.plan.write_plan import SaveWork
+    from shardckpt_torch_dist.dialects import StoredIndex
+    from shardckpt_torch_dist.plan import SaveWork, Source
 
 
 #: Bytes from which on a file of its own is worth it where it is written faster.

@@ -9,6 +9,6 @@ from torch._utils import _rebuild_tensor_v3 as rebuild_tensor_v3
 # Pickled by its path into every ``.metadata``: readers need exactly this class.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-import shardckpt.distributed.comm  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
+import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 
 __all__ = ["StorageInfo", "rebuild_tensor_v2", "rebuild_tensor_v3"]

@@ -193,7 +193,7 @@ def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.Monk
         raise StorageError("full")
 
     with monkeypatch.context() as patched:
-        patched.setattr("shardckpt.engine.transaction.commit.create_staging", fail)
+        patched.setattr("shardckpt.engine.transaction.create_staging", fail)
         with pytest.raises(StorageError, match="full"):
             _save(target)
     assert samples.differences(samples.load(target), OLD) == []

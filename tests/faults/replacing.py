@@ -48,7 +48,7 @@ class Scene:
         """Another save commits, as every overwrite does: it exchanges the directories, and removes the old one."""
         staging = commit.staging_path(self.target, commit.new_save_id())
         shutil.copytree(self.place / source, staging)
-        commit.replace(staging, self.target, self.names)
+        commit.replace_target(staging, self.target, self.names)
 
 
 class At:

@@ -259,7 +259,7 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patched:
         patched.setattr("os.rename", dying)
-        patched.setattr("shardckpt.storage.commit.discard", lambda _: None)
+        patched.setattr("shardckpt.storage.commit.discard_staging", lambda _: None)
         with pytest.raises(Died):
             overwrite(target)
     (aside,) = tmp_path.glob(".ckpt.shardckpt-replaced-*")

@@ -84,7 +84,7 @@ def test_a_discarded_directory_takes_no_more_files(tmp_path: Path, caplog: pytes
     thread.start()
     while not any(staging.iterdir()):
         pass
-    commit.discard(staging)
+    commit.discard_staging(staging)
     assert ended.wait(10)
     thread.join()
     assert not list(tmp_path.iterdir())

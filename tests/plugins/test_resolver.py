@@ -221,7 +221,7 @@ def test_a_save_that_did_not_end_is_told_from_one_that_never_was(tmp_path: Path)
 def test_an_interrupted_overwrite_says_where_the_checkpoint_is(tmp_path: Path) -> None:
     """After a crash between two renames the previous checkpoint is named, and doing as told brings it back."""
     path = _saved(tmp_path / "checkpoint")
-    aside = tmp_path / ".checkpoint.shardckpt-replaced-1234"  # as commit.replace names it
+    aside = tmp_path / ".checkpoint.shardckpt-replaced-1234"  # as commit.replace_target names it
     path.rename(aside)
     commit.create_staging(path, "5678")
     text = _refusal(IncompleteCheckpointError, path, _host(_Load))

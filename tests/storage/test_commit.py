@@ -50,7 +50,7 @@ def test_targets_do_not_mix(tmp_path: Path) -> None:
 def test_publish(tmp_path: Path) -> None:
     """Publishing gives the target the staging directory's files; nothing else is left."""
     target = tmp_path / "ckpt"
-    commit.publish(staged(target), target)
+    commit.publish_staging(staged(target), target)
     assert (target / "data").read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
@@ -59,7 +59,7 @@ def test_publish_over_an_empty_directory(tmp_path: Path) -> None:
     """An empty directory gives way."""
     target = tmp_path / "ckpt"
     target.mkdir()
-    commit.publish(staged(target), target)
+    commit.publish_staging(staged(target), target)
     assert (target / "data").read_bytes() == b"new"
 
 
@@ -67,9 +67,9 @@ def test_two_saves_to_one_path(tmp_path: Path) -> None:
     """Of two saves to the same path the first wins, and the second fails and names both paths."""
     target = tmp_path / "ckpt"
     first, second = staged(target, "1", b"first"), staged(target, "2", b"second")
-    commit.publish(first, target)
+    commit.publish_staging(first, target)
     with pytest.raises(StorageError, match=rf"cannot rename {second} to {target}: .* \(ENOTEMPTY\)"):
-        commit.publish(second, target)
+        commit.publish_staging(second, target)
     assert (target / "data").read_bytes() == b"first"
 
 
@@ -85,7 +85,7 @@ def test_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: boo
     (target / "dangling").symlink_to("nowhere")
     os.mkfifo(target / "pipe")
     inode = (target / "kept").stat().st_ino
-    commit.replace(staged(target), target, {"old", "data"})
+    commit.replace_target(staged(target), target, {"old", "data"})
     found = {str(path.relative_to(target)) for path in target.rglob("*")}
     assert found == {"data", "kept", "folder", "folder/old", "folder/data", "folder/data/x", "dangling", "pipe"}
     assert (target / "data").read_bytes() == b"new"
@@ -100,7 +100,7 @@ def test_new_files_win(tmp_path: Path) -> None:
     target = tmp_path / "ckpt"
     target.mkdir()
     (target / "data").write_bytes(b"somebody's")
-    commit.replace(staged(target), target, set())
+    commit.replace_target(staged(target), target, set())
     assert (target / "data").read_bytes() == b"new"
 
 
@@ -124,7 +124,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     target.mkdir()
     (target / "kept").write_bytes(b"kept")
     (target / "link").symlink_to("kept")
-    commit.replace(staged(target), target, set())
+    commit.replace_target(staged(target), target, set())
     assert (target / "kept").read_bytes() == b"kept"
     assert (target / "link").readlink() == Path("kept")
     assert synced == [b"kept"]
@@ -145,10 +145,10 @@ def test_is_free(tmp_path: Path) -> None:
 def test_discard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Discarding removes a staging directory; what cannot be removed is reported, not raised."""
     staging = staged(tmp_path / "ckpt")
-    commit.discard(staging)
+    commit.discard_staging(staging)
     assert list(tmp_path.iterdir()) == []
     with caplog.at_level(logging.WARNING):
-        commit.discard(staging)
+        commit.discard_staging(staging)
     assert f"cannot remove {staging}" in caplog.text
 
 

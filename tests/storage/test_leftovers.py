@@ -59,7 +59,7 @@ def test_a_save_that_begins_while_others_are_cleared_away_keeps_its_directory(
     monkeypatch.setattr(pathlib.Path, "mkdir", make_and_purge)
     staging = commit.create_staging(tmp_path / "step-1", new_save_id())
     assert staging.is_dir()
-    commit.discard(staging)
+    commit.discard_staging(staging)
     assert not list(tmp_path.iterdir())
 
 
@@ -157,7 +157,7 @@ def test_what_this_process_fills_stays_and_what_it_could_not_remove_goes(tmp_pat
     kept = remove_free(_all(tmp_path))
     assert [leftover.path for leftover, _ in kept] == [staging]
     assert not left.exists()
-    commit.publish(staging, tmp_path / "ckpt")
+    commit.publish_staging(staging, tmp_path / "ckpt")
 
 
 def test_files_are_left_too(tmp_path: Path) -> None:

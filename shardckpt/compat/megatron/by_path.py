@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
+from shardckpt.distributed import Comm
+from shardckpt.engine import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
 from shardckpt.errors import StrategyMismatchError
 from shardckpt.manifest import Manifest
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import host
 from shardckpt.strategy import LoadContext
-from shardckpt.validation.keys import StrictHandling
+from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from shardckpt.background.request import AsyncRequest
+    from shardckpt.background import AsyncRequest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
 
     PathLike = str | os.PathLike[str]

@@ -9,8 +9,8 @@ from shardckpt import dist_checkpointing
 from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
 from shardckpt.compat.megatron.torch_dist import BY_PATH
 from shardckpt.errors import CheckpointingException, UnknownBackendError
-from shardckpt.plugins import entries
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import StrategyAction as Action
+from shardckpt.plugins import host
 from shardckpt.strategy import LoadStrategy
 
 
@@ -61,9 +61,9 @@ def callable_with_path(strategy: Any) -> Any:
     return twin
 
 
-def _action(action: Any) -> entries.StrategyAction:
+def _action(action: Any) -> Action:
     try:
-        return entries.StrategyAction(action.value)
+        return Action(action.value)
     except ValueError:
         raise CheckpointingException(
             f"{action}: there are no strategies for the common state alone; the sharded strategy stores it, and "

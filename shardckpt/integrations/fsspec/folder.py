@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec  # type: ignore[import-untyped]
 
 from shardckpt.errors import StorageError
-from shardckpt.storage.remote import masked
+from shardckpt.storage import masked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

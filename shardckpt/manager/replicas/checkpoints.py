@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.purge import Purger, purge

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import load_into
-from shardckpt.adapters.handing_back import groups_of
-from shardckpt.adapters.modules import model_state
+from shardckpt.adapters import groups_of, load_into, model_state
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.plain_state import memory_of
 from shardckpt.manager.states import MODEL, OPTIMIZER
 from shardckpt.mapping import LocalNonpersistentObject, ShardedBase
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.tensors.torch_private import is_sharded_tensor
+from shardckpt.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

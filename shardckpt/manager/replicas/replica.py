@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.replicas.checkpoints import OwnCheckpoints
 from shardckpt.manager.replicas.healing import Healing
 from shardckpt.manager.steps import StepFolder
-from shardckpt.plugins.manager import host
+from shardckpt.plugins import host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
-from shardckpt.storage.opcodes import check_pickle
+from shardckpt.storage import check_pickle
 from shardckpt_torch_dist.archive.globals import (
     METADATA_TABLE,
     OBJECT_TABLE,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardckpt.tensors.memory import LARGE, PAGE
+from shardckpt.tensors import LARGE, PAGE
 from shardckpt_torch_dist.archive.dtypes import storage_name
 from shardckpt_torch_dist.torch_private import rebuild_tensor_v2, rebuild_tensor_v3
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardckpt.engine.externally_coordinated import directory_of, open_reader, reading
+from shardckpt.engine import directory_of, open_reader, reading
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
@@ -30,20 +30,13 @@ from shardckpt.errors import (
     UnsafePickleError,
 )
 from shardckpt.manifest import Manifest
-from shardckpt.planning.dtypes import refuse_cast
-from shardckpt.storage.directory import open_directory, retry_if_replaced
-from shardckpt.storage.reader import CheckpointReader
-from shardckpt.tensors.memory import synchronize_devices
-from shardckpt_torch_dist.archive.pickle_policy import brief
-from shardckpt_torch_dist.archive.reader import load_bytes
-from shardckpt_torch_dist.archive.unpickle import load_metadata
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE
-from shardckpt_torch_dist.dialects.metadata import METADATA_FILE, STEPS, index_of, read_index, save_of
+from shardckpt.planning import refuse_cast
+from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
+from shardckpt.tensors import synchronize_devices
+from shardckpt_torch_dist.archive import brief, load_bytes, load_metadata
+from shardckpt_torch_dist.dialects import INDEX_FILE, METADATA_FILE, STEPS, index_of, read_index, save_of
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-from shardckpt_torch_dist.plan.load_plan import dcp_tensor
-from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
-from shardckpt_torch_dist.plan.reads import Reads
-from shardckpt_torch_dist.plan.requested import Region
+from shardckpt_torch_dist.plan import Reads, Region, ShardedLoadPlanner, check_cast, dcp_tensor
 
 if TYPE_CHECKING:
     import io
@@ -51,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-    from shardckpt_torch_dist.dialects.stored import StoredIndex
+    from shardckpt_torch_dist.dialects import StoredIndex
 
 #: What every archive of torch.save begins with; what begins otherwise torch.load takes for a plain pickle.
 _ARCHIVE_MAGIC = b"PK\x03\x04"

@@ -23,15 +23,13 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardckpt.engine.externally_coordinated import HostedPart, HostedSave, write_part
+from shardckpt.engine import HostedPart, HostedSave, write_part
 from shardckpt.errors import CheckpointingException, ShardingError, listed
-from shardckpt.storage.digest import preferred
-from shardckpt.tensors.memory import page_place, synchronize_devices
-from shardckpt_torch_dist.archive.pickled import check_loadable
-from shardckpt_torch_dist.archive.unpickle import load_metadata
-from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN, fitted
-from shardckpt_torch_dist.dialects.metadata import METADATA_FILE
-from shardckpt_torch_dist.plan.write_plan import append_tensor
+from shardckpt.storage import preferred
+from shardckpt.tensors import page_place, synchronize_devices
+from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, check_loadable, fitted, load_metadata
+from shardckpt_torch_dist.dialects import METADATA_FILE
+from shardckpt_torch_dist.plan import append_tensor
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from shardckpt_torch_dist.torch_private import StorageInfo
 
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from shardckpt.manifest import FileRecord
-    from shardckpt.storage.writer import CheckpointWriter, FileWriter
+    from shardckpt.storage import CheckpointWriter, FileWriter
 
 
 class CheckpointStorageWriter(StorageWriter):

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning.table import Table, integers, matrix, numbered
-from shardckpt.storage.columns import Columns, pack
-from shardckpt.storage.filesystem import check_file_name
+from shardckpt.planning import Table, integers, matrix, numbered
+from shardckpt.storage import Columns, check_file_name, pack
 from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
 
 INDEX_FILE = "shardckpt-index.safetensors"
 

@@ -22,10 +22,9 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.planning.boxes import Box, Ints, flat_parts
-from shardckpt.storage.filesystem import check_file_name
-from shardckpt_torch_dist.archive.pickle_policy import brief
-from shardckpt_torch_dist.archive.unpickle import load_metadata
+from shardckpt.planning import Box, Ints, flat_parts
+from shardckpt.storage import check_file_name
+from shardckpt_torch_dist.archive import brief, load_metadata
 from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, parse
 from shardckpt_torch_dist.dialects.stored import (
     COMMON_FILE,
@@ -40,7 +39,7 @@ from shardckpt_torch_dist.dialects.stored import (
 
 if TYPE_CHECKING:
     from shardckpt.manifest import Manifest
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage import CheckpointReader
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardckpt.planning.table import integers, matrix, spread
-from shardckpt.tensors.memory import tensor_bytes
+from shardckpt.planning import integers, matrix, spread
+from shardckpt.tensors import tensor_bytes
 from shardckpt_torch_dist.torch_private import StorageInfo
 
 if TYPE_CHECKING:

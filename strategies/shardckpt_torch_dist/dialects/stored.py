@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning.boxes import Box
-from shardckpt.planning.table import Boxes, integers
+from shardckpt.planning import Box, Boxes, integers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from shardckpt.planning.boxes import Ints
-    from shardckpt.planning.table import Table
+    from shardckpt.planning import Ints, Table
 
 #: The object by which Megatron from 0.19 on stores the common state among the tensors.
 COMMON_KEY = "common_state/shard_0_1"

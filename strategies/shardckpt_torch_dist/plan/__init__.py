@@ -1,1 +1,36 @@
 """What a rank writes and reads: which bytes, in which files, in which order."""
+
+from shardckpt_torch_dist.plan.file_layout import padded, place
+from shardckpt_torch_dist.plan.global_plan import LocalPlan, local_plan, merged
+from shardckpt_torch_dist.plan.items import Source, archives_of, local_items, tensors_of
+from shardckpt_torch_dist.plan.load_plan import LoadPlan, dcp_tensor
+from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
+from shardckpt_torch_dist.plan.reads import Reads
+from shardckpt_torch_dist.plan.regions import our_archive, read_object
+from shardckpt_torch_dist.plan.requested import Region
+from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
+from shardckpt_torch_dist.plan.write_plan import Names, SaveWork, append_tensor
+
+__all__ = [
+    "LoadPlan",
+    "LocalPlan",
+    "Names",
+    "Reads",
+    "Region",
+    "SaveWork",
+    "ShardedLoadPlanner",
+    "ShardedSavePlanner",
+    "Source",
+    "append_tensor",
+    "archives_of",
+    "check_cast",
+    "dcp_tensor",
+    "local_items",
+    "local_plan",
+    "merged",
+    "our_archive",
+    "padded",
+    "place",
+    "read_object",
+    "tensors_of",
+]

@@ -6,7 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
+from shardckpt.storage import BLOCK_BYTES, give_back, lease
 from shardckpt_torch_dist.plan.regions import SMALL_ITEM, our_archive
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from shardckpt.storage.reader import CheckpointReader
-    from shardckpt_torch_dist.dialects.stored import Item
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_torch_dist.dialects import Item
 
 #: Bytes between two items of a run at most.
 _GAP = 4 << 10

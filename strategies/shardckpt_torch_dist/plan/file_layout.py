@@ -6,10 +6,10 @@ import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.planning.balance import deal
-from shardckpt.tensors.memory import page_place
-from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN, fitted
-from shardckpt_torch_dist.dialects.stored import Item
+from shardckpt.planning import deal
+from shardckpt.tensors import page_place
+from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, fitted
+from shardckpt_torch_dist.dialects import Item
 from shardckpt_torch_dist.plan.write_plan import PlannedFile, SaveWork
 
 if TYPE_CHECKING:

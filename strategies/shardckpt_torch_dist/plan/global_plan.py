@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import ShardingError, listed
-from shardckpt.planning.table import Table, integers, joined, matrix, misfits
-from shardckpt.storage.columns import Column, Columns, pack
-from shardckpt.storage.packed_shards import PackedShards
-from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex
+from shardckpt.planning import Table, integers, joined, matrix, misfits
+from shardckpt.storage import Column, Columns, PackedShards, pack
+from shardckpt_torch_dist.dialects import Chunks, Item, StoredIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardckpt.planning.boxes import Ints
+    from shardckpt.planning import Ints
     from shardckpt_torch_dist.plan.file_layout import Placed
     from shardckpt_torch_dist.plan.items import LocalItems
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning.boxes import part_view, shard_parts
-from shardckpt.planning.table import Boxes
-from shardckpt_torch_dist.archive.pickled import archived, check_loadable
-from shardckpt_torch_dist.dialects.stored import COMMON_KEY
+from shardckpt.planning import Boxes, part_view, shard_parts
+from shardckpt_torch_dist.archive import archived, check_loadable
+from shardckpt_torch_dist.dialects import COMMON_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.mapping import ShardedBase
-    from shardckpt.planning.boxes import FlatPart, Ints
+    from shardckpt.planning import FlatPart, Ints
 
 
 Source: TypeAlias = "tuple[int, FlatPart | None]"

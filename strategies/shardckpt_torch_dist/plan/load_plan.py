@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.tensors.memory import synchronize_devices
-from shardckpt.tensors.wrappers import is_quantized
+from shardckpt.tensors import is_quantized, synchronize_devices
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
 from shardckpt_torch_dist.plan.reads import Reads
 from shardckpt_torch_dist.plan.requested import WantedTensors
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan as ItemPlan
 
     from shardckpt.mapping import ShardedBase
-    from shardckpt.storage.reader import CheckpointReader
-    from shardckpt_torch_dist.dialects.stored import StoredIndex, StoredTensor
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_torch_dist.dialects import StoredIndex, StoredTensor
 
 
 class LoadPlan:

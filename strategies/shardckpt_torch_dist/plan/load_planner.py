@@ -11,16 +11,22 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-import shardckpt.distributed.comm  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
+import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError
-from shardckpt.planning.boxes import Box, FlatPart, part_view, shard_parts
-from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.planning.dtypes import check_dtypes
-from shardckpt.planning.lookup import BoxFinder
-from shardckpt.planning.shapes import check_shapes
+from shardckpt.planning import (
+    Box,
+    BoxFinder,
+    FlatPart,
+    check_dtypes,
+    check_shapes,
+    find_hole,
+    find_overlap,
+    part_view,
+    shard_parts,
+)
 from shardckpt.state_dict import map_reduce
-from shardckpt.tensors.wrappers import is_quantized, movable
-from shardckpt_torch_dist.archive.reader import load_bytes
+from shardckpt.tensors import is_quantized, movable
+from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.plan.split import put_rest, split_shards
 from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_apart
 

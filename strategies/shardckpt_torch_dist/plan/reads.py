@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from shardckpt.tensors.memory import is_ordinary, synchronize_devices
+from shardckpt.tensors import is_ordinary, synchronize_devices
 from shardckpt_torch_dist.plan.coalesced_reads import ReadAhead, runs
 from shardckpt_torch_dist.plan.regions import read_chunk, read_object
 from shardckpt_torch_dist.plan.requested import Region
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from shardckpt.storage.reader import CheckpointReader
-    from shardckpt_torch_dist.dialects.stored import Item, StoredIndex, StoredTensor
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_torch_dist.dialects import Item, StoredIndex, StoredTensor
     from shardckpt_torch_dist.plan.coalesced_reads import Run
 
 

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import scatter
-from shardckpt.tensors.wrappers import copy_values
-from shardckpt_torch_dist.archive.reader import Archive, StoredPayload
-from shardckpt_torch_dist.archive.tensor_pickles import resolved
-from shardckpt_torch_dist.archive.writer import of_length, row_major
+from shardckpt.storage import Source as RangeSource
+from shardckpt.storage import StoredArray, read_box
+from shardckpt.tensors import copy_values
+from shardckpt_torch_dist.archive import Archive, StoredPayload, of_length, resolved, row_major
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.planning.boxes import Ints
-    from shardckpt_torch_dist.dialects.stored import Chunk, Item
+    from shardckpt.planning import Ints
+    from shardckpt_torch_dist.dialects import Chunk, Item
 
 #: Items up to this size are read whole, in one call.
 SMALL_ITEM = 64 << 10
 
 
-class Source(scatter.Source, Protocol):
+class Source(RangeSource, Protocol):
     """What items are read from: a reader, or a run of a file that it has read ahead."""
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
@@ -68,8 +67,8 @@ def read_chunk(
         copy_values(target, box)
         return
     first_byte = item.offset + stored.offset + (stored.first + chunk.first) * dtype.itemsize
-    array = scatter.StoredArray(item.file, first_byte, dtype, tuple(chunk.box.shape))
-    scatter.read_box(reader, array, tuple(start), target, key)
+    array = StoredArray(item.file, first_byte, dtype, tuple(chunk.box.shape))
+    read_box(reader, array, tuple(start), target, key)
 
 
 class OurArchive(NamedTuple):

@@ -7,17 +7,26 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning.boxes import Box, FlatPart, part_view, whole_box
-from shardckpt.planning.intersect import Overlaps, overlaps, rows_of
-from shardckpt.planning.table import Boxes, distinct, misfits
+from shardckpt.planning import (
+    Box,
+    Boxes,
+    FlatPart,
+    Overlaps,
+    distinct,
+    misfits,
+    overlaps,
+    part_view,
+    rows_of,
+    whole_box,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.mapping import ShardedTensor
-    from shardckpt.planning.table import Table
-    from shardckpt.storage.reader import CheckpointReader
-    from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex
+    from shardckpt.planning import Table
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_torch_dist.dialects import Chunk, Item, StoredIndex
 
 
 class Region(NamedTuple):

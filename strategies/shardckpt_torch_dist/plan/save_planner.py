@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning.boxes import FlatPart, part_view, shard_parts
-from shardckpt_torch_dist.archive.pickled import archived
-from shardckpt_torch_dist.dialects.stored import COMMON_KEY
+from shardckpt.planning import FlatPart, part_view, shard_parts
+from shardckpt_torch_dist.archive import archived
+from shardckpt_torch_dist.dialects import COMMON_KEY
 from shardckpt_torch_dist.plan.split import split_shards
 
 if TYPE_CHECKING:

@@ -7,23 +7,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage.digest import SEGMENT_BYTES, SMALL_RECORD
-from shardckpt.tensors.copier import Copier
-from shardckpt.tensors.memory import is_ordinary, is_plain, plain_cpu, synchronize_devices, tensor_bytes
-from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN, of_length
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, dump
-from shardckpt_torch_dist.dialects.metadata import METADATA_FILE
-from shardckpt_torch_dist.dialects.metadata_pickle import encode
-from shardckpt_torch_dist.dialects.stored import COMMON_FILE
+from shardckpt.storage import SEGMENT_BYTES, SMALL_RECORD
+from shardckpt.tensors import Copier, is_ordinary, is_plain, plain_cpu, synchronize_devices, tensor_bytes
+from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, of_length
+from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, dump, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from shardckpt.storage.packed_shards import PackedShards
-    from shardckpt.storage.writer import CheckpointWriter, FileWriter
-    from shardckpt_torch_dist.dialects.stored import StoredIndex
+    from shardckpt.storage import CheckpointWriter, FileWriter, PackedShards
+    from shardckpt_torch_dist.dialects import StoredIndex
 
 
 #: Bytes that are copied at a time of a tensor whose memory's bytes are not its values, one after the other, on the CPU;

@@ -6,14 +6,12 @@ import os
 from dataclasses import asdict, dataclass
 
 from shardckpt.dist_checkpointing import check_is_distributed_checkpoint
-from shardckpt.engine.locations import locate, locate_local
+from shardckpt.engine import locate, locate_local
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import MARKER_LIMIT, Marker
 from shardckpt.manifest import MARKER_NAME as CONFIG_FNAME
-from shardckpt.plugins.manager import host
-from shardckpt.plugins.resolver import parse_file
-from shardckpt.storage.filesystem import naming, sync_directory
-from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.plugins import host, parse_file
+from shardckpt.storage import CheckpointWriter, naming, sync_directory
 
 _UNFINISHED = f"{CONFIG_FNAME}.unfinished"
 

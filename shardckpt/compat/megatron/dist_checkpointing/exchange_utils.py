@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel import distribution
-from shardckpt.parallel.distribution import ShardDistribution, ShardId, distribute_shards_to_ranks
-from shardckpt.parallel.exchange import Transfer, check_algorithm, exchange
-from shardckpt.tensors.wrappers import is_quantized as is_float8tensor
+from shardckpt.parallel import (
+    ShardDistribution,
+    ShardId,
+    Transfer,
+    check_algorithm,
+    distribute_shards_to_ranks,
+    exchange,
+)
+from shardckpt.parallel import determine_main_replica_uniform_distribution as determine_distribution
+from shardckpt.tensors import is_quantized as is_float8tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping import ShardedStateDict, ShardedTensor
-    from shardckpt.parallel.distribution import ShardId
+    from shardckpt.parallel import ShardId
 
 
 def determine_main_replica_uniform_distribution(
@@ -33,9 +39,7 @@ def determine_main_replica_uniform_distribution(
 ) -> ShardDistribution:
     """As ours; a cache of distributions on disk, which Megatron never checks, is refused."""
     refuse_group_cache(pg_cache_path, pg_cache_create)
-    return distribution.determine_main_replica_uniform_distribution(
-        sharded_state_dict, parallelization_group, ignore_groups
-    )
+    return determine_distribution(sharded_state_dict, parallelization_group, ignore_groups)
 
 
 def exchange_by_distribution(

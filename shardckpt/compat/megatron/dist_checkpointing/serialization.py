@@ -17,18 +17,18 @@ from shardckpt.dist_checkpointing import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.locations import locate
+from shardckpt.distributed import Comm
+from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase
-from shardckpt.plugins.manager import host
-from shardckpt.storage import commit
+from shardckpt.plugins import host
+from shardckpt.storage import is_free
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from shardckpt.background.request import AsyncRequest
+    from shardckpt.background import AsyncRequest
     from shardckpt.mapping import ShardedStateDict
 
     PathLike = str | os.PathLike[str]
@@ -140,7 +140,7 @@ def _by_name(function: str, args: Sequence[Any], order: Sequence[str], keywords:
 def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
     comm = Comm(process_group)
     with comm.phase("looking at the target"):
-        taken = comm.is_main and not commit.is_free(locate(checkpoint_dir, host()))
+        taken = comm.is_main and not is_free(locate(checkpoint_dir, host()))
     if taken:
         logger.warning("%s is not empty: the checkpoint there is replaced when this save is whole", checkpoint_dir)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensorFactory, StateDict
 from shardckpt.state_dict import (
     build_copy,
@@ -15,7 +15,7 @@ from shardckpt.state_dict import (
     nested_values,
     split_for_save,
 )
-from shardckpt.validation.keys import compare_common, validate_shards
+from shardckpt.validation import compare_common, validate_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable

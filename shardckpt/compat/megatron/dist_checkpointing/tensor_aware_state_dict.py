@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardckpt.local.tensor_aware import TensorAwareStateDict as MCoreTensorAwareStateDict
+from shardckpt.local import TensorAwareStateDict as MCoreTensorAwareStateDict
 
 __all__ = ["MCoreTensorAwareStateDict"]

@@ -16,8 +16,8 @@ from shardckpt.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
-from shardckpt.parallel.distribution import ShardId as _ShardId
-from shardckpt.parallel.distribution import sharded_tensor_shard_id as _sharded_tensor_shard_id
+from shardckpt.parallel import ShardId as _ShardId
+from shardckpt.parallel import sharded_tensor_shard_id as _sharded_tensor_shard_id
 from shardckpt.quantized import force_all_tensors_to_non_fp8
 from shardckpt.state_dict import (
     extract_matching_values,

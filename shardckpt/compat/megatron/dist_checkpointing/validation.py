@@ -11,25 +11,23 @@ from shardckpt.compat.megatron.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
 )
 from shardckpt.compat.megatron.refusals import refusing
-from shardckpt.distributed.comm import Comm
-from shardckpt.engine.integrity import save_integrity_manifest, verify_integrity_manifest
-from shardckpt.engine.locations import locate
+from shardckpt.distributed import Comm
+from shardckpt.engine import locate, save_integrity_manifest, verify_integrity_manifest
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.manifest import INTEGRITY_NAME as INTEGRITY_FNAME
 from shardckpt.mapping import ShardedBase
-from shardckpt.plugins.manager import host
-from shardckpt.plugins.resolver import read_manifest
+from shardckpt.plugins import host, read_manifest
 from shardckpt.state_dict import extract_matching_values, nested_values
-from shardckpt.validation.keys import (
+from shardckpt.validation import (
     KeyMismatch,
     StrictHandling,
     compare_common,
     compare_keys,
     mismatch_text,
     parse_strict_flag,
+    refuse_misfits,
     stored_key,
 )
-from shardckpt.validation.sharding import refuse_misfits
 
 if TYPE_CHECKING:
     import os

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed.comm import Comm
+from shardckpt.distributed import Comm
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.distribution import ShardDistribution, sharded_tensor_shard_id
+from shardckpt.parallel import ShardDistribution, sharded_tensor_shard_id
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from shardckpt.planning import boxes, intersect
+from shardckpt.planning import box_overlaps, boxes
+from shardckpt.planning.box_overlaps import overlaps, rows_of
 from shardckpt.planning.boxes import Box
-from shardckpt.planning.intersect import overlaps, rows_of
 from shardckpt.planning.table import Boxes, integers
 from tests.planning.cuts import random_cut
 
@@ -42,7 +42,7 @@ def _boxes(pieces: list[tuple[int, Box]]) -> Boxes:
 @pytest.mark.parametrize("seed", range(25))
 def test_overlaps_are_those_of_every_pair(seed: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of two random cuts of the same tensors share what comparing each pair says, equal boxes among them."""
-    monkeypatch.setattr(intersect, "_PAIRS", pairs)
+    monkeypatch.setattr(box_overlaps, "_PAIRS", pairs)
     rng = random.Random(seed)
     stored = [random_cut(rng) for _ in range(rng.randint(1, 6))]
     pieces = _pieces(stored)

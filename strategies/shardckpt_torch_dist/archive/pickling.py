@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.distributed.comm import can_be_pickled
+from shardckpt.distributed import can_be_pickled
 from shardckpt.errors import CheckpointingException, ShardingError, UnsafePickleError
 from shardckpt.state_dict import nested_items
 from shardckpt_torch_dist.archive.reader import load_bytes

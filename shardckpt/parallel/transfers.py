@@ -14,7 +14,7 @@ from shardckpt.errors import CheckpointingException
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardckpt.distributed.comm import Comm
+    from shardckpt.distributed import Comm
 
 #: Bytes that a rank sends, and bytes that it receives, at most in a round.
 ROUND_BYTES = 64 * 2**20

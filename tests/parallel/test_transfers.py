@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
-from shardckpt.parallel.exchange import Transfer, check_algorithm, exchange
+from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
