@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -9,54 +11,27 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "shardckpt"
 STRATEGIES = ROOT / "strategies"
 
-#: The house from the cellar to the roof; a room imports from rooms below it, and from itself.
-FLOORS = (
-    ("errors",),
-    ("settings", "manifest", "tensors"),
-    ("mapping",),
-    ("state_dict", "distributed", "planning"),
-    ("storage", "quantized"),
-    ("strategy",),
-    ("plugins", "validation", "adapters", "parallel"),
-    ("engine",),
-    ("background", "local", "maintenance", "optimizer"),
-    ("dist_checkpointing", "async_save", "optimizer_state"),
-    ("huggingface",),
-    ("manager",),
-    ("integrations",),
-    ("demo", "compat"),
-    ("cli",),
-    ("__main__",),
-)
-LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+#: What a strategy may use of the core: these doors, beside the face.
+DOORS_FOR_STRATEGIES = {
+    "adapters",
+    "distributed",
+    "engine",
+    "errors",
+    "manifest",
+    "mapping",
+    "parallel",
+    "planning",
+    "plugins",
+    "settings",
+    "state_dict",
+    "storage",
+    "strategy",
+    "tensors",
+    "validation",
+}
 
-#: The rooms inside torch_dist, as above.
-TORCH_DIST_FLOORS = ("archive", "dialects", "plan", "dcp")
-
-#: What a strategy may use of the core.
-PUBLIC = tuple(
-    f"shardckpt.{name}."
-    for name in (
-        "mapping",
-        "state_dict",
-        "strategy",
-        "manifest",
-        "planning",
-        "storage",
-        "errors",
-        "distributed.comm",
-        "tensors.copier",
-        "tensors.memory",
-        "tensors.raw_memory",
-        "tensors.wrappers",
-        "plugins.hookspecs",
-        "plugins.registry",
-        "parallel",
-        "adapters",
-        "validation",
-        "engine.externally_coordinated",
-    )
-)
+#: Folders whose modules are doors themselves: users name each of them.
+OPEN_FOLDERS = ("shardckpt", "shardckpt.compat", "shardckpt.integrations")
 
 
 def _imports(path: Path) -> set[str]:
@@ -72,77 +47,112 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-def _rooms(path: Path) -> set[str]:
-    """Rooms of the core that a file imports."""
-    names = {name.split(".")[1] for name in _imports(path) if name.startswith("shardckpt.")}
-    return names & set(LEVEL)
+def _module(path: Path) -> str:
+    root = ROOT if path.is_relative_to(CORE) else STRATEGIES
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _core_files() -> list[Path]:
-    return sorted(path for path in CORE.rglob("*.py") if path != CORE / "__init__.py")
+FILES = {_module(path): path for path in sorted([*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")])}
+FOLDERS = {name for name, path in FILES.items() if path.name == "__init__.py"}
 
 
-def _room(path: Path) -> str:
-    return path.relative_to(CORE).parts[0].removesuffix(".py")
+def _folders(name: str) -> list[str]:
+    """The folders that a module is in, the outermost first; a folder's __init__ is in it."""
+    parts = name.split(".")
+    return [folder for end in range(1, len(parts) + 1) if (folder := ".".join(parts[:end])) in FOLDERS]
 
 
-@pytest.mark.parametrize("path", _core_files(), ids=lambda path: str(path.relative_to(CORE)))
-def test_arrows_point_down(path: Path) -> None:
-    """A file of the core imports from floors below its own and from its own room, inside functions too."""
-    room = _room(path)
-    wrong = {other for other in _rooms(path) if other != room and LEVEL[other] >= LEVEL[room]}
-    assert not wrong
+def _imported(path: Path) -> list[tuple[str, str]]:
+    """Ours of a file's imports, as (module, name); the name is empty where the module itself is imported."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names if alias.name in FILES]
+        elif isinstance(node, ast.ImportFrom) and node.module in FILES:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.append((inner, "") if inner in FILES else (node.module, alias.name))
+    return found
 
 
-def test_no_file_imports_itself_in_a_circle() -> None:
-    """Inside a room, too, there is no circle."""
-    files = {
-        f"shardckpt.{path.relative_to(CORE).with_suffix('').as_posix().replace('/', '.')}": path
-        for path in _core_files()
-    }
-    files |= {
-        path.relative_to(STRATEGIES).with_suffix("").as_posix().replace("/", "."): path
-        for path in STRATEGIES.rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    graph = {name: {other for other in _imports(path) if other in files} for name, path in files.items()}
-    while leaves := [name for name, needs in graph.items() if not needs]:
-        for leaf in leaves:
-            del graph[leaf]
-        for needs in graph.values():
-            needs.difference_update(leaves)
-    assert not graph, f"circle among {sorted(graph)}"
+def _offered(folder: str) -> set[str]:
+    """What a folder's __init__ offers."""
+    assigned = [node for node in ast.parse(FILES[folder].read_text()).body if isinstance(node, ast.Assign)]
+    return next((set(ast.literal_eval(a.value)) for a in assigned if ast.unparse(a.targets[0]) == "__all__"), set())
 
 
-def test_arrows_point_down_in_torch_dist() -> None:
-    """A room inside torch_dist imports from those below it, and never from its strategies."""
-    root = STRATEGIES / "shardckpt_torch_dist"
-    upper = {f"{root.name}.{path.stem}" for path in root.glob("*.py") if path.stem not in ("__init__", "torch_private")}
-    for level, room in enumerate(TORCH_DIST_FLOORS):
-        above = {f"{root.name}.{name}" for name in TORCH_DIST_FLOORS[level + 1 :]}
-        above |= upper if room != "dcp" else set()
-        for path in (root / room).rglob("*.py"):
-            assert not {".".join(name.split(".")[:2]) for name in _imports(path)} & above, path
-    assert {path.name for path in root.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(
-        TORCH_DIST_FLOORS
-    )
+OFFERED = {folder: _offered(folder) for folder in FOLDERS}
+
+
+def _is_open(folder: str) -> bool:
+    return folder in OPEN_FOLDERS or folder.startswith("shardckpt.compat.")
+
+
+def _circle(graph: dict[str, set[str]]) -> set[str]:
+    """What is left of a graph without all that leads to no circle."""
+    while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
+        graph = {name: needs for name, needs in graph.items() if name not in leaves}
+    return set(graph)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rooms_are_entered_by_their_doors(name: str) -> None:
+    """A file takes of another folder what its __init__ offers, never one of its insides."""
+    own = _folders(name)
+    for module, taken in _imported(FILES[name]):
+        closed = [folder for folder in _folders(module) if folder not in own and not _is_open(folder)]
+        if closed:
+            assert module == closed[0], f"{module} is inside {closed[0]}"
+            assert not taken or taken in OFFERED[module], f"{module} does not offer {taken}"
+
+
+def test_doors_offer_what_is_there() -> None:
+    """Every name that a door offers can be had there, lazily or not, and is not one of the folder's modules."""
+    for folder, names in OFFERED.items():
+        door = importlib.import_module(folder)
+        for name in names:
+            assert hasattr(door, name), f"{folder}.{name}"
+            assert folder == "shardckpt" or f"{folder}.{name}" not in FILES, f"{folder}.{name} is a module, too"
+
+
+def test_no_room_needs_itself() -> None:
+    """Arrows between rooms point one way: no room needs, over others, itself; nor does a module or an inner folder."""
+    rooms: dict[str, set[str]] = {}
+    modules: dict[str, set[str]] = {}
+    for name, path in FILES.items():
+        top = name.split(".")[0] != "shardckpt"
+        room = name.split(".")[0] if top else ".".join(name.split(".")[:2])
+        needs = {module for module, _ in _imported(path)}
+        if name != "shardckpt":
+            reached = {m.split(".")[0] if m.split(".")[0] != "shardckpt" else ".".join(m.split(".")[:2]) for m in needs}
+            rooms.setdefault(room, set()).update(reached - {room, "shardckpt"})
+        if name not in FOLDERS:
+            modules[name] = needs - FOLDERS
+    assert not _circle(rooms)
+    assert not _circle(modules)
+    for package in (path.name for path in STRATEGIES.iterdir() if path.is_dir()):
+        inner: dict[str, set[str]] = {}
+        for name, path in FILES.items():
+            if name.startswith(f"{package}."):
+                part = ".".join(name.split(".")[:2])
+                reached = {".".join(m.split(".")[:2]) for m, _ in _imported(path) if m.startswith(f"{package}.")}
+                inner.setdefault(part, set()).update(reached - {part})
+        assert not _circle(inner), package
 
 
 def test_few_modules_stand_at_the_top() -> None:
-    """At the top of the core stand the faces and the vocabulary, each with a floor; what they need lies in rooms."""
-    modules = {path.stem for path in CORE.glob("*.py")}
-    assert modules <= {room for rooms in FLOORS for room in rooms} | {"__init__"}
-    assert len(modules) <= 12
+    """At the top of the core stand the faces and the vocabulary; what they need lies in rooms."""
+    assert len(list(CORE.glob("*.py"))) <= 12
 
 
 def test_the_core_names_no_strategy() -> None:
     """No file of the core imports a strategy package or names a backend; what maps another library's names may."""
     packages = {path.name for path in STRATEGIES.iterdir() if path.is_dir()}
     for path in CORE.rglob("*.py"):
-        if _room(path) == "compat":
+        if path.relative_to(CORE).parts[0] == "compat":
             continue
         assert not {name.split(".")[0] for name in _imports(path)} & packages, path
-        if _room(path) not in ("demo", "cli"):
+        if path.relative_to(CORE).parts[0] not in ("demo", "cli"):
             assert "torch_dist" not in path.read_text(), path
 
 
@@ -153,11 +163,18 @@ def test_nothing_imports_the_names_of_other_libraries() -> None:
             assert not {name for name in _imports(path) if name.startswith("shardckpt.compat")}, path
 
 
-def test_strategies_use_public_rooms_only() -> None:
+def test_strategies_use_few_doors() -> None:
     """A built-in strategy takes from the core only what a third party may take."""
-    for path in STRATEGIES.rglob("*.py"):
-        taken = {name for name in _imports(path) if name.startswith("shardckpt.") and name.split(".")[1] in LEVEL}
-        assert not [name for name in taken if not f"{name}.".startswith(PUBLIC)], path
+    for name, path in FILES.items():
+        taken = {module for module, _ in _imported(path) if module.startswith("shardckpt.")}
+        if name.split(".")[0] != "shardckpt":
+            assert {module.split(".")[1] for module in taken} <= DOORS_FOR_STRATEGIES, name
+
+
+def test_a_base_does_not_know_what_is_derived_from_it() -> None:
+    """torch_dist does not name ep, which is made of it."""
+    for path in (STRATEGIES / "shardckpt_torch_dist").rglob("*.py"):
+        assert not re.search(r"shardckpt_ep|\bEP[A-Z]|\"ep\"", path.read_text()), path
 
 
 def test_only_comm_calls_collectives() -> None:

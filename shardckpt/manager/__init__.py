@@ -5,8 +5,7 @@ from shardckpt.manager.config import AsyncMode, CheckpointConfig
 from shardckpt.manager.manager import CheckpointManager
 from shardckpt.manager.per_rank import PerRank, Stateful
 from shardckpt.manager.plain_state import describe_form, describe_tensors, put_together, wanted_tensors
-from shardckpt.manager.replicas import ReplicaManager
-from shardckpt.manager.replicas.fault_tolerance import FaultTolerance
+from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
 from shardckpt.manager.rng import RandomState
 from shardckpt.manager.steps import CONTENT_KEY
 

@@ -6,11 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardckpt_torch_dist.archive.reader import load_bytes
+    from shardckpt_torch_dist.archive import load_bytes
     from shardckpt_torch_dist.dcp import CheckpointStorageReader, CheckpointStorageWriter
     from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-    from shardckpt_torch_dist.plan import ShardedLoadPlanner, ShardedSavePlanner
-    from shardckpt_torch_dist.plan.split import put_rest
+    from shardckpt_torch_dist.plan import ShardedLoadPlanner, ShardedSavePlanner, put_rest
     from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 
 #: The module of each name: it is imported when the name is first asked for.
@@ -21,8 +20,8 @@ _MODULES = {
     "ShardedSavePlanner": "plan",
     "TorchDistLoadShardedStrategy": "load",
     "TorchDistSaveShardedStrategy": "save",
-    "load_bytes": "archive.reader",
-    "put_rest": "plan.split",
+    "load_bytes": "archive",
+    "put_rest": "plan",
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,14 +143,20 @@ def test_is_free(tmp_path: Path) -> None:
         commit.is_free(target / ".hidden")
 
 
-def test_discard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_discard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Discarding removes a staging directory; what cannot be removed is reported, not raised."""
-    staging = staged(tmp_path / "ckpt")
-    commit.discard_staging(staging)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, "it is in use")
+
+    commit.discard_staging(staged(tmp_path / "ckpt"))
     assert list(tmp_path.iterdir()) == []
-    with caplog.at_level(logging.WARNING):
-        commit.discard_staging(staging)
-    assert f"cannot remove {staging}" in caplog.text
+    staging = staged(tmp_path / "ckpt")
+    monkeypatch.setattr(os, "rmdir", fail)
+    commit.discard_staging(staging)
+    assert "cannot remove" in caplog.text
+    assert "it is in use" in caplog.text
+    assert list(tmp_path.iterdir())
 
 
 def test_replaced_of(tmp_path: Path) -> None:

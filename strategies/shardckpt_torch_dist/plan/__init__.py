@@ -9,6 +9,7 @@ from shardckpt_torch_dist.plan.reads import Reads
 from shardckpt_torch_dist.plan.regions import our_archive, read_object
 from shardckpt_torch_dist.plan.requested import Region
 from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
+from shardckpt_torch_dist.plan.split import put_rest
 from shardckpt_torch_dist.plan.write_plan import Names, SaveWork, append_tensor
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "our_archive",
     "padded",
     "place",
+    "put_rest",
     "read_object",
     "tensors_of",
 ]
