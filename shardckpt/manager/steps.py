@@ -71,16 +71,6 @@ class StepNames:
 STEPS = StepNames("step-")
 
 
-def step_name(step: int) -> str:
-    """The name of a step's directory: ``step-<n>``."""
-    return STEPS.name(step)
-
-
-def parse_step(name: str) -> int | None:
-    """The step of a directory ``step-<n>``; None for every other name: no sign, no leading zero, nothing around it."""
-    return STEPS.parse(name)
-
-
 @dataclass(frozen=True)
 class StepCheckpoint:
     """What stands in a step's directory, as far as that is known without reading its data.
@@ -251,4 +241,4 @@ def _copy(error: Any) -> Any:
     return type(error)(*error.args)
 
 
-__all__ = ["CONTENT_KEY", "STEPS", "StepCheckpoint", "StepFolder", "StepNames", "parse_step", "step_name"]
+__all__ = ["CONTENT_KEY", "STEPS", "StepCheckpoint", "StepFolder", "StepNames"]
