@@ -14,6 +14,7 @@ import pytest
 
 from shardckpt import errors, settings
 from shardckpt.cli import main
+from shardckpt.compat import mindspeed
 from tests.readmes import BLOCKS, EXAMPLES, READMES, ROOT
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def test_the_example_plugins_are_plugins(tmp_path: Path) -> None:
 import sys, torch
 from shardckpt import ShardedTensor, dist_checkpointing as dc
 from shardckpt.cli import main
+from shardckpt.compat import mindspeed
 tensor = torch.arange(12.0).reshape(4, 3)
 state = {"w": ShardedTensor.from_rank_offsets("w", tensor), "step": 3}
 for place in ("c", "mine://c"):
@@ -129,6 +131,11 @@ def test_every_error_that_is_named_exists() -> None:
     assert all(issubclass(getattr(errors, name), errors.CheckpointingException) for name in named)
 
 
+def test_every_name_of_mindspeed_has_its_successor() -> None:
+    """The table of MindSpeed's names has all of them."""
+    assert [name for name in mindspeed.__all__ if f"`{name}`" not in READMES["shardckpt/compat/README.md"]] == []
+
+
 def test_every_environment_variable_is_explained() -> None:
     """The table of environment variables has all that are read, with the default of each."""
     rows = dict(re.findall(r"^\| `(SHARDCKPT_\w+)` \| ([^|]+) \|", READMES["shardckpt/README.md"], re.MULTILINE))
@@ -141,9 +148,11 @@ def test_every_environment_variable_is_explained() -> None:
 
 @pytest.mark.parametrize("file", READMES)
 def test_what_a_readme_points_to_is_there(file: str) -> None:
-    """Every test and every link that a README names exists."""
+    """Every file, test and link that a README names exists."""
     text = READMES[file]
-    assert [path for path in re.findall(r"`(tests/[\w/.]+)(?:::\w+)?`", text) if not (ROOT / path).exists()] == []
+    paths = re.findall(r"`((?:tests|shardckpt|strategies|benchmarks)/[\w/.]+)(?:::\w+)?`", text)
+    generated = {"benchmarks/RESULTS.md"}
+    assert [path for path in paths if not (ROOT / path).exists() and path not in generated] == []
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)}
     assert [link for link in sorted(links) if link and not (ROOT / file).parent.joinpath(link).exists()] == []
 
