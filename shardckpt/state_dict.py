@@ -213,11 +213,6 @@ def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedS
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
 
 
-def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """``(local non-persistent objects, rest)``."""
-    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
-
-
 def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
     """Factories built, local objects dropped, and the rest split into a nest of shards and common state.
 
@@ -271,17 +266,6 @@ def checked_copy(shard: ShardedBase) -> ShardedBase:
     found: ShardedBase = _copied(shard)
     found.validate_metadata_integrity()
     return found
-
-
-def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """The nest without flattened shards that hold no element; the argument stays."""
-    _, kept = extract_matching_values(sharded_state_dict, _is_empty_flat)
-    return kept  # type: ignore[no-any-return]
-
-
-def _is_empty_flat(leaf: Any) -> bool:
-    part = leaf.flattened_range if isinstance(leaf, ShardedTensor) else None
-    return part is not None and part.start == part.stop
 
 
 def _refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
@@ -383,10 +367,8 @@ __all__ = [
     "dict_list_map_outplace",
     "diff",
     "extract_matching_values",
-    "extract_nonpersistent",
     "extract_sharded_base",
     "extract_sharded_tensors_and_factories",
-    "filter_out_empty_flatten_tensor",
     "map_reduce",
     "merge",
     "nested_items",
