@@ -41,7 +41,7 @@ class Marker(BaseModel):
 
 
 class FileRecord(BaseModel):
-    """A file of the checkpoint: its size in bytes, the rank that wrote it, its digests (:mod:`shardckpt.storage.digest`)."""
+    """A file of the checkpoint: its size in bytes, its rank, its digests (:mod:`shardckpt.storage.digest`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
