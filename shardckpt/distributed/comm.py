@@ -11,7 +11,6 @@ rank that stops they hear by the group's timeout. Together they find out which i
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import hashlib
@@ -25,9 +24,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from shardckpt.distributed.error_report import ErrorReport, copy_error, joint_message
 from shardckpt.distributed.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_done, moves_by_gloo, note_use
 from shardckpt.distributed.groups import alive, cpu_group, joined_group, moves
-from shardckpt.distributed.rank_errors import Report, verdict
+from shardckpt.distributed.pickling import can_be_pickled, unpickled
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
 from shardckpt.tensors import packed, view_tensor
 
@@ -174,9 +174,7 @@ class Comm:
         if error is not None and self._told is not None:
             if not isinstance(error, Exception):
                 raise error
-            told = copy.copy(self._told)  # once more, in the place of what has failed after it
-            told.settled_by = self._number
-            raise told from error
+            raise copy_error(self._told) from error  # once more, in the place of what has failed after it
         self._told = None
         if self.world_size == 1:
             if error is not None:
@@ -185,13 +183,24 @@ class Comm:
         padding = [0] * (_BESIDE - len(values))
         failed, *combined = self._combined([int(error is not None), *values, *padding], operation)
         if failed:
-            report = None if error is None else Report.of(error, self.rank, self._phase)
-            reports = self._all_gather_bytes(pickle.dumps(report))
-            shared = verdict([report for report in reports if report is not None])
-            shared.settled_by = self._number
-            self._told = type(shared)(*shared.args)
-            raise shared from error
+            raise self._shared(error) from error
         return combined[: len(values)]
+
+    def _shared(self, error: BaseException | None) -> CheckpointingException:
+        """Collective: the one error that all ranks raise, after some have failed.
+
+        It is the first failed rank's, with its class if every rank can make that again: see :class:`ErrorReport`.
+        """
+        report = None if error is None else ErrorReport.of(error, f"rank {self.rank}, in {self._phase!r}")
+        everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle.dumps(report))
+        reports = [report for report in everyone if report is not None]
+        shared = reports[0].rebuild(joint_message(reports))
+        unknown = self._combined([int(shared is None)], dist.ReduceOp.MAX) != [0]
+        if shared is None or unknown:
+            shared = RankFailedError(joint_message(reports, named=True))
+        shared.settled_by = self._number
+        self._told = copy_error(shared)
+        return shared
 
     @_whole
     def all_gather(self, value: _T) -> list[_T]:
@@ -484,36 +493,19 @@ class Comm:
         """The error of all ranks that are left."""
         lost = CommunicationError(found.text)
         lost.missing_ranks, lost.settled_by = found.missing, self._number
-        self._told = copy.copy(lost)
+        self._told = copy_error(lost)
         return lost
 
-    def _local(self, error: BaseException) -> BaseException:
-        """The error of a single process: one of the family as it is, any other wrapped with the phase."""
-        if not isinstance(error, CheckpointingException):
-            wrapped = RankFailedError(f"in {self._phase!r}: {type(error).__name__}: {error}")
+    def _local(self, error: BaseException) -> CheckpointingException:
+        """The error of a single process: itself if its class would reach other ranks, else a RankFailedError."""
+        report = ErrorReport.of(error, f"in {self._phase!r}")
+        if not isinstance(error, CheckpointingException) or report.rebuild("") is None:
+            wrapped = RankFailedError(report.message(named=True))
             wrapped.__cause__ = error
             error = wrapped
         if error.settled_by is None:
             error.settled_by = self._number
         return error
-
-
-def pickled(value: Any) -> bytes | None:
-    """The value on its way to another rank, or None where pickle does not take it."""
-    try:
-        return pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - any class may refuse in any way
-        return None
-
-
-def can_be_pickled(value: Any) -> bool:
-    """Whether pickle takes the value: it can go to another rank, or into a pickled object."""
-    return pickled(value) is not None
-
-
-def unpickled(data: bytes | memoryview) -> Any:
-    """What another process of this job has pickled: never anything that was stored."""
-    return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -534,4 +526,4 @@ def _finish(works: Sequence[Any]) -> None:
         work.wait()
 
 
-__all__ = ["BY_MAIN", "SETTLEMENT", "Comm", "can_be_pickled", "pickled", "unpickled"]
+__all__ = ["BY_MAIN", "SETTLEMENT", "Comm"]
