@@ -17,7 +17,7 @@ class CheckpointingException(Exception):
     """
 
     #: Number of the Comm whose ranks are all known to raise this same error, if any.
-    settled_by: int | None = None
+    shared_by: int | None = None
 
 
 class ShardingError(CheckpointingException):

@@ -48,7 +48,7 @@ BY_MAIN = 512 << 10
 #: Numbers that travel with a settlement, at most.
 _BESIDE = 6
 #: Bytes of a settlement.
-SETTLEMENT = 8 * (1 + _BESIDE)
+SYNC_BYTES = 8 * (1 + _BESIDE)
 #: The last collectives, which are never freed. A thread of gloo lets go of one just after it has woken who waits. Were
 #: it the last to have it, it would free its tensors, and need the interpreter for that, which may be ending: the
 #: process would be aborted then ("terminate called without an active exception").
@@ -124,18 +124,18 @@ class Comm:
         return (0,) if self._group is None else tuple(dist.get_process_group_ranks(self._group))
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def collective_phase(self, name: str) -> Iterator[None]:
         """Do a step together: after it every rank goes on, or every rank raises the error of the first that failed.
 
         Args:
             name: What the step does, for the error: "planning", "writing tensors".
         """
-        with self.task(name):
+        with self.local_phase(name):
             yield
-            self.settle()
+            self.sync_errors()
 
     @contextmanager
-    def task(self, name: str) -> Iterator[None]:
+    def local_phase(self, name: str) -> Iterator[None]:
         """Do this rank's part of a step: all hear of an error at once, of a success when they next settle.
 
         It costs no message. What follows must bear that another rank may have failed, until the ranks settle: at the
@@ -143,7 +143,7 @@ class Comm:
         before, and the whole of what these do there stands in a phase of theirs.
 
         Args:
-            name: As in :meth:`phase`.
+            name: As in :meth:`collective_phase`.
         """
         before, self._phase, self._told = self._phase, name, None
         error: BaseException | None = None
@@ -153,22 +153,22 @@ class Comm:
             error = exc
         except BaseException as exc:  # Ctrl-C or an exit: the others hear of it, this rank goes on ending
             with suppress(CheckpointingException):
-                self.settle(exc)
+                self.sync_errors(exc)
             raise
         if error is not None:
-            self.settle(error)
+            self.sync_errors(error)
         self._phase = before
 
     @_whole
-    def settle(self, error: BaseException | None = None) -> None:
+    def sync_errors(self, error: BaseException | None = None) -> None:
         """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
         self._meet(error=error)
 
     def _meet(self, *values: int, error: BaseException | None = None, operation: Any = dist.ReduceOp.MAX) -> list[int]:
         """Settle, and combine a few values of all ranks, place by place, in one message, always of one size."""
-        if isinstance(error, CheckpointingException) and error.settled_by == self._number:
+        if isinstance(error, CheckpointingException) and error.shared_by == self._number:
             raise error
-        if isinstance(error, CommunicationError) and error.settled_by is not None:
+        if isinstance(error, CommunicationError) and error.shared_by is not None:
             # a rank did not answer a smaller group: to ask it here is to wait as long once more
             raise self._lost(self._abandon(error)) from error
         if error is not None and self._told is not None:
@@ -198,7 +198,7 @@ class Comm:
         unknown = self._combined([int(shared is None)], dist.ReduceOp.MAX) != [0]
         if shared is None or unknown:
             shared = RankFailedError(joint_message(reports, named=True))
-        shared.settled_by = self._number
+        shared.shared_by = self._number
         self._told = copy_error(shared)
         return shared
 
@@ -220,7 +220,7 @@ class Comm:
             return [value] if given else []
         if longest * self.world_size <= _AT_ONCE:
             return self._gathered(data, longest)
-        with self.phase(self._phase):
+        with self.collective_phase(self._phase):
             parts = self._parts(len(data))
             receives = [(part, rank) for rank, part in parts.items() if rank]
             sends = [(packed(data), 0)] if data and not self.is_main else []
@@ -264,7 +264,7 @@ class Comm:
             receives: Contiguous tensors of the same sizes, each with the rank that it comes from.
             device_type: Where all tensors are, on every rank: the CPU, or what :meth:`moves`.
         """
-        with self.phase(self._phase):
+        with self.collective_phase(self._phase):
             transfers = self._transfers(sends, receives, self._carrier(device_type))
         self._join(device_type)
         self._transfer(transfers)
@@ -279,7 +279,7 @@ class Comm:
         """
         if self.world_size == 1:
             return
-        with self.phase(self._phase):
+        with self.collective_phase(self._phase):
             group = self._carrier(device_type)
             sources = [(_raw(tensor), dist.get_global_rank(group, rank)) for tensor, rank in routes]
         self._join(device_type)
@@ -288,7 +288,7 @@ class Comm:
     def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
         """Run ``function`` on the main rank as a phase, and hand its result to all."""
         result: Any = None
-        with self.task(name):
+        with self.local_phase(name):
             if self.is_main:
                 result = function()
         return self.broadcast(result)  # type: ignore[no-any-return]
@@ -324,7 +324,7 @@ class Comm:
         if agreed:
             return alike
         everyone = self.all_gather(mine)
-        with self.phase("comparing the arguments of all ranks"):
+        with self.collective_phase("comparing the arguments of all ranks"):
             for rank, theirs in enumerate(everyone):
                 for name, value in theirs.items():
                     if value != (first := everyone[0].get(name, "nothing")):
@@ -397,7 +397,7 @@ class Comm:
         numbers = list(map(int, values))
         if len(numbers) <= _BESIDE:
             return self._meet(*numbers, operation=operation)
-        self.settle()
+        self.sync_errors()
         return self._combined(numbers, operation)
 
     def _combined(self, values: list[int], operation: Any) -> list[int]:
@@ -492,7 +492,7 @@ class Comm:
     def _lost(self, found: Diagnosis) -> CommunicationError:
         """The error of all ranks that are left."""
         lost = CommunicationError(found.text)
-        lost.missing_ranks, lost.settled_by = found.missing, self._number
+        lost.missing_ranks, lost.shared_by = found.missing, self._number
         self._told = copy_error(lost)
         return lost
 
@@ -503,8 +503,8 @@ class Comm:
             wrapped = RankFailedError(report.message(named=True))
             wrapped.__cause__ = error
             error = wrapped
-        if error.settled_by is None:
-            error.settled_by = self._number
+        if error.shared_by is None:
+            error.shared_by = self._number
         return error
 
 
@@ -526,4 +526,4 @@ def _finish(works: Sequence[Any]) -> None:
         work.wait()
 
 
-__all__ = ["BY_MAIN", "SETTLEMENT", "Comm"]
+__all__ = ["BY_MAIN", "SYNC_BYTES", "Comm"]

@@ -75,7 +75,7 @@ class ErrorReport:
             path = ""
         else:
             values = {**vars(error), "args": error.args}
-            values.pop("settled_by", None)  # it counts the Comms of this process
+            values.pop("shared_by", None)  # it counts the Comms of this process
             found = {name: pickled(value) for name, value in values.items()}
             attributes = {name: data for name, data in found.items() if data and len(data) <= _LONGEST_ATTRIBUTE}
         trace = "".join(traceback.format_exception(error)) if with_traceback else ""

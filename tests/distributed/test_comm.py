@@ -57,15 +57,15 @@ def test_values_of_any_size_are_gathered(ranks: RankPool, unit: int) -> None:
 
 def _fails(where: str) -> None:
     comm = Comm()
-    with comm.phase("outer"):
-        with comm.phase("first"):
+    with comm.collective_phase("outer"):
+        with comm.collective_phase("first"):
             if where == "own" and comm.rank == 1:
                 raise ShardingError("bad shard")
             if where == "foreign" and comm.rank >= 1:
                 raise ValueError(f"odd value {comm.rank}")
         if where == "between" and comm.rank == 2:
             raise ShardingError("outside of any inner phase")
-        with comm.phase("second"):
+        with comm.collective_phase("second"):
             pass
         comm.gather(1)
 
@@ -119,9 +119,9 @@ def test_one_process_needs_no_group() -> None:
     comm = Comm()
     assert (comm.rank, comm.world_size, comm.is_main) == (0, 1, True)
     assert (comm.gather(1), comm.all_gather(2), comm.broadcast(3), comm.main_runs("x", lambda: 4)) == ([1], [2], 3, 4)
-    with pytest.raises(RankFailedError, match="in 'step': KeyError"), comm.phase("step"):
+    with pytest.raises(RankFailedError, match="in 'step': KeyError"), comm.collective_phase("step"):
         raise KeyError("k")
-    with pytest.raises(ShardingError, match=r"^plain$"), comm.phase("step"):
+    with pytest.raises(ShardingError, match=r"^plain$"), comm.collective_phase("step"):
         raise ShardingError("plain")
 
 
@@ -153,9 +153,9 @@ def test_a_value_that_cannot_travel_is_everyones_error(ranks: RankPool, how: str
 def _fails_in_a_smaller_group(how: str) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     outer = Comm()
-    with outer.phase("outer"):
+    with outer.collective_phase("outer"):
         inner = Comm(alone=True) if how == "alone" else Comm(halves[outer.rank // 2])
-        with inner.phase("inner"):
+        with inner.collective_phase("inner"):
             if outer.rank == 1:
                 raise ShardingError("bad shard")
     outer.gather(1)
@@ -173,7 +173,7 @@ def test_an_error_settled_in_a_smaller_group_is_settled_again_in_the_larger(rank
 def _is_interrupted() -> list[int]:
     comm = Comm()
     try:
-        with comm.phase("step"):
+        with comm.collective_phase("step"):
             if comm.rank == 1:
                 raise KeyboardInterrupt
     except (KeyboardInterrupt, RankFailedError) as exc:
@@ -189,7 +189,7 @@ def test_an_interrupt_on_one_rank_is_heard_by_all(ranks: RankPool) -> None:
 def _is_interrupted_deep_inside() -> list[int]:
     comm = Comm()
     try:
-        with comm.task("operation"), comm.phase("step"), comm.task("part"):
+        with comm.local_phase("operation"), comm.collective_phase("step"), comm.local_phase("part"):
             if comm.rank == 1:
                 raise KeyboardInterrupt
     except (KeyboardInterrupt, RankFailedError) as exc:
@@ -206,9 +206,9 @@ def _fails_on_the_way_out(who: int) -> list[Any]:
     comm = Comm()
 
     def operation() -> None:
-        with comm.task("operation"):
+        with comm.local_phase("operation"):
             try:
-                with comm.phase("step"):
+                with comm.collective_phase("step"):
                     if comm.rank == 1:
                         raise ShardingError("bad shard")
             finally:
@@ -216,7 +216,7 @@ def _fails_on_the_way_out(who: int) -> list[Any]:
                     raise OSError("and the disk is full")
 
     def next_operation() -> None:
-        with comm.phase("next"):
+        with comm.collective_phase("next"):
             if comm.rank == who:
                 raise ValueError("another")
 
@@ -240,12 +240,12 @@ def test_what_fails_after_the_verdict_is_told_to_no_one(ranks: RankPool, who: in
 
 def _fails_after_an_interrupt() -> str:
     comm = Comm()
-    with suppress(KeyboardInterrupt, RankFailedError), comm.phase("first"):
+    with suppress(KeyboardInterrupt, RankFailedError), comm.collective_phase("first"):
         if comm.rank == 1:
             raise KeyboardInterrupt
 
     def second() -> None:
-        with comm.phase("second"):
+        with comm.collective_phase("second"):
             if comm.rank == 1:
                 raise ValueError("odd value")
 
@@ -259,12 +259,12 @@ def test_after_an_interrupt_errors_are_told_again(ranks: RankPool) -> None:
 
 def _fails_in_a_task(then: str) -> int:
     comm = Comm()
-    with comm.task("alone"):
+    with comm.local_phase("alone"):
         if comm.rank == 1:
             raise ShardingError("bad shard")
     done = 1  # the others go on, until they settle
     calls = {
-        "phase": lambda: _phase(comm),
+        "collective_phase": lambda: _phase(comm),
         "agree": lambda: comm.agree(value=1),
         "largest": lambda: comm.largest(1),
         "many": lambda: comm.largest(1, 2, 3),
@@ -275,21 +275,21 @@ def _fails_in_a_task(then: str) -> int:
         "main_runs": lambda: comm.main_runs("x", lambda: 1),
         "exchange": lambda: comm.exchange([], []),
         "broadcast_tensors": lambda: comm.broadcast_tensors([]),
-        "settle": comm.settle,
+        "sync_errors": comm.sync_errors,
     }
     calls[then]()
     return done
 
 
 def _phase(comm: Comm) -> None:
-    with comm.phase("together"):
+    with comm.collective_phase("together"):
         pass
 
 
 @pytest.mark.parametrize(
     "then",
     [
-        "phase",
+        "collective_phase",
         "agree",
         "largest",
         "many",
@@ -300,7 +300,7 @@ def _phase(comm: Comm) -> None:
         "main_runs",
         "exchange",
         "broadcast_tensors",
-        "settle",
+        "sync_errors",
     ],
 )
 def test_an_error_in_a_task_is_everyones_in_what_follows(ranks: RankPool, then: str) -> None:
@@ -393,7 +393,7 @@ def _after_the_end(path: str) -> str:
     comm = Comm()
     dist.destroy_process_group()
     try:
-        comm.settle()
+        comm.sync_errors()
     except CommunicationError as exc:
         return str(exc)
     finally:
@@ -412,13 +412,13 @@ def _waits_and_is_interrupted(who: int) -> list[Any]:
     comm, before = Comm(), signal.signal(signal.SIGINT, signal.default_int_handler)
     heard: list[Any] = []
     try:
-        with comm.task("waiting"):
+        with comm.local_phase("waiting"):
             if rank == who:
                 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             if rank == slow:
                 time.sleep(1)
-            comm.settle()
-        comm.settle()
+            comm.sync_errors()
+        comm.sync_errors()
     except (KeyboardInterrupt, RankFailedError) as exc:
         heard.append(type(exc).__name__)
     finally:
@@ -488,7 +488,7 @@ def _sends_in_every_way(folder: str) -> list[int]:
             values = (comm.all_gather(comm.rank), comm.gather(comm.rank), comm.broadcast(7), comm.total(1))
             assert values == ([0, 1], [0, 1] if comm.is_main else [], 7, [2])
         comm_module._AT_ONCE, comm_module.BY_MAIN = kept
-        with suppress(CheckpointingException), comm.phase("failing"):
+        with suppress(CheckpointingException), comm.collective_phase("failing"):
             raise ShardingError("bad shard")
         LocalCheckpointManager(f"{folder}/{comm.rank}", CliqueReplication(1, 2)).save(part, 1)
     return [len(noted), sum(not tensor.untyped_storage().resizable() for tensor in noted)]

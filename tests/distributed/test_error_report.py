@@ -95,7 +95,7 @@ def _class_and_texts(case: str) -> tuple[str, str, bool]:
     """The class of the error that the last rank raises, as every rank raises it, and its texts."""
     comm, error = Comm(), ERRORS[case]()
     try:
-        with comm.phase("step"):
+        with comm.collective_phase("step"):
             if comm.rank == comm.world_size - 1:
                 raise error
     except Exception as exc:  # noqa: BLE001 - the test decides
@@ -135,7 +135,7 @@ def test_a_class_does_not_depend_on_the_number_of_ranks(ranks: RankPool, case: s
 def _attributes() -> tuple[Any, Any]:
     comm = Comm()
     try:
-        with comm.phase("step"):
+        with comm.collective_phase("step"):
             if comm.rank == 1:
                 raise CodeError(7, path="f")
     except CodeError as exc:
@@ -151,7 +151,7 @@ def test_attributes_arrive_where_they_can(ranks: RankPool) -> None:
 def _fails_again_on_the_way_out() -> list[str]:
     comm = Comm()
     try:
-        with comm.task("operation"):
+        with comm.local_phase("operation"):
             try:
                 _raise_on_rank_1(comm)
             finally:
@@ -161,7 +161,7 @@ def _fails_again_on_the_way_out() -> list[str]:
 
 
 def _raise_on_rank_1(comm: Comm) -> None:
-    with comm.phase("step"):
+    with comm.collective_phase("step"):
         if comm.rank == 1:
             raise CodeError(7, path="f")
 
@@ -178,7 +178,7 @@ def _raises_of_its_own_module() -> tuple[str, str]:
         sys.modules[name] = ModuleType(name)
         sys.modules[name].OddError = type("OddError", (CheckpointingException,), {"__module__": name})  # type: ignore[attr-defined]
     try:
-        with comm.phase("step"):
+        with comm.collective_phase("step"):
             if comm.rank == 1:
                 raise sys.modules[name].OddError("odd")
     except CheckpointingException as exc:
@@ -195,7 +195,7 @@ def test_a_class_that_one_rank_has_is_named_on_all(ranks: RankPool) -> None:
 
 def _both_fail() -> None:
     comm = Comm()
-    with comm.phase("step"):
+    with comm.collective_phase("step"):
         raise (PluginError, ShardingError)[comm.rank]("odd")
 
 
@@ -226,8 +226,8 @@ def test_large_attributes_stay_at_home() -> None:
 def test_an_error_of_one_process_is_the_one_that_was_raised() -> None:
     """On one rank an error of the family keeps its identity, and with it all of its attributes."""
     error = CodeError(7, path="f")
-    with pytest.raises(CodeError) as caught, Comm().phase("step"):
+    with pytest.raises(CodeError) as caught, Comm().collective_phase("step"):
         raise error
     assert caught.value is error
-    with pytest.raises(RankFailedError, match=r"^in 'step': LocalError: odd$"), Comm().phase("step"):
+    with pytest.raises(RankFailedError, match=r"^in 'step': LocalError: odd$"), Comm().collective_phase("step"):
         raise _local_error()
