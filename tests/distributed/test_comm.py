@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import signal
@@ -7,6 +8,7 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +24,6 @@ from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.ranks import RankPool
 
@@ -499,3 +500,27 @@ def test_messages_are_in_memory_of_torch(ranks: RankPool, tmp_path: Path) -> Non
     for count, foreign in ranks.run(2, _sends_in_every_way, str(tmp_path)):
         assert count > 40
         assert foreign == 0  # what torch has not allocated cannot be resized
+
+
+def test_what_is_collective_says_so() -> None:
+    """A function of the room that always reaches a collective says ``Collective:`` first, and no other does."""
+    nodes = [node for path in Path(comm_module.__file__).parent.glob("*.py") for node in ast.walk(_tree(path))]
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)}
+    for where_it_fails in ("local_phase", "_diagnosis"):
+        assert not _says_collective(functions.pop(where_it_fails))
+    collective = {"_call", "new_group", "diagnose"}
+    while found := {name for name, node in functions.items() if _attributes(node) & collective} - collective:
+        collective |= found
+    assert {name for name, node in functions.items() if _says_collective(node)} == collective & functions.keys()
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _says_collective(function: ast.FunctionDef) -> bool:
+    return (ast.get_docstring(function) or "").startswith("Collective: ")
+
+
+def _attributes(function: ast.FunctionDef) -> set[str]:
+    return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
