@@ -121,7 +121,7 @@ class Transaction:
         return writer
 
     def commit(self, writer: CheckpointWriter, before: Written | None = None, content: Any = None) -> None:
-        """Make the files of all ranks the checkpoint; it is one when the ranks settle next.
+        """Make the files of all ranks the checkpoint; it is one after the next sync of errors.
 
         Args:
             writer: Has written this rank's files; writes those that make them valid.

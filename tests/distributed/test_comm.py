@@ -126,15 +126,15 @@ def test_one_process_needs_no_group() -> None:
         raise ShardingError("plain")
 
 
-def _through_a_twin() -> list[int]:
+def _through_a_gloo_group() -> list[int]:
     accelerators_only = dist.new_group(backend="cuda:gloo")
     first, second = Comm(accelerators_only), Comm(accelerators_only)
     return first.all_gather(first.rank) + second.all_gather(second.rank)
 
 
-def test_a_group_for_accelerators_gets_a_twin_for_the_cpu(ranks: RankPool) -> None:
-    """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the verdicts."""
-    assert ranks.run(2, _through_a_twin) == [[0, 1, 0, 1]] * 2
+def test_a_group_for_accelerators_gets_a_gloo_group_for_the_cpu(ranks: RankPool) -> None:
+    """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the messages."""
+    assert ranks.run(2, _through_a_gloo_group) == [[0, 1, 0, 1]] * 2
 
 
 def _hands_out_what_cannot_be_pickled(how: str) -> None:
@@ -163,8 +163,8 @@ def _fails_in_a_smaller_group(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["alone", "half"])
-def test_an_error_settled_in_a_smaller_group_is_settled_again_in_the_larger(ranks: RankPool, how: str) -> None:
-    """A verdict of some ranks is no verdict of all: the others hear of it at once, and raise the same."""
+def test_an_error_of_a_smaller_group_is_shared_in_the_larger(ranks: RankPool, how: str) -> None:
+    """An error that some ranks share is not yet that of all: the others hear of it at once, and raise the same."""
     outcomes = ranks.outcomes(4, _fails_in_a_smaller_group, how)
     assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -199,7 +199,7 @@ def _is_interrupted_deep_inside() -> list[int]:
 
 
 def test_an_interrupt_is_told_once(ranks: RankPool) -> None:
-    """However deep in tasks and phases a rank is, the others hear of its end once, and wait for it no second time."""
+    """However deep in phases a rank is, the others hear of its end once, and wait for it no second time."""
     assert ranks.run(3, _is_interrupted_deep_inside) == [[False, 0, 1, 2], [True, 0, 1, 2], [False, 0, 1, 2]]
 
 
@@ -233,10 +233,10 @@ def _error_of(operation: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_fails_after_the_verdict_is_told_to_no_one(ranks: RankPool, who: int) -> None:
+def test_what_fails_after_a_shared_error_is_not_reported(ranks: RankPool, who: int) -> None:
     """An error while a failed operation is cleaned up does not become the others' in what they do next."""
-    verdict, another = "rank 1, in 'step': bad shard", f"rank {who}, in 'next': ValueError: another"
-    assert ranks.run(2, _fails_on_the_way_out, who) == [[verdict, [0, 1], another]] * 2
+    shared, another = "rank 1, in 'step': bad shard", f"rank {who}, in 'next': ValueError: another"
+    assert ranks.run(2, _fails_on_the_way_out, who) == [[shared, [0, 1], another]] * 2
 
 
 def _fails_after_an_interrupt() -> str:
@@ -258,12 +258,12 @@ def test_after_an_interrupt_errors_are_told_again(ranks: RankPool) -> None:
     assert ranks.run(2, _fails_after_an_interrupt) == ["rank 1, in 'second': ValueError: odd value"] * 2
 
 
-def _fails_in_a_task(then: str) -> int:
+def _fails_in_a_local_phase(then: str) -> int:
     comm = Comm()
     with comm.local_phase("alone"):
         if comm.rank == 1:
             raise ShardingError("bad shard")
-    done = 1  # the others go on, until they settle
+    done = 1  # the others go on, until they sync errors
     calls = {
         "collective_phase": lambda: _phase(comm),
         "agree": lambda: comm.agree(value=1),
@@ -304,9 +304,9 @@ def _phase(comm: Comm) -> None:
         "sync_errors",
     ],
 )
-def test_an_error_in_a_task_is_everyones_in_what_follows(ranks: RankPool, then: str) -> None:
+def test_an_error_in_a_local_phase_is_everyones_in_what_follows(ranks: RankPool, then: str) -> None:
     """Whatever the ranks do together next, they do not do it, and raise the error of the one that has failed."""
-    outcomes = ranks.outcomes(3, _fails_in_a_task, then)
+    outcomes = ranks.outcomes(3, _fails_in_a_local_phase, then)
     assert [outcome.kind for outcome in outcomes] == ["ShardingError"] * 3
     assert {outcome.message for outcome in outcomes} == {"rank 1, in 'alone': bad shard"}
 
