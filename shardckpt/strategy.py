@@ -1,4 +1,21 @@
-"""What a strategy is: the classes that authors subclass, and the small protocols for optional abilities."""
+"""The classes that an author of a strategy subclasses, and the protocols for what a strategy may also be able to do.
+
+A format is a pair of classes with one ``backend`` and ``version``: a :class:`SaveStrategy`, or an
+:class:`AsyncSaveStrategy` for saves behind the training, and a :class:`LoadStrategy`. A plugin registers them, see
+:func:`shardckpt.plugins.hookspecs.shardckpt_register`. ``shardckpt/plugins/README.md`` explains a complete example.
+
+The core validates the shards, stages, digests, syncs and commits. A strategy decides which bytes go to which file, and
+finds them again. Everything else is optional: a load strategy that has the methods of :class:`Recognises`,
+:class:`OwnsFiles`, :class:`ChecksFiles` or :class:`RemovesKeys` gets the ability; it need not subclass them.
+
+A method that gets a context runs on every rank of ``context.comm``, in a phase: if it raises on one rank, all ranks
+raise the same error. Three rules keep the ranks together; :class:`shardckpt.distributed.Comm` has examples.
+
+1. All ranks call the same collectives of ``context.comm``, in the same order: none stands in ``if comm.is_main``.
+2. An error that leaves a collective or a phase is not caught: the other ranks have ended the method with it.
+3. Before a collective of ``torch.distributed`` or of a smaller group, what can fail stands in
+   ``with context.comm.collective_phase(name)``: no rank enters the collective if another has failed.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +38,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """With whom a strategy plans a save.
+    """What a strategy needs to plan a save.
 
     Attributes:
         comm: The ranks that save. What can fail stands in ``with comm.collective_phase(...)`` or
             ``with comm.local_phase(...)``; :class:`shardckpt.distributed.Comm` says which.
-        save_id: A name that no other save has.
-        allow_globals: Classes and functions that objects may name although a load refuses them without leave.
-        staging: The directory in which this rank's files are made; None where no files are.
+        save_id: The save's id, 32 hex digits: the same on all ranks, and no other save has it.
+        allow_globals: Classes and functions that the caller allows in pickled objects, besides those that every load
+            accepts.
+        staging: The directory to which this rank's files will be written; None where the save writes none.
     """
 
     comm: Comm
@@ -39,10 +57,10 @@ class PlanContext:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveContext(PlanContext):
-    """Where and with whom a strategy saves.
+    """What a strategy needs to save: a plan's context, and the writer.
 
     Attributes:
-        writer: Creates the checkpoint's files in the staging directory; digests, fsync and commit are its business.
+        writer: Creates files in the staging directory. It makes their digests and syncs them; the core commits.
     """
 
     writer: CheckpointWriter
@@ -50,11 +68,11 @@ class SaveContext(PlanContext):
 
 @dataclass(frozen=True)
 class LoadContext:
-    """Where and with whom a strategy loads.
+    """What a strategy needs to load.
 
     Attributes:
-        reader: The checkpoint's files.
-        comm: The ranks that load.
+        reader: Reads the checkpoint's files; ``reader.manifest`` is what the checkpoint says of itself.
+        comm: The ranks that load, or this process alone.
         allow_globals: Classes and functions that the caller allows legacy pickles to name.
     """
 
@@ -64,12 +82,14 @@ class LoadContext:
 
 
 class SaveStrategy(ABC):
-    """Writes checkpoints of one (backend, version); an instance made by the registry serves one save.
+    """Writes checkpoints of one (backend, version).
+
+    If a class is registered, each save gets an instance of its own; if an instance is registered, all saves share it.
 
     Attributes:
         backend: Name of the format family.
         version: Version that it writes.
-        reader: The oldest release that reads this version, for errors of older installations: ``"shardckpt 0.1"``.
+        reader: The oldest release that reads this version, for the errors of older installations: ``"shardckpt 0.1"``.
         writes: What it writes, in a few words for ``shardckpt strategies``.
     """
 
@@ -80,48 +100,80 @@ class SaveStrategy(ABC):
 
     @abstractmethod
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
-        """Write this rank's part; called on every rank.
+        """Collective: write this rank's files; every rank of ``context.comm`` calls it with its own shards.
 
-        Every rank says which shards its files hold: ``context.writer.record_shards(shards)``. The save fails on all
-        ranks, by name, where a shard was given and not recorded; where a file was begun and not finished; and where
-        anything was written into the staging directory past the writer, unless ``context.writer.adopt`` takes it over.
+        Every rank reports which shards its files hold: ``context.writer.record_shards(shards)``. The save fails on all
+        ranks, with the names, if a shard is not recorded on any rank, if a file was created and not finished, and if
+        the staging directory has a file that neither the writer made nor ``context.writer.adopt`` took over.
+
+        Example:
+            One file per rank, and an index that the main rank writes::
+
+                def save(self, shards, common, context):
+                    comm, writer = context.comm, context.writer
+                    with comm.local_phase("writing shards"):  # names the step in errors
+                        mine = [shard for shard in shards if is_main_replica(shard.replica_id)]
+                        entries = self.write_data(f"{comm.rank}.bin", mine, writer)
+                        writer.record_shards(mine)
+                    everyone = comm.gather(entries)  # collective: all ranks call it
+                    with comm.local_phase("writing the index"):
+                        if comm.is_main:
+                            writer.write("index.json", self.index_of(everyone, common))
+
+            Wrong, since ranks would wait for each other until the group's timeout::
+
+                if mine:  # another rank may have none, and does not come
+                    everyone = comm.gather(entries)
+                dist.barrier()  # a rank that could not write is not here
 
         Args:
-            shards: This rank's ShardedTensors and ShardedObjects, replicas included; checked across ranks.
-            common: The state that is not sharded; the main rank's is the one to store.
-            context: Where and with whom.
+            shards: This rank's ShardedTensors and ShardedObjects, validated across ranks. Replicas are among them: the
+                main replica of each shard is the one to store. They belong to the caller: do not change them, nor
+                their data. ``data`` of a ShardedTensor has its ``data_shape`` and ``dtype``, on any device.
+            common: The state that is not sharded. The main rank's is the one to store.
+            context: The ranks, the writer, and what the caller allows.
+
+        Raises:
+            CheckpointingException: on every rank, if any failed; the checkpoint's directory is unchanged then.
         """
 
 
 class BackgroundWork(Protocol):
-    """A rank's part of a save, planned: all that writing it needs, and no other rank; it can be pickled.
+    """One rank's part of a planned save: all that writing it needs, and no other rank. It can be pickled.
 
     Attributes:
-        tensors: What is to be written; copies take their places before the caller goes on with its own.
-        keys: Whose they are, for errors.
+        tensors: The tensors to write. A background save replaces them by copies before the training goes on, so
+            :meth:`write` reads them from here.
+        keys: The key of each tensor, for errors.
     """
 
     tensors: list[torch.Tensor]
     keys: list[str]
 
     def write(self, writer: CheckpointWriter) -> Any:
-        """Write the files, in any thread or process, and say for ``finish`` what is where: plain data.
+        """Write this rank's files, in any thread or process; no collective may be called.
 
         ``writer.record_shards`` is called here, or in ``finish``, as in :meth:`SaveStrategy.save`.
+
+        Args:
+            writer: Creates the files.
+
+        Returns:
+            What ``finish`` needs to know of the files, such as names and offsets: plain data that can be pickled.
         """
 
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """A save that is planned and not written.
+    """A save that is planned and not yet written.
 
     Attributes:
         work: What this rank writes.
-        finish: ``finish(results, context)``, called on every rank when all have written; on the main rank the results
-            are those of every rank's ``work.write``, in rank order, elsewhere there are none. It writes what names
-            the rest. None, on all ranks, where the work writes everything.
-        plan: What :meth:`AsyncSaveStrategy.replan` needs to plan another save of shards with the same metadata, on
-            this rank; it holds none of the shards' data. None: this save is of no use for another.
+        finish: ``finish(results, context)``, which every rank calls when all have written: it writes the index. On the
+            main rank ``results`` are what ``work.write`` returned on every rank, in rank order; on the others it is
+            empty. None, on all ranks, if ``work`` writes everything.
+        plan: What :meth:`AsyncSaveStrategy.replan` needs on this rank to plan another save of shards with the same
+            metadata; it must not refer to the shards' data. None: no other save can use it.
     """
 
     work: BackgroundWork
@@ -130,7 +182,10 @@ class PreparedSave:
 
 
 class AsyncSaveStrategy(SaveStrategy):
-    """A save strategy whose writing needs no other rank, so that it can go on behind the training.
+    """A save strategy that writes without other ranks, so that a thread or process can write behind the training.
+
+    A save is :meth:`prepare`, then ``work.write``, then ``finish``: the first and the last are collective, and only
+    the second touches the bytes of tensors.
 
     Attributes:
         caches_plan: If True, the plans of recent saves are cached: a save whose shards have, on every rank, the same
@@ -144,39 +199,62 @@ class AsyncSaveStrategy(SaveStrategy):
     def plan_cache_key(self) -> Hashable | None:
         """All that a plan depends on besides the shards: strategies with equal keys use each other's plans.
 
-        By default the strategy itself: an instance uses its own plans alone. None: its plans are not cached.
+        By default the strategy itself: an instance uses only its own plans. None: its plans are not cached.
         """
         return self
 
     @abstractmethod
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Plan with all ranks; the arguments are those of :meth:`save`. Objects are pickled here, tensors not read."""
+        """Collective: plan a save; every rank of ``context.comm`` calls it with its own shards.
+
+        Objects and common state are pickled here, since the caller may change them later. Tensors are not read: they
+        are listed in ``work.tensors``.
+
+        Args:
+            shards: As in :meth:`SaveStrategy.save`.
+            common: As in :meth:`SaveStrategy.save`.
+            context: The ranks, and what the caller allows.
+
+        Returns:
+            This rank's part of the save.
+
+        Raises:
+            CheckpointingException: on every rank, if any failed.
+        """
 
     def replan(
         self, plan: Any, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
     ) -> PreparedSave | None:
-        """Collective: prepare a save by the plan of an earlier one, whose shards had the same metadata.
+        """Collective: plan a save by the plan of an earlier one, whose shards had the same metadata.
 
         Args:
             plan: The :attr:`PreparedSave.plan` of the earlier save, on this rank.
-            shards: The caller's own, which stay as they are.
+            shards: The caller's own, which must not be changed.
             common: As in :meth:`prepare`.
             context: As in :meth:`prepare`.
 
         Returns:
-            The save: its work has tensors of the same dtypes and shapes, in the same order, as the earlier one's. None,
-            on all ranks, if what is in the objects now needs another plan, as it is by default: then :meth:`prepare`
-            is called.
+            The save. Its work has tensors of the same dtypes and shapes, in the same order, as the earlier one's.
+            None, on all ranks, if the values of the objects need another plan: then :meth:`prepare` is called. That is
+            the default.
         """
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
-        """Prepare, write and finish, here and now."""
+        """Collective: prepare, write and finish in the caller's thread; see :meth:`SaveStrategy.save`."""
         write_prepared(self.prepare(shards, common, context), context)
 
 
 def write_prepared(prepared: PreparedSave, context: SaveContext) -> None:
-    """Write and finish a save that is planned, here and now."""
-    context.comm.sync_errors()  # before hours of writing
+    """Collective: write and finish a planned save in the caller's thread.
+
+    Args:
+        prepared: This rank's part of the save, as :meth:`AsyncSaveStrategy.prepare` returned it.
+        context: As in :meth:`SaveStrategy.save`.
+
+    Raises:
+        CheckpointingException: on every rank, if any failed.
+    """
+    context.comm.sync_errors()  # a rank may have failed to plan: the others must not find out after hours of writing
     with context.comm.local_phase("writing shards"):
         result = prepared.work.write(context.writer)
     if prepared.finish is not None:
@@ -184,10 +262,10 @@ def write_prepared(prepared: PreparedSave, context: SaveContext) -> None:
 
 
 def find_plan_cache_key(strategy: SaveStrategy) -> Hashable | None:
-    """Return the key of a strategy's plans in the cache, or None where each of its saves is planned anew.
+    """Return the key of a strategy's plans in the plan cache, or None if its plans are not cached.
 
-    It has one only if its own class, not a base, sets ``caches_plan``, and no method that the cache would skip was
-    replaced on the instance.
+    They are cached only if the strategy's own class, not a base, sets ``caches_plan``, and no method that the cache
+    would skip was replaced on the instance: what a subclass or a test put in its place would never be called.
     """
     replaced = {"prepare", "replan", "save"} & vars(strategy).keys()
     if replaced or not vars(type(strategy)).get("caches_plan") or not isinstance(strategy, AsyncSaveStrategy):
@@ -196,14 +274,16 @@ def find_plan_cache_key(strategy: SaveStrategy) -> Hashable | None:
 
 
 class LoadStrategy(ABC):
-    """Reads checkpoints of one backend; an instance serves one load.
+    """Reads checkpoints of one backend.
+
+    If a class is registered, each load gets an instance of its own; if an instance is registered, all loads share it.
 
     Attributes:
         backend: Name of the format family.
         version: Newest version that it reads.
         reads: What it reads, in a few words for ``shardckpt strategies``.
-        same_files: Other backends and versions that have the same files: it reads those, and a reader of those that
-            a caller gives reads its checkpoints.
+        same_files: Other backends and versions that have the same files: it reads those, and if a caller names a
+            reader of those, that one reads its checkpoints.
     """
 
     backend: ClassVar[str]
@@ -212,7 +292,21 @@ class LoadStrategy(ABC):
     same_files: ClassVar[tuple[tuple[str, int], ...]] = ()
 
     def cannot_load(self, manifest: Manifest) -> str | None:
-        """Why it cannot read this checkpoint, or None if it can; by default its own version and ``same_files``."""
+        """Return why this strategy cannot read a checkpoint, or None if it can.
+
+        By default it reads its own version, and ``same_files``. A reader of several versions overrides it::
+
+            def cannot_load(self, manifest):
+                is_known = manifest.backend == self.backend and manifest.version in (1, 2)
+                return None if is_known else "reads versions 1 and 2"
+
+        Args:
+            manifest: What the checkpoint says of itself: backend, version, and the record of its files. No data file
+                has been read.
+
+        Returns:
+            The reason, which follows the strategy's name in the error: ``"reads version 2"``; or None.
+        """
         if (manifest.backend, manifest.version) in self.same_files:
             return None
         if manifest.backend != self.backend:
@@ -223,45 +317,78 @@ class LoadStrategy(ABC):
 
     @abstractmethod
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """The value of every wanted shard, in order: a tensor for a ShardedTensor, an object for a ShardedObject.
+        """Collective: return the stored values of shards; every rank of ``context.comm`` calls it with its own.
 
-        A tensor has the shard's ``data_shape``; where the shard has ``data``, it is best filled in place and returned
-        (else the core copies). Shards whose key is not stored do not come here.
+        Example:
+            ::
+
+                def load(self, wanted, context):
+                    index = json.loads(context.reader.read("index.json"))
+                    return [self.read_shard(shard, index, context.reader) for shard in wanted]
+
+        Args:
+            wanted: ShardedTensors and ShardedObjects of this rank, none or many. Their keys are stored; their global
+                shapes and dtypes have been compared with those of :meth:`load_index`.
+            context: The files, the ranks, and what the caller allows.
+
+        Returns:
+            One value per shard, in the order of ``wanted``. For a ShardedTensor: a tensor of shape ``data_shape``.
+            Where the shard has ``data``, fill and return that; if another tensor is returned, the core copies and
+            casts it. Where it has none, return a new CPU tensor of the shard's ``dtype``; ``shard.init_data("cpu")``
+            makes one. With ``allow_shape_mismatch``, elements that are not stored are zero.
+            For a ShardedObject: the object.
+
+        Raises:
+            CheckpointingException: on every rank, if any failed: values are missing, damaged or refused.
         """
 
     @abstractmethod
     def load_common(self, context: LoadContext) -> StateDict:
-        """The state that is not sharded."""
+        """Collective: return the state that is not sharded, the same on every rank; ``{}`` if there is none."""
 
     @abstractmethod
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """What is stored: a data-less ShardedTensor of the whole shape a tensor, a ShardedObject an object."""
+        """Collective: return a description of everything that is stored, the same on every rank.
+
+        Returns:
+            One entry per tensor: a ShardedTensor with ``data=None`` and its stored dtype, whose ``local_shape`` is the
+            global shape (:meth:`shardckpt.mapping.ShardedTensor.whole` makes one). One entry per
+            object: a ShardedObject with ``data=None``.
+        """
 
 
 @runtime_checkable
 class Recognises(Protocol):
-    """A load strategy that knows checkpoints without ``metadata.json`` by their content."""
+    """A load strategy that recognises checkpoints without ``metadata.json`` by their content."""
 
     def recognises(self, directory: Path) -> int | None:
-        """The version under which it reads the directory, or None if it does not know it."""
+        """Return the version under which it reads a directory, or None if it does not know it.
+
+        Args:
+            directory: A directory without ``metadata.json`` and ``shardckpt.json``, perhaps of a store.
+        """
 
 
 @runtime_checkable
 class OwnsFiles(Protocol):
-    """A load strategy that knows which files of a foreign checkpoint are its own: an overwrite keeps the rest."""
+    """A load strategy that knows which files belong to a checkpoint of another library: an overwrite keeps the rest."""
 
     def owned_files(self, directory: Path) -> set[str]:
-        """Names of the checkpoint's files."""
+        """Return the names of the checkpoint's files.
+
+        Args:
+            directory: A checkpoint without ``shardckpt.json``, which would name them.
+        """
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file that a checkpoint must have, by what its index says.
+    """A file that a checkpoint must have, according to its index.
 
     Attributes:
         name: Its name in the directory.
-        nbytes: Bytes that it must have at least; 0 where the index does not say.
-        keys: The tensors and objects that are in it, or parts of them; none for a file that serves all of them.
+        nbytes: Least size in bytes; 0 if the index does not say.
+        keys: The tensors and objects that are in it, or parts of them; empty for a file that serves all of them.
     """
 
     name: str
@@ -271,28 +398,37 @@ class StoredFile:
 
 @runtime_checkable
 class ChecksFiles(Protocol):
-    """A load strategy that knows a checkpoint's files by its index, and what they must look like without digests."""
+    """A load strategy that can check a checkpoint's files without digests, by its index."""
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
-        """The files that the checkpoint must have, ``metadata.json`` and ``shardckpt.json`` left out."""
+        """Return the files that the checkpoint must have, without ``metadata.json`` and ``shardckpt.json``.
+
+        Args:
+            reader: Reads the checkpoint's files; only the index is needed.
+        """
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """What is wrong with each of the listed files, by name; None for nothing. No value is read.
+        """Return what is wrong with each of the listed files; values of tensors are not read.
 
-        A :class:`~shardckpt.errors.CorruptCheckpointError` says that it is not what was written, a
-        :class:`~shardckpt.errors.StorageError` that it could not be read.
+        Args:
+            reader: Reads the checkpoint's files.
+
+        Returns:
+            By file name: None for a file without fault; a :class:`~shardckpt.errors.CorruptCheckpointError` for one
+            that is not what was written; a :class:`~shardckpt.errors.StorageError` for one that cannot be read. The
+            errors are returned, not raised.
         """
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What leaving keys out of a checkpoint changes in its directory.
+    """What changes in a checkpoint's directory when keys are removed.
 
     Attributes:
-        keys: The keys that are left out.
-        renewed: New bytes of the files that name the keys, by file name.
-        dropped: Names of the files that nothing needs any more.
-        rewritten: What goes on of the files that hold other keys, too, by file name and in the order of both files.
+        keys: The keys that are removed.
+        renewed: New content of the files that name the keys, by file name.
+        dropped: Names of the files that are not needed any more.
+        rewritten: For each file that also holds other keys: the items that stay, in the order of both files.
     """
 
     keys: frozenset[str]
@@ -303,18 +439,38 @@ class Removal:
 
 @runtime_checkable
 class RemovesKeys(Protocol):
-    """A load strategy that can leave tensors and objects out of a stored checkpoint."""
+    """A load strategy that can remove tensors and objects from a stored checkpoint."""
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
-        """What changes without the tensors and objects whose keys begin with the prefix; the common state stays.
+        """Return what changes if the tensors and objects whose keys begin with a prefix are removed.
 
-        Nothing is written here. A file that holds any other key is not dropped: it is rewritten without the removed
-        bytes, or stays as it is.
+        Nothing is written here; the core writes and commits. The common state stays.
+
+        Args:
+            prefix: What the keys begin with.
+            reader: Reads the checkpoint's files.
+
+        Returns:
+            The changes. A file that holds any other key is not dropped: it is rewritten without the removed bytes, or
+            stays as it is.
         """
 
 
 class Migration(ABC):
     """Rewrites a checkpoint of one version as another; ``shardckpt migrate OLD NEW`` runs it.
+
+    Example:
+        Version 2 has a dtype for each tensor in its index; the data files are the same::
+
+            class AddDtypes(Migration):
+                backend, from_version, to_version = "npy", 1, 2
+
+                def migrate(self, reader, writer):
+                    index = json.loads(reader.read("index.json"))
+                    for entry in index:
+                        entry["dtype"] = dtype_of(reader, entry["file"])
+                        writer.write(entry["file"], reader.read(entry["file"]))
+                    writer.write("index.json", json.dumps(index).encode())
 
     Attributes:
         backend: Name of the format family.
@@ -328,7 +484,15 @@ class Migration(ABC):
 
     @abstractmethod
     def migrate(self, reader: CheckpointReader, writer: CheckpointWriter) -> None:
-        """Write the files of the new version; digests, marker and commit are not its business."""
+        """Write the files of the new version; the core makes digests and ``metadata.json``, and commits.
+
+        Args:
+            reader: Reads the old checkpoint; each read is checked against the digests.
+            writer: Creates the files of the new one.
+
+        Raises:
+            CheckpointingException: the checkpoint cannot be rewritten; nothing is at the new path then.
+        """
 
 
 __all__ = [
