@@ -1,4 +1,4 @@
-"""Plugins: what they may offer, how they are found, and which strategy reads a checkpoint."""
+"""Plugins: the hooks that they implement, how they are found, and which strategy reads a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardckpt.plugins.registry import StrategyRegistry, parse_key
     from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same, parse_file, read_manifest
 
-#: The module of each name: it is imported when the name is first asked for.
+#: The module of each name, imported at first use: ``shardckpt.hookimpl`` must not import torch.
 _MODULES = {
     "Accept": "resolver",
     "Event": "hookspecs",

@@ -1,4 +1,4 @@
-"""What the registry holds: strategies and migrations as classes, instances or ``"module:Class"``."""
+"""The entries of the registry: strategies and migrations as classes, instances or ``"module:Class"``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from shardckpt.errors import PluginError
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 
-#: Who registered what no plugin did.
+#: The distribution of entries that no plugin registered.
 USER = "this process"
 
 
 class StrategyAction(Enum):
-    """What a registered strategy does, by Megatron's names; common state belongs to the sharded strategy here."""
+    """What a registered strategy does, by Megatron's names; a sharded strategy stores the common state, too."""
 
     LOAD_SHARDED = "load_sharded"
     SAVE_SHARDED = "save_sharded"
 
     @property
     def verb(self) -> str:
-        """``load`` or ``save``."""
+        """The verb: ``load`` or ``save``."""
         return self.value.partition("_")[0]
 
 
@@ -41,9 +41,9 @@ class Entry:
         backend: Its backend.
         version: Its version.
         target: A class, an instance, or ``"module:Class"``, imported at first use.
-        distribution: Who registered it: a distribution with its version, or this process.
-        summary: What it reads or writes.
-        override: Whether it was registered to replace another.
+        distribution: Name and version of the distribution that registered it, or :data:`USER`.
+        summary: What it reads or writes, in a few words.
+        override: Whether it was registered to replace another entry.
     """
 
     action: StrategyAction
@@ -57,25 +57,26 @@ class Entry:
     @property
     def name(self) -> str:
         """The class's name with its module, without importing it."""
-        return _name(self.target)
+        return _class_name(self.target)
 
     @property
     def is_users_choice(self) -> bool:
-        """Whether the user put it in the place of whatever plugins bring, now or later."""
+        """Whether the user registered it in place of whatever plugins register, now or later."""
         return self.override and self.distribution == USER
 
     def create(self) -> Any:
-        """A strategy for one operation: a fresh one, unless an instance was registered.
+        """Return a strategy for one operation: a new instance, unless an instance was registered.
 
         Raises:
             PluginError: it cannot be imported or created, or is not what it was registered as.
         """
         if not isinstance(self.target, str | type):
             return self.target
-        kind = _imported(self.target, BASES[self.action], self.distribution)
+        kind = _import_class(self.target, BASES[self.action], self.distribution)
         if isinstance(self.target, str):
-            _check_claim(self.target, self.distribution, (self.backend, self.version), identity(kind))
-        return _created(kind, self.distribution)
+            # the entry was registered without importing the class, so it may name another backend or version
+            _check_claim(self.target, self.distribution, (self.backend, self.version), strategy_key_of(kind))
+        return _create(kind, self.distribution)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class MigrationEntry:
         from_version: Version that it reads.
         to_version: Version that it writes.
         target: A class, or ``"module:Class"``, imported at first use.
-        distribution: Who registered it.
+        distribution: Name and version of the distribution that registered it.
     """
 
     backend: str
@@ -99,45 +100,49 @@ class MigrationEntry:
     @property
     def name(self) -> str:
         """The class's name with its module, without importing it."""
-        return _name(self.target)
+        return _class_name(self.target)
 
     def create(self) -> Migration:
-        """A migration for one checkpoint.
+        """Return a migration for one checkpoint.
 
         Raises:
             PluginError: it cannot be imported or created, or is not what it was registered as.
         """
-        kind = _imported(self.target, Migration, self.distribution)
+        kind = _import_class(self.target, Migration, self.distribution)
         claim = (self.backend, self.from_version, self.to_version)
         _check_claim(self.name, self.distribution, claim, (kind.backend, kind.from_version, kind.to_version))
-        return _created(kind, self.distribution)  # type: ignore[no-any-return]
+        return _create(kind, self.distribution)  # type: ignore[no-any-return]
 
 
-def identity(kind: type[Any]) -> tuple[str, int]:
-    """The backend and version that a strategy class names."""
+def strategy_key_of(kind: type[Any]) -> tuple[str, int]:
+    """Return the backend and version that a strategy class names.
+
+    Raises:
+        PluginError: it names none.
+    """
     backend, version = getattr(kind, "backend", None), getattr(kind, "version", None)
     if not isinstance(backend, str) or not isinstance(version, int):
         raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
     return backend, version
 
 
-def _name(target: Any) -> str:
-    """A class's name with its module, without importing it."""
+def _class_name(target: Any) -> str:
+    """Return a class's name with its module, without importing it."""
     if isinstance(target, str):
         return target.replace(":", ".")
     kind = target if isinstance(target, type) else type(target)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _imported(target: type[Any] | str, base: type[Any], distribution: str) -> type[Any]:
-    """The class, imported if it is named as ``"module:Class"``."""
+def _import_class(target: type[Any] | str, base: type[Any], distribution: str) -> type[Any]:
+    """Return the class; import it if it is named as ``"module:Class"``."""
     if isinstance(target, type):
         return target
     module, _, name = target.partition(":")
     try:
         kind = getattr(importlib.import_module(module), name)
     except Exception as exc:
-        raise PluginError(f"{target} of {distribution} cannot be imported: {_text(exc)}") from exc
+        raise PluginError(f"{target} of {distribution} cannot be imported: {_error_text(exc)}") from exc
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise PluginError(f"{target} of {distribution} is not a {base.__name__}")
     return kind
@@ -145,18 +150,18 @@ def _imported(target: type[Any] | str, base: type[Any], distribution: str) -> ty
 
 def _check_claim(name: str, distribution: str, claimed: tuple[Any, ...], own: tuple[Any, ...]) -> None:
     if claimed != own:
-        raise PluginError(f"{name} of {distribution} is registered as {claimed}, and says of itself that it is {own}")
+        raise PluginError(f"{name} of {distribution} is registered as {claimed}, but its class attributes name {own}")
 
 
-def _created(kind: type[Any], distribution: str) -> Any:
+def _create(kind: type[Any], distribution: str) -> Any:
     try:
         return kind()
     except Exception as exc:
-        raise PluginError(f"{_name(kind)} of {distribution} cannot be created: {_text(exc)}") from exc
+        raise PluginError(f"{_class_name(kind)} of {distribution} cannot be created: {_error_text(exc)}") from exc
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-__all__ = ["BASES", "USER", "Entry", "MigrationEntry", "StrategyAction", "identity"]
+__all__ = ["BASES", "USER", "Entry", "MigrationEntry", "StrategyAction", "strategy_key_of"]

@@ -1,4 +1,23 @@
-"""What a plugin can offer: the pluggy hooks of the entry-point group ``shardckpt``."""
+"""The hooks that a plugin may implement.
+
+A plugin is a module that an entry point of the group ``shardckpt`` names. It implements the hooks that it needs: each
+is a function with one of the names below, decorated with ``@shardckpt.hookimpl``. A decorated function with any other
+name is an error. ``shardckpt/plugins/README.md`` explains a complete plugin.
+
+Example:
+    The module ``shardckpt_npy.plugin``::
+
+        import shardckpt
+
+        @shardckpt.hookimpl
+        def shardckpt_register(registry):
+            registry.add_lazy("npy", 1, save="shardckpt_npy.save:Save", load="shardckpt_npy.load:Load")
+
+    and its entry point in ``pyproject.toml``::
+
+        [project.entry-points.shardckpt]
+        npy = "shardckpt_npy.plugin"
+"""
 
 from __future__ import annotations
 
@@ -14,26 +33,27 @@ if TYPE_CHECKING:
     from shardckpt.plugins.registry import StrategyRegistry
     from shardckpt.storage import RemoteFolder
 
+#: The entry-point group, and the name of the project for pluggy.
 GROUP = "shardckpt"
 
 hookspec = pluggy.HookspecMarker(GROUP)
-#: Decorates a plugin's functions of the names below.
+#: Decorates the functions of a plugin that implement hooks.
 hookimpl = pluggy.HookimplMarker(GROUP)
 
 
 @dataclass(frozen=True)
 class Event:
-    """A moment of a save, load, migration, removal or export on one rank.
+    """The start, end or failure of an operation, or of one of its phases, on one rank.
 
     Attributes:
         operation: ``save``, ``load``, ``migrate``, ``remove`` or ``export``.
-        phase: Name of the step; ``""`` for the operation as a whole.
+        phase: Name of the phase; ``""`` for the operation from start to end.
         state: ``start``, ``end`` or ``failure``.
-        directory: The checkpoint.
-        rank: Who reports.
-        seconds: Time since the start of the phase; 0 at its start.
+        directory: The checkpoint's path or URL.
+        rank: The rank that reports.
+        seconds: Seconds since the start of the phase; 0 at its start.
         nbytes: Bytes that the rank wrote, at the end of a save or export; else 0.
-        strategy: ``(backend, version)`` and class that do the work, once known.
+        strategy: ``(backend, version)`` and class of the strategy; ``""`` before it is chosen.
         error: Text of the failure.
     """
 
@@ -50,32 +70,109 @@ class Event:
 
 @hookspec
 def shardckpt_register(registry: StrategyRegistry) -> None:
-    """Add strategies and migrations to the registry: ``registry.add(MySaveStrategy)``."""
+    """Add strategies and migrations to the registry.
+
+    It is called once, when the plugin is imported. If it raises, nothing of the plugin is registered, and the plugin
+    is listed as broken.
+
+    Example:
+        ::
+
+            @shardckpt.hookimpl
+            def shardckpt_register(registry):
+                registry.add(SaveJson)  # classes that are imported already
+                registry.add(LoadJson)
+                registry.add_lazy("npy", 1, save="my_npy.save:Save", load="my_npy.load:Load")  # imported at first use
+
+    Args:
+        registry: What ``save`` and ``load`` choose their strategies from.
+
+    Raises:
+        DuplicateStrategyError: another plugin has registered the same backend and version.
+    """
 
 
 @hookspec
 def shardckpt_event(event: Event) -> None:
-    """See every phase of every save and load: metrics and progress bars hang here."""
+    """Observe an operation: for metrics, traces and progress bars.
+
+    It is called on every rank, at the start and at the end of every operation and phase. It must be quick, since the
+    operation waits for it, and must not call collectives. An error that it raises is logged and fails nothing.
+
+    Example:
+        ::
+
+            @shardckpt.hookimpl
+            def shardckpt_event(event):
+                if event.operation == "save" and event.phase == "" and event.state == "end":
+                    metrics.record("checkpoint_seconds", event.seconds, rank=event.rank)
+
+    Args:
+        event: What has happened.
+    """
 
 
 @hookspec(firstresult=True)
 def shardckpt_filesystem(url: str) -> RemoteFolder | None:
-    """The folder at a URL; None leaves it to another plugin. Called anew in every process that opens the URL."""
+    """Return the folder of an object store at a URL, or None to leave the URL to another plugin.
+
+    It is called in every process that opens the URL. ``shardckpt/storage/README.md`` explains a store of your own.
+
+    Example:
+        ::
+
+            @shardckpt.hookimpl
+            def shardckpt_filesystem(url):
+                return MyFolder(url) if url.startswith("mystore://") else None
+
+    Args:
+        url: The URL of a checkpoint, or of the folder that has it, without a slash at its end.
+
+    Returns:
+        A :class:`shardckpt.storage.RemoteFolder`: the objects directly below the URL; it need not exist yet. None if
+        this plugin does not serve the URL.
+    """
 
 
 @hookspec(firstresult=True)
 def shardckpt_key_mapping(model_type: str) -> KeyMapping | None:
-    """How tensors of checkpoints of a model (``model_type`` of its ``config.json``) are called and cut on the hub.
+    """Return how the tensors of a model are named and split in a Hugging Face folder, or None to leave it to others.
 
-    A :class:`shardckpt.plugins.key_mapping.KeyMapping`, or a ``shardckpt.huggingface.RuleMapping`` of patterns of
-    names; it serves export and import. None leaves it to another plugin, and to the built-in mappings behind all
-    plugins.
+    The mapping serves export and import. The built-in mappings are asked after all plugins.
+
+    Example:
+        ::
+
+            @shardckpt.hookimpl
+            def shardckpt_key_mapping(model_type):
+                if model_type == "my_model":
+                    return RuleMapping([Rule("layers.{layer}.norm", ("model.layers.{layer}.input_layernorm.weight",))])
+
+    Args:
+        model_type: The ``model_type`` of the model's ``config.json``.
+
+    Returns:
+        A :class:`shardckpt.plugins.KeyMapping`, for instance a ``shardckpt.huggingface.RuleMapping`` of patterns of
+        names; None if this plugin does not know the model.
     """
 
 
 @hookspec
 def shardckpt_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add verbs to the ``shardckpt`` command: parsers that ``set_defaults(run=function)``."""
+    """Add verbs to the ``shardckpt`` command.
+
+    Example:
+        ::
+
+            @shardckpt.hookimpl
+            def shardckpt_commands(subparsers):
+                parser = subparsers.add_parser("count", help="count the tensors of a checkpoint")
+                parser.add_argument("directory")
+                parser.set_defaults(run=run)  # run(options) prints, and returns the exit code
+
+    Args:
+        subparsers: argparse's subparsers of the command.
+    """
 
 
 __all__ = [

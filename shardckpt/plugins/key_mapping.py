@@ -1,4 +1,4 @@
-"""Two names for the same elements: tensors of a checkpoint, and tensors of a Hugging Face folder."""
+"""Key mappings: which tensors of a Hugging Face folder have the elements of a checkpoint's tensor, and where."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ _MATRIX = 2  # axes that can be swapped
 
 
 class Link(NamedTuple):
-    """Elements that a stored tensor and a tensor of a Hugging Face folder have in common.
+    """A key map entry: elements that a stored tensor and a tensor of a Hugging Face folder have in common.
 
-    The box in the stored tensor may have more axes: those in front, along which its extent is 1 (one expert of many).
+    The stored tensor may have more axes than the folder's: leading ones, along which the box has extent 1 (one expert
+    of many).
+
+    Example:
+        Expert 3 of a stored tensor of shape (8, 64, 32), which the folder has as a tensor of its own::
+
+            Link("experts.3.weight", shape=(64, 32), offset=(0, 0), box=Box((3, 0, 0), (1, 64, 32)))
 
     Attributes:
-        name: The folder's tensor.
-        shape: Its whole shape.
-        offset: Where the elements begin in it.
-        box: Where they are in the stored tensor.
-        transposed: Whether the last two axes are swapped.
+        name: Name of the folder's tensor.
+        shape: Its shape.
+        offset: Where the elements start in it: an index per axis.
+        box: The region of the stored tensor that has the elements.
+        transposed: Whether the folder's tensor has the last two axes swapped.
     """
 
     name: str
@@ -34,25 +40,25 @@ class Link(NamedTuple):
 
     @property
     def dropped(self) -> int:
-        """Axes of the stored tensor, in front, that the folder's tensor lacks."""
+        """Number of leading axes of the stored tensor that the folder's tensor lacks."""
         return len(self.box.shape) - len(self.shape)
 
     @property
     def hub_box(self) -> Box:
-        """Where the elements are in the folder's tensor."""
+        """The region of the folder's tensor that has the elements."""
         return Box(self.offset, self._swapped(self.box.shape[self.dropped :]))
 
     def to_stored(self, part: Box) -> Box:
-        """Where a part of :attr:`hub_box` is in the stored tensor."""
+        """Return the region of the stored tensor that corresponds to ``part``, a region within :attr:`hub_box`."""
         lead = self.dropped
-        place = self._swapped(tuple(index - base for index, base in zip(part.offset, self.offset, strict=True)))
-        moved = Box((0,) * lead + place, (1,) * lead + self._swapped(part.shape))
-        return moved.moved(self.box.offset)
+        start = self._swapped(tuple(index - base for index, base in zip(part.offset, self.offset, strict=True)))
+        inner = Box((0,) * lead + start, (1,) * lead + self._swapped(part.shape))
+        return inner.moved(self.box.offset)
 
     def to_hub(self, part: Box) -> Box:
-        """Where a part of :attr:`box` is in the folder's tensor."""
-        inner = tuple(index - base for index, base in zip(part.offset, self.box.offset, strict=True))[self.dropped :]
-        return Box(self._swapped(inner), self._swapped(part.shape[self.dropped :])).moved(self.offset)
+        """Return the region of the folder's tensor that corresponds to ``part``, a region within :attr:`box`."""
+        start = tuple(index - base for index, base in zip(part.offset, self.box.offset, strict=True))[self.dropped :]
+        return Box(self._swapped(start), self._swapped(part.shape[self.dropped :])).moved(self.offset)
 
     def _swapped(self, values: Ints) -> Ints:
         return (*values[:-2], values[-1], values[-2]) if self.transposed else values
@@ -60,16 +66,19 @@ class Link(NamedTuple):
 
 @runtime_checkable
 class KeyMapping(Protocol):
-    """What the tensors of a checkpoint are called, and how they are cut, in a Hugging Face folder."""
+    """How the tensors of a checkpoint are named and split in a Hugging Face folder."""
 
     def links(self, key: str, shape: Ints) -> Sequence[Link]:
-        """The tensors of the folder that are a stored tensor's elements; none where the folder has no place for it.
+        """Return the tensors of the folder that have a stored tensor's elements.
 
-        The same rule serves export and import: it depends on the arguments alone.
+        Export and import use the same result: it depends on the arguments alone.
 
         Args:
-            key: The stored tensor, without the prefix that the caller names.
+            key: Name of the stored tensor, without the prefix that the caller names.
             shape: Its global shape.
+
+        Returns:
+            A key map entry per tensor of the folder; none if the folder has no such tensor.
 
         Raises:
             ShardingError: a tensor of that name cannot have such a shape.
@@ -77,19 +86,24 @@ class KeyMapping(Protocol):
 
 
 class Identity:
-    """The same names and shapes."""
+    """The mapping that changes nothing: the same names and shapes."""
 
     def links(self, key: str, shape: Ints) -> Sequence[Link]:
-        """The tensor itself."""
+        """Return one entry: the tensor itself."""
         start = (0,) * len(shape)
         return (Link(key, shape, start, Box(start, shape)),)
 
 
 def links_of(mapping: KeyMapping, key: str, shape: Ints) -> Sequence[Link]:
-    """The links that a mapping gives, which must lie inside both tensors.
+    """Return the key map entries that a mapping has for a stored tensor.
+
+    Args:
+        mapping: The mapping, perhaps a plugin's.
+        key: Name of the stored tensor.
+        shape: Its global shape.
 
     Raises:
-        PluginError: they do not.
+        PluginError: an entry's regions are not inside both tensors.
     """
     links = mapping.links(key, shape)
     for link in links:

@@ -1,4 +1,4 @@
-"""Plugins: entry points of the group ``shardckpt``, imported at the first operation, each guarded by itself."""
+"""The plugin manager: it imports the entry points of the group ``shardckpt``; one that fails breaks no other."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plugin:
-    """An installed plugin, and why it does not work if it does not.
+    """An installed plugin.
 
     Attributes:
-        name: Its entry point.
+        name: Name of its entry point.
         module: The module that the entry point names.
-        distribution: Name and version of what installed it.
-        fault: ``""``, ``disabled``, or the last line of the traceback.
+        distribution: Name and version of the distribution that installed it.
+        fault: Why it does not work: that it is disabled, or the last line of the traceback; ``""`` if it works.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Plugin:
 
 
 class PluginHost:
-    """The registry and the plugins that fill it; they are imported when the registry is first asked for."""
+    """The plugins of this process, and the registry that they fill; plugins are imported when it is first used."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(hookspecs.GROUP)
@@ -48,17 +48,17 @@ class PluginHost:
 
     @property
     def registry(self) -> StrategyRegistry:
-        """The registry, with every working plugin's strategies in it."""
+        """The registry, with the strategies of every working plugin."""
         self.plugins()
         return self._registry
 
     @property
     def unfilled(self) -> StrategyRegistry:
-        """The registry as it is, without importing plugins for it: for what the user registers."""
+        """The registry before plugins: it imports none; for strategies that the user registers."""
         return self._registry
 
     def plugins(self) -> list[Plugin]:
-        """Every installed plugin, imported if it was not yet."""
+        """Return every installed plugin; the first call imports them."""
         with self._lock:
             if self._plugins is None:
                 self._plugins = {}
@@ -67,27 +67,35 @@ class PluginHost:
             return list(self._plugins.values())
 
     def broken(self) -> list[Plugin]:
-        """The plugins that do not work."""
+        """Return the plugins that do not work."""
         return [plugin for plugin in self.plugins() if plugin.fault]
 
     def faults_text(self) -> str:
-        """A line for each plugin that does not work, for the end of an error."""
+        """Return a line for each plugin that does not work, to append to an error."""
         return "".join(f"\nbroken plugin: {p.name} of {p.distribution}: {p.fault}" for p in self.broken())
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """Calls a hook of all working plugins."""
+        """Calls the hooks of all working plugins: ``manager.hook.shardckpt_event(event=...)``."""
         self.plugins()
         return self._manager.hook
 
     def register(self, plugin: object, name: str | None = None) -> None:
-        """Add a plugin object or module of this process: its hooks are called from now on."""
+        """Add a plugin of this process, whose hooks are called from now on.
+
+        Args:
+            plugin: A module, or an object with hooks as methods.
+            name: Its name in errors.
+
+        Raises:
+            PluginError: it is registered already, or has hooks that do not exist.
+        """
         self.plugins()
         with self._registry.registering("this process"):
-            self._admit(plugin, name or f"{type(plugin).__name__}-{id(plugin)}")
+            self._register(plugin, name or f"{type(plugin).__name__}-{id(plugin)}")
 
     def unregister(self, plugin: object) -> None:
-        """Call a plugin's hooks no more; what it registered stays."""
+        """Stop calling a plugin's hooks; the strategies that it registered stay."""
         self._manager.unregister(plugin)
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> Plugin:
@@ -96,15 +104,15 @@ class PluginHost:
             return _with_fault(plugin, f"disabled by {settings.DISABLED_PLUGINS}")
         try:
             with self._registry.registering(plugin.distribution):
-                self._admit(entry_point.load(), _key(entry_point))
+                self._register(entry_point.load(), _key(entry_point))
         except Exception as exc:  # noqa: BLE001 - a plugin may fail in any way and must not break another
             fault = traceback.format_exception_only(exc)[-1].strip()
             logger.warning("plugin %s of %s does not work: %s", plugin.name, plugin.distribution, fault)
             return _with_fault(plugin, fault)
         return plugin
 
-    def _admit(self, plugin: object, name: str) -> None:
-        """Register a plugin's hooks and let it fill the registry; it is out again if that fails."""
+    def _register(self, plugin: object, name: str) -> None:
+        """Register a plugin's hooks and call its ``shardckpt_register``; if that fails, unregister it."""
         if self._manager.is_registered(plugin):
             raise PluginError(f"{name} is registered already, as {self._manager.get_name(plugin)}")
         try:
@@ -121,13 +129,13 @@ class PluginHost:
 
 
 def installed() -> list[importlib.metadata.EntryPoint]:
-    """The entry points of all installed plugins, by name; nothing is imported."""
+    """Return the entry points of all installed plugins, sorted by name; nothing is imported."""
     return sorted(importlib.metadata.entry_points(group=hookspecs.GROUP), key=lambda ep: (ep.name, ep.value))
 
 
 @functools.cache
 def host() -> PluginHost:
-    """The process's plugins and registry."""
+    """Return the plugin manager of this process."""
     return PluginHost()
 
 

@@ -1,4 +1,4 @@
-"""The registry: (backend, version) → strategy. Classes or lazy references, never singletons that carry state."""
+"""The registry: (action, backend, version) → strategy, as a class, a lazy reference to one, or an instance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
-from shardckpt.plugins.entries import BASES, USER, Entry, MigrationEntry, StrategyAction, identity
+from shardckpt.plugins.entries import BASES, USER, Entry, MigrationEntry, StrategyAction, strategy_key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Default(NamedTuple):
-    """A claim to be what a save uses where the caller names nothing."""
+    """The strategy that a save uses if the caller names none, and the distribution that registered it as such."""
 
     backend: str
     version: int
@@ -24,7 +24,12 @@ class _Default(NamedTuple):
 
 
 class StrategyRegistry:
-    """Strategies by action, backend and version."""
+    """The installed strategies and migrations.
+
+    Two entries for one key are an error, with two exceptions: an entry with ``override=True`` replaces one without, and
+    one that the user registers with ``override=True``, in this process, replaces any, and stays whatever plugins
+    register later.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[tuple[StrategyAction, str, int], Entry] = {}
@@ -33,11 +38,11 @@ class StrategyRegistry:
         self._distribution = USER
 
     def add(self, strategy: type[Any] | SaveStrategy | LoadStrategy, *, override: bool = False) -> None:
-        """Register a strategy class (a fresh instance serves every operation) or an instance.
+        """Register a strategy class, of which each operation gets a new instance, or an instance that all share.
 
         Args:
-            strategy: A subclass, or an instance of one, of SaveStrategy or LoadStrategy.
-            override: Replace what is registered under its backend and version, now and for good.
+            strategy: A subclass of SaveStrategy or LoadStrategy, or an instance of one.
+            override: Replace an entry without ``override``, be it registered before or after; see the class.
 
         Raises:
             DuplicateStrategyError: another strategy has that backend and version.
@@ -47,7 +52,7 @@ class StrategyRegistry:
         action = next((action for action, base in BASES.items() if issubclass(kind, base)), None)
         if action is None:
             raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy")
-        backend, version = identity(kind)
+        backend, version = strategy_key_of(kind)
         summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
         self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
 
@@ -63,17 +68,25 @@ class StrategyRegistry:
         default: bool = False,
         override: bool = False,
     ) -> None:
-        """Register classes as ``"module:Class"`` without importing them.
+        """Register classes as ``"module:Class"``, without importing them.
+
+        Example:
+            ::
+
+                registry.add_lazy("npy", 1, save="my_npy.save:Save", load="my_npy.load:Load", reads=".npy files")
 
         Args:
             backend: The classes' backend; checked when they are imported.
             version: Their version.
             save: The SaveStrategy, if any.
             load: The LoadStrategy, if any.
-            writes: What it writes, in a few words.
-            reads: What it reads, in a few words.
-            default: Make it what ``save`` uses where the caller names none.
-            override: As for :meth:`add`.
+            writes: What the SaveStrategy writes, in a few words.
+            reads: What the LoadStrategy reads, in a few words.
+            default: Make this the strategy that a save uses if the caller names none.
+            override: As for :meth:`add`; with ``default``, for the default too.
+
+        Raises:
+            DuplicateStrategyError: another strategy has that backend and version, or is the default.
         """
         pairs = ((StrategyAction.SAVE_SHARDED, save, writes), (StrategyAction.LOAD_SHARDED, load, reads))
         for action, target, summary in pairs:
@@ -83,31 +96,51 @@ class StrategyRegistry:
             self._claim_default(_Default(backend, version, self._distribution, override))
 
     def add_migration(self, migration: type[Migration]) -> None:
-        """Register how checkpoints of one version are rewritten as another."""
+        """Register a migration class.
+
+        Args:
+            migration: It names its backend, ``from_version`` and ``to_version``.
+
+        Raises:
+            DuplicateStrategyError: another migration has the same three.
+        """
         self._put_migration(migration.backend, migration.from_version, migration.to_version, migration)
 
     def add_lazy_migration(self, backend: str, from_version: int, to_version: int, migration: str) -> None:
-        """Register a migration as ``"module:Class"`` without importing it.
+        """Register a migration as ``"module:Class"``, without importing it.
 
         Args:
             backend: The class's backend; checked when it is imported.
             from_version: Version that it reads.
             to_version: Version that it writes.
             migration: The class.
+
+        Raises:
+            DuplicateStrategyError: another migration has the same backend and versions.
         """
         self._put_migration(backend, from_version, to_version, migration)
 
     def put(self, action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
-        """Register, as the user's override, a strategy under a key of the caller's choice."""
+        """Register, as the user's override, a strategy under any backend and version.
+
+        Args:
+            action: Whether it saves or loads.
+            backend: The backend that it serves; the class may name another.
+            version: The version that it serves.
+            strategy: A class or an instance.
+
+        Raises:
+            PluginError: it is not a strategy of that action, or names no backend and version.
+        """
         kind = strategy if isinstance(strategy, type) else type(strategy)
         if not issubclass(kind, BASES[action]):
             raise PluginError(f"{kind.__qualname__} is not a {BASES[action].__name__}")
-        identity(kind)
+        strategy_key_of(kind)
         self._put(Entry(action, backend, version, strategy, self._distribution, "", override=True))
 
     @property
     def default(self) -> tuple[str, int]:
-        """Backend and version that a save uses where the caller names none."""
+        """Backend and version that a save uses if the caller names none."""
         if self._default is None:
             raise PluginError(
                 "no default strategy is registered: the distribution metadata of shardckpt was not found; "
@@ -116,11 +149,16 @@ class StrategyRegistry:
         return self._default.backend, self._default.version
 
     def find(self, action: StrategyAction, backend: str, version: int) -> Entry | None:
-        """The strategy under exactly this key."""
+        """Return the entry under exactly this key, or None."""
         return self._entries.get((action, backend, version))
 
     def entries(self, action: StrategyAction | None = None, backend: str | None = None) -> list[Entry]:
-        """Registered strategies, sorted by backend, newest version first."""
+        """Return the registered strategies, sorted by backend, the newest version first.
+
+        Args:
+            action: Only these; None: all.
+            backend: Only those of this backend; None: of all.
+        """
         chosen = (
             entry
             for entry in self._entries.values()
@@ -129,7 +167,7 @@ class StrategyRegistry:
         return sorted(chosen, key=lambda entry: (entry.backend, -entry.version, entry.action.value))
 
     def migrations(self, backend: str | None = None, from_version: int | None = None) -> list[MigrationEntry]:
-        """Migrations of a backend from a version (None: any), the newest target first."""
+        """Return the migrations of a backend from a version (None: any), sorted, the newest target first."""
         found = (
             entry
             for entry in self._migrations.values()
@@ -139,7 +177,11 @@ class StrategyRegistry:
 
     @contextmanager
     def registering(self, distribution: str) -> Iterator[None]:
-        """Note the distribution of what is added inside the block, and take all of it back if the block fails."""
+        """Attribute what the block registers to a distribution; undo all of it if the block fails.
+
+        Args:
+            distribution: Its name and version.
+        """
         before = (dict(self._entries), dict(self._migrations), self._default)
         self._distribution = distribution
         try:
@@ -154,6 +196,8 @@ class StrategyRegistry:
         key = (entry.action, entry.backend, entry.version)
         present = self._entries.get(key)
         user = entry.distribution == USER
+        # The result must not depend on the order in which plugins are imported: an override wins over an entry without,
+        # whichever comes first. Two of the same strength are a conflict, except that the user's override is final.
         if present is None or (entry.override and (user or not present.override)):
             self._entries[key] = entry
         elif user or (entry.override == present.override and not present.is_users_choice):
@@ -186,7 +230,14 @@ class StrategyRegistry:
 
 
 def parse_key(value: Any) -> tuple[str, int | None]:
-    """Backend and version that a caller names: ``"npy"`` or ``("npy", 1)``."""
+    """Return the backend and version that a caller names; the version is None if the caller leaves it open.
+
+    Args:
+        value: ``"npy"`` or ``("npy", 1)``.
+
+    Raises:
+        CheckpointingException: it is neither.
+    """
     if isinstance(value, str):
         return value, None
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int):  # noqa: PLR2004

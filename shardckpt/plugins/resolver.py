@@ -1,4 +1,4 @@
-"""The version gate: which strategy reads a checkpoint, or exactly why none does and what to do about it."""
+"""The resolver, or version gate: which strategy reads a checkpoint, or why none does, and what to do about it."""
 
 from __future__ import annotations
 
@@ -54,56 +54,77 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Seconds to wait for the second of the two renames of an overwrite; one that was interrupted between them is an error.
-_BETWEEN_RENAMES = (0.001, 0.01, 0.05, 0.2, 0.4)
+#: Seconds to wait for the second rename of an overwrite that takes two; an overwrite that died in between is an error.
+_RENAME_PAUSES = (0.001, 0.01, 0.05, 0.2, 0.4)
 
-#: Backends, or (backend, version) pairs, that a caller is willing to load.
+#: The backends, or (backend, version) pairs, that a caller accepts.
 Accept = Collection[str | tuple[str, int]]
 
 
 def read_manifest(directory: Path, host: PluginHost, *, moved: bool = False) -> Manifest:
-    """What the checkpoint says of itself; ``moved``: also of one that an overwrite has moved aside.
+    """Return the manifest of a checkpoint: its backend, version and record.
+
+    Args:
+        directory: The checkpoint.
+        host: The plugin manager.
+        moved: Also accept a checkpoint that an overwrite has moved aside.
 
     Raises:
         NotACheckpointError: there is no checkpoint.
-        IncompleteCheckpointError: there is a save that never ended.
+        IncompleteCheckpointError: a save to the directory did not end.
         CorruptCheckpointError: its JSON files are damaged.
     """
     return retry_if_replaced(lambda: hold_checkpoint(directory, host, moved=moved)[1], directory)
 
 
 def hold_checkpoint(directory: Path, host: PluginHost, *, moved: bool = False) -> tuple[Path, Manifest]:
-    """What the checkpoint says of itself, and its directory, held open: what is read through that is of the same save.
+    """Open a checkpoint's directory, and return it with the manifest: all that is read through it is of one save.
+
+    Args:
+        directory: As for :func:`read_manifest`.
+        host: As for :func:`read_manifest`.
+        moved: As for :func:`read_manifest`.
+
+    Returns:
+        The directory, by an open file descriptor where the system can, and the manifest.
 
     Raises:
-        CheckpointReplacedError: another save came in between; :func:`~shardckpt.storage.directory.retry_if_replaced`
-            begins again.
+        CheckpointReplacedError: another save replaced it meanwhile;
+            :func:`~shardckpt.storage.directory.retry_if_replaced` starts over.
         CannotLoadError: as :func:`read_manifest`.
     """
     place = open_directory(directory)
-    for pause in _BETWEEN_RENAMES:
-        if not _is_set_aside(place):
+    for pause in _RENAME_PAUSES:
+        if not _is_moved_aside(place):
             break
         time.sleep(pause)
         place = open_directory(directory)
     with detect_replacement(place, functools.partial(has_changed, place)), naming("look at", directory):
         manifest = _read_manifest(place, host, moved=moved)
-    if manifest.record is None and was_replaced(place):  # its files are being removed: what is missing was there
-        raise replaced_error(directory, f"it is not known whether {RECORD_NAME} was there")
+    # without a record the checkpoint would count as another library's; it may only be that its files are being removed
+    if manifest.record is None and was_replaced(place):
+        raise replaced_error(directory, f"it is not known whether it had {RECORD_NAME}")
     return place, manifest
 
 
 def hold_same(directory: Path, manifest: Manifest) -> Path:
-    """The checkpoint's directory, held open by another rank than the one that has read the manifest.
+    """Open a checkpoint's directory on a rank that has not read the manifest itself.
+
+    Args:
+        directory: The checkpoint.
+        manifest: As the main rank has read it.
+
+    Returns:
+        The directory, as :func:`hold_checkpoint` returns it.
 
     Raises:
-        CheckpointReplacedError: it is not of the same save.
+        CheckpointReplacedError: the directory has another save than the one of the manifest.
     """
     place = open_directory(directory)
     if not can_rename(place):
         return place
-    if _is_set_aside(place):
-        raise replaced_error(directory, "nothing is there at this moment")
+    if _is_moved_aside(place):
+        raise replaced_error(directory, "an overwrite has moved it aside, and has not yet put the new one there")
     with detect_replacement(place):
         is_same = not place.is_dir() or is_of_save(place, manifest.record)
     if not is_same:
@@ -113,9 +134,12 @@ def hold_same(directory: Path, manifest: Manifest) -> Path:
     return place
 
 
-def _is_set_aside(place: Path) -> bool:
-    """Whether nothing is at the path, and a checkpoint beside it: some file systems take two renames to overwrite."""
-    if not can_rename(place) or isinstance(place, RelativePath):  # a directory that could be opened is there
+def _is_moved_aside(place: Path) -> bool:
+    """Return whether an overwrite has moved the checkpoint aside and not yet put the new one in its place.
+
+    That is how directories are replaced on file systems that cannot exchange two in one step.
+    """
+    if not can_rename(place) or isinstance(place, RelativePath):  # a directory that could be opened exists
         return False
     return not place.exists() and bool(replaced_of(place))
 
@@ -128,8 +152,8 @@ def _read_manifest(directory: Path, host: PluginHost, *, moved: bool) -> Manifes
     marker_file, record_file = directory / MARKER_NAME, directory / RECORD_NAME
     if not marker_file.exists():
         if not directory.is_dir():
-            raise _absent(real_path(directory))
-        return _recognised(directory, host)
+            raise _absent_error(real_path(directory))
+        return _recognise_directory(directory, host)
     marker = parse_file(Marker.model_validate_json, marker_file, MARKER_LIMIT)
     record = None
     if record_file.exists():
@@ -145,30 +169,33 @@ def _read_manifest(directory: Path, host: PluginHost, *, moved: bool) -> Manifes
 def choose_reader(
     directory: Path, manifest: Manifest, host: PluginHost, wanted: Any = None, accept: Accept | None = None
 ) -> LoadStrategy:
-    """The strategy that reads the checkpoint.
+    """Return the strategy that reads a checkpoint; this is the version gate.
 
     Args:
-        directory: For error texts.
-        manifest: What the checkpoint says of itself.
-        host: The installed plugins.
-        wanted: The caller's strategy: an instance, a backend, or (backend, version); None leaves it to the registry.
-        accept: What the caller is willing to load; None is everything.
+        directory: The checkpoint, for errors.
+        manifest: Its manifest.
+        host: The plugin manager.
+        wanted: The strategy that the caller asks for: an instance, a backend, or (backend, version); None: any.
+        accept: What the caller accepts; None: everything.
+
+    Returns:
+        The caller's instance, or a new one of the newest registered version that can read the checkpoint.
 
     Raises:
-        CannotLoadError: one of its subclasses for every case, with every candidate's reason.
+        CannotLoadError: none reads it; a subclass for each case, with every candidate's reason.
     """
-    _apply_policy(directory, manifest, accept)
+    _check_policy(directory, manifest, accept)
     if isinstance(wanted, LoadStrategy):
-        reason = wanted.cannot_load(_as_read_by(wanted, manifest, host))
+        reason = wanted.cannot_load(_rename_manifest(wanted, manifest, host))
         if reason is not None:
-            raise StrategyMismatchError(f"{_shown(directory, manifest)}; the given {type(wanted).__name__} {reason}")
+            raise StrategyMismatchError(f"{_describe(directory, manifest)}; the given {type(wanted).__name__} {reason}")
         return wanted
     if wanted is not None:
         backend, version = parse_key(wanted)
         if backend != manifest.backend or version not in (None, manifest.version):
             raise StrategyMismatchError(
-                f"{_shown(directory, manifest)}, not {wanted!r} as sharded_strategy asks; leave sharded_strategy out "
-                "to read what the checkpoint is"
+                f"{_describe(directory, manifest)}, not {wanted!r} as sharded_strategy asks; leave sharded_strategy "
+                "out to read it with the strategy that it names"
             )
     reasons, faults = [], []
     for entry in host.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend):
@@ -181,17 +208,17 @@ def choose_reader(
         if reason is None:
             return strategy
         reasons.append(f"{entry.name} of {entry.distribution}: {reason}")
-    raise _refusal(directory, manifest, host, reasons, faults)
+    raise _refusal_error(directory, manifest, host, reasons, faults)
 
 
-def _as_read_by(wanted: LoadStrategy, manifest: Manifest, host: PluginHost) -> Manifest:
-    """The manifest under the strategy's own name, if the checkpoint's own reader says that its files are the same."""
+def _rename_manifest(wanted: LoadStrategy, manifest: Manifest, host: PluginHost) -> Manifest:
+    """Return the manifest under the strategy's backend and version, if the checkpoint's own reader lists them."""
     own = host.registry.find(StrategyAction.LOAD_SHARDED, manifest.backend, manifest.version)
     if own is None or (manifest.backend, manifest.version) == (wanted.backend, wanted.version):
         return manifest
     try:
         same_files = own.create().same_files
-    except PluginError:  # it is the caller's strategy that reads the checkpoint, not this one
+    except PluginError:  # a broken plugin does not matter: the caller's strategy is to read the checkpoint
         return manifest
     if (wanted.backend, wanted.version) not in same_files:
         return manifest
@@ -199,7 +226,19 @@ def _as_read_by(wanted: LoadStrategy, manifest: Manifest, host: PluginHost) -> M
 
 
 def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
-    """What one of a checkpoint's JSON files says; a file above ``limit`` bytes is not read."""
+    """Read and parse one of a checkpoint's JSON files.
+
+    Args:
+        parse: Parses the file's bytes; raises ValueError or RecursionError if it cannot.
+        path: The file.
+        limit: Most bytes that are read; a longer file is an error, before memory is taken for it.
+
+    Returns:
+        What ``parse`` returns.
+
+    Raises:
+        CorruptCheckpointError: it cannot be parsed.
+    """
     raw = read_file(path, limit)
     try:
         return parse(raw)
@@ -208,12 +247,12 @@ def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
         raise CorruptCheckpointError(f"{path} is damaged: {detail:.500}") from exc
 
 
-def _recognised(directory: Path, host: PluginHost) -> Manifest:
-    """A directory without ``metadata.json``: a layout that some strategy knows, or no checkpoint."""
+def _recognise_directory(directory: Path, host: PluginHost) -> Manifest:
+    """Return the manifest of a directory without ``metadata.json``, if a strategy recognises its content."""
     if is_under_way(directory):
         raise IncompleteCheckpointError(
-            f"{directory}: the save to it has not ended, or never will: it has no {MARKER_NAME} yet. Save to another "
-            "URL, or with overwrite=True, which deletes what is left there"
+            f"{directory}: a save to it is in progress or was interrupted: it has no {MARKER_NAME} yet. Save to another"
+            " URL, or with overwrite=True, which deletes what an interrupted save has left"
         )
     if (directory / RECORD_NAME).exists():
         raise CorruptCheckpointError(f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost")
@@ -231,30 +270,31 @@ def _recognised(directory: Path, host: PluginHost) -> Manifest:
     if not names:
         raise NotACheckpointError(f"{directory} is an empty directory, not a checkpoint")
     raise IncompleteCheckpointError(
-        f"{directory} has no {MARKER_NAME}: no checkpoint, or a save by another library that did not end "
+        f"{directory} has no {MARKER_NAME}: it is not a checkpoint, or a save by another library that did not "
+        f"end "
         f"(found {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"  # noqa: PLR2004 - a glance is enough
     )
 
 
-def _absent(directory: Path) -> CannotLoadError:
+def _absent_error(directory: Path) -> CannotLoadError:
     if not can_rename(directory):
         return NotACheckpointError(f"{directory} does not exist, or has no objects")
     replaced = replaced_of(directory)
     if replaced:
         return IncompleteCheckpointError(
-            f"{directory}: an overwrite was interrupted; a whole checkpoint lies at {replaced[-1]}: rename it to "
+            f"{directory}: an overwrite was interrupted; a complete checkpoint is at {replaced[-1]}: rename it to "
             f"{directory.name}"
         )
     staging = staging_of(directory)
     if staging:
         return IncompleteCheckpointError(
-            f"{directory}: the save to it did not end; what it wrote lies in {', '.join(map(str, staging))} and is "
+            f"{directory}: the save to it did not end; what it wrote is in {', '.join(map(str, staging))} and is "
             "not a checkpoint: save again"
         )
     return NotACheckpointError(f"{directory} does not exist or is not a directory")
 
 
-def _apply_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:
+def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:
     if accept is None:
         return
     for choice in accept:
@@ -262,23 +302,23 @@ def _apply_policy(directory: Path, manifest: Manifest, accept: Accept | None) ->
         if backend == manifest.backend and version in (None, manifest.version):
             return
     allowed = ", ".join(repr(choice) for choice in accept) or "nothing"
-    raise RefusedByPolicyError(f"{_shown(directory, manifest)}; the caller's accept= allows {allowed}")
+    raise RefusedByPolicyError(f"{_describe(directory, manifest)}; the caller's accept= allows {allowed}")
 
 
-def _refusal(
+def _refusal_error(
     directory: Path, manifest: Manifest, host: PluginHost, reasons: list[str], faults: list[str]
 ) -> CannotLoadError:
-    """Why no installed strategy reads the checkpoint, the fitting case of it.
+    """Return the error for a checkpoint that no installed strategy reads.
 
     Args:
         directory: The checkpoint.
-        manifest: What it says of itself.
-        host: The installed plugins.
-        reasons: Why the readers of its backend do not read it.
-        faults: What is wrong with those readers of its backend that do not work.
+        manifest: Its manifest.
+        host: The plugin manager.
+        reasons: Why each working reader of its backend does not read it.
+        faults: What is wrong with each broken reader of its backend.
     """
-    what = _shown(directory, manifest)
-    tail = "".join(f"\n  {reason}" for reason in reasons) + _installed_text(host)
+    what = _describe(directory, manifest)
+    tail = "".join(f"\n  {reason}" for reason in reasons) + _list_installed(host)
     faults = faults + [f"{p.name} of {p.distribution}: {p.fault}" for p in host.broken() if p.name == manifest.backend]
     if faults:
         return BrokenPluginError(f"{what}; its plugin is installed and does not work: {'; '.join(faults)}{tail}")
@@ -286,20 +326,20 @@ def _refusal(
     if not readers:
         return UnknownBackendError(
             f"{what}; no installed plugin reads that backend. Install the distribution that provides it"
-            f"{_reader_hint(manifest)}{tail}"
+            f"{_suggest_reader(manifest)}{tail}"
         )
     versions = [entry.version for entry in readers]
     if manifest.version in versions:
         return CannotLoadError(f"{what}, which the installed readers of that version refuse{tail}")
     if manifest.version > max(versions):
         return VersionTooNewError(
-            f"{what}, newer than what is installed (version {max(versions)}). Upgrade{_reader_hint(manifest)}{tail}"
+            f"{what}, newer than what is installed (version {max(versions)}). Upgrade{_suggest_reader(manifest)}{tail}"
         )
-    way_out = _way_out(directory, manifest, host, readers)
-    return VersionTooOldError(f"{what}, older than what is installed reads. {way_out}{tail}")
+    advice = _suggest_rewrite(directory, manifest, host, readers)
+    return VersionTooOldError(f"{what}, older than what is installed reads. {advice}{tail}")
 
 
-def _way_out(directory: Path, manifest: Manifest, host: PluginHost, readers: list[Entry]) -> str:
+def _suggest_rewrite(directory: Path, manifest: Manifest, host: PluginHost, readers: list[Entry]) -> str:
     migrations = host.registry.migrations(manifest.backend, manifest.version)
     if migrations:
         return f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate {directory} NEW"
@@ -308,18 +348,18 @@ def _way_out(directory: Path, manifest: Manifest, host: PluginHost, readers: lis
     return f"There is no migration: read it with an older release than {readers[0].distribution}{first}"
 
 
-def _reader_hint(manifest: Manifest) -> str:
+def _suggest_reader(manifest: Manifest) -> str:
     reader = manifest.record.reader if manifest.record else ""
     return f": {reader} or newer reads it" if reader else ""
 
 
-def _installed_text(host: PluginHost) -> str:
+def _list_installed(host: PluginHost) -> str:
     entries = host.registry.entries(StrategyAction.LOAD_SHARDED)
     found = ", ".join(f"{entry.backend} {entry.version} ({entry.distribution})" for entry in entries) or "none"
     return f"\ninstalled readers: {found}{host.faults_text()}"
 
 
-def _shown(directory: Path, manifest: Manifest) -> str:
+def _describe(directory: Path, manifest: Manifest) -> str:
     return f"{directory} is a {manifest.backend!r} checkpoint of version {manifest.version}"
 
 

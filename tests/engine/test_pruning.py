@@ -186,7 +186,7 @@ def test_the_only_copy_is_never_removed(tmp_path: Path, monkeypatch: pytest.Monk
     results = {result.path: result for result in prune_leftovers(tmp_path, 0)}
     assert "rename it to ckpt" in results[aside].kept
     assert _names(tmp_path) == [aside.name]  # the new one, which was not committed, is gone
-    with pytest.raises(IncompleteCheckpointError, match=f"a whole checkpoint lies at {aside}"):
+    with pytest.raises(IncompleteCheckpointError, match=f"a complete checkpoint is at {aside}"):
         samples.load(target)
 
     def fail(*_: Any) -> None:

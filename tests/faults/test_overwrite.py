@@ -265,7 +265,7 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (aside,) = tmp_path.glob(".ckpt.shardckpt-replaced-*")
     for query in (samples.load, verify_checkpoint, dist_checkpointing.load_plain_tensors):
         with pytest.raises(
-            IncompleteCheckpointError, match=f"interrupted; a whole checkpoint lies at {aside}: rename it"
+            IncompleteCheckpointError, match=f"interrupted; a complete checkpoint is at {aside}: rename it"
         ):
             query(target)
     aside.rename(target)

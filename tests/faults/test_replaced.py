@@ -250,7 +250,7 @@ def test_an_interrupted_overwrite_is_still_said(scene: Scene) -> None:
     """What was interrupted between its two renames is not waited for without end: it is the error that it was."""
     scene.reset()
     scene.target.rename(scene.place / f".target.shardckpt-replaced-{'0' * 32}")
-    with pytest.raises(IncompleteCheckpointError, match="an overwrite was interrupted; a whole checkpoint lies at"):
+    with pytest.raises(IncompleteCheckpointError, match="an overwrite was interrupted; a complete checkpoint is at"):
         samples.load(scene.target)
 
 

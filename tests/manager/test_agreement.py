@@ -140,7 +140,7 @@ def test_an_interrupted_overwrite_is_explained(tmp_path: Path) -> None:
     """A step that an overwrite had moved aside is named, with the way back."""
     folders.save(tmp_path, 3)
     (tmp_path / "step-3").rename(tmp_path / f".step-3.shardckpt-replaced-{'0' * 32}")
-    with pytest.raises(CannotLoadError, match=r"a whole checkpoint lies at .*rename it to step-3"):
+    with pytest.raises(CannotLoadError, match=r"a complete checkpoint is at .*rename it to step-3"):
         _agree(str(tmp_path), 3)
 
 

@@ -282,7 +282,7 @@ def test_a_lazy_strategy_is_imported_at_first_use(lazy: str) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (":Newer", r"Newer of toys 1\.0 is registered as \('toy', 1\), and says of itself that it is \('toy', 2\)"),
+        (":Newer", r"Newer of toys 1\.0 is registered as \('toy', 1\), but its class attributes name \('toy', 2\)"),
         (":Loader", r"Loader of toys 1\.0 is not a SaveStrategy"),
         (":number", r"number of toys 1\.0 is not a SaveStrategy"),
         (":Absent", r"Absent of toys 1\.0 cannot be imported: AttributeError: .*Absent"),
@@ -315,7 +315,7 @@ def test_a_migration_that_does_not_match_is_a_plugin_error(lazy: str) -> None:
     """A lazy migration between other versions than it was registered for is not run."""
     registry = StrategyRegistry()
     registry.add_lazy_migration("toy", 2, 3, f"{lazy}:Migrator")
-    with pytest.raises(PluginError, match=r"registered as \('toy', 2, 3\), .* it is \('toy', 1, 2\)"):
+    with pytest.raises(PluginError, match=r"registered as \('toy', 2, 3\), .* name \('toy', 1, 2\)"):
         registry.migrations("toy", 2)[0].create()
 
 

@@ -226,7 +226,7 @@ def test_an_interrupted_overwrite_says_where_the_checkpoint_is(tmp_path: Path) -
     commit.create_staging(path, "5678")
     text = _refusal(IncompleteCheckpointError, path, _host(_Load))
     assert "overwrite was interrupted" in text
-    assert f"a whole checkpoint lies at {aside}" in text
+    assert f"a complete checkpoint is at {aside}" in text
     assert "rename it to" in text
     assert commit.replaced_of(path) == [aside]
     aside.rename(path)

@@ -104,7 +104,7 @@ def test_a_save_that_cannot_clean_up_is_still_absent(store: Store, caplog: pytes
     store.works()
     left = store.names()
     assert ".metadata" in left
-    with pytest.raises(IncompleteCheckpointError, match="has not ended, or never will"):
+    with pytest.raises(IncompleteCheckpointError, match="is in progress or was interrupted"):
         jobs.check(store.url, 1.0)
     with pytest.raises(StorageError, match=f"has {len(left)} objects of a save that has not ended"):
         jobs.save(store.url, 2.0)
