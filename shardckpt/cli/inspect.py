@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, KeyMismatchError, listed
 
 if TYPE_CHECKING:
-    from shardckpt.engine import StoredCheckpoint, StoredTensor, UnfitFile
+    from shardckpt.engine import IncompleteFile, StoredCheckpoint, StoredTensor
 
 
 def add(verbs: Any) -> None:
@@ -45,7 +45,7 @@ def _lines(directory: str, prefix: str) -> list[str]:
                 f"{directory}: no tensor or object has a key that begins with {prefix!r} (keys: {have})"
             )
         common, fault = ([], "") if prefix else _common(checkpoint)
-        unfit = checkpoint.unfit_files()
+        incomplete = checkpoint.find_incomplete_files()
         title = f"{directory}: {checkpoint.backend!r}, version {checkpoint.version}"
     rows: list[tuple[Any, ...]] = [
         (t.key, str(t.dtype).removeprefix("torch."), "x".join(map(str, t.shape)), _nbytes(t)) for t in tensors
@@ -54,7 +54,7 @@ def _lines(directory: str, prefix: str) -> list[str]:
     rows += [(key, "common", "", "") for key in common]
     summary = f"{len(tensors)} tensors of {sum(map(_nbytes, tensors)):,} bytes, {len(objects)} objects"
     faults = [f"the common state cannot be read: {fault}"] if fault else []
-    faults += [f"not whole: {file.name} {file.fault}{_affected(file, prefix)}" for file in unfit]
+    faults += [f"not whole: {file.name} {file.fault}{_affected(file, prefix)}" for file in incomplete]
     return [title, table(("key", "kind", "shape", "bytes"), rows), summary, *faults]
 
 
@@ -68,7 +68,7 @@ def _common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
         return [], str(exc)
 
 
-def _affected(file: UnfitFile, prefix: str) -> str:
+def _affected(file: IncompleteFile, prefix: str) -> str:
     keys = [key for key in file.keys if key.startswith(prefix)]
     return f"; {len(keys)} tensors and objects cannot be read whole: {listed(keys)}" if keys else ""
 

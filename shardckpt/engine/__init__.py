@@ -1,4 +1,4 @@
-"""One save, one load: from a state dict to a committed directory, and back."""
+"""The engine: one save, from a state dict to a committed directory, and one load, back."""
 
 from shardckpt.engine.externally_coordinated import (
     HostedPart,
@@ -10,10 +10,10 @@ from shardckpt.engine.externally_coordinated import (
 )
 from shardckpt.engine.integrity import (
     ExpectedFile,
-    UnfitFile,
-    digested_files,
+    IncompleteFile,
     find_faults,
     is_damage,
+    list_digested_files,
     named_files,
     read_integrity,
     save_integrity_manifest,
@@ -43,6 +43,7 @@ __all__ = [
     "HostedPart",
     "HostedSave",
     "Identity",
+    "IncompleteFile",
     "LoadOptions",
     "LoadTemplate",
     "OpenCheckpoint",
@@ -53,18 +54,17 @@ __all__ = [
     "StoredCheckpoint",
     "StoredTensor",
     "Transaction",
-    "UnfitFile",
     "Written",
     "as_json",
     "check_names",
     "check_state",
     "clear_leftovers",
     "commit_files",
-    "digested_files",
     "directory_of",
     "find_faults",
     "find_saver",
     "is_damage",
+    "list_digested_files",
     "load_checkpoint",
     "locate",
     "locate_local",

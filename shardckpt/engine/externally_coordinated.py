@@ -1,7 +1,7 @@
-"""Saves and loads that another library runs: its own collectives bring the ranks together, ours are not called.
+"""Externally coordinated saves and loads: another library's collectives connect the ranks, ours are not called.
 
-One process speaks for all: it begins a :class:`HostedSave`, hands every rank its :class:`HostedPart`, and commits what
-their :func:`write_part` gave back. How these values travel is the other library's affair; all of them can be pickled.
+The other library's coordinator creates a :class:`HostedSave`, sends every rank its :class:`HostedPart`, and commits the
+file records that each rank's :func:`write_part` returns. The other library moves these values; all can be pickled.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class HostedPart(NamedTuple):
-    """What a rank is told of a save.
+    """What a rank needs to know of a save to write its files.
 
     Attributes:
-        rank: Its number among the ranks that save.
-        target: The checkpoint, for reports.
-        staging: Where it writes its files.
-        save_id: The save's own name.
-        algorithm: Of the digests of all files.
+        rank: The rank.
+        target: The checkpoint, for events.
+        staging: The directory to which the rank writes its files.
+        save_id: The save's id.
+        algorithm: Digest algorithm of all files.
     """
 
     rank: int
@@ -45,15 +45,15 @@ class HostedPart(NamedTuple):
 
 
 class HostedSave:
-    """A save between its staging directory and its commit, on the process that speaks for all ranks.
+    """An externally coordinated save from staging to commit, in the process of the coordinator.
 
-    What is neither committed nor aborted is aborted when ``owner`` is no longer used, or the process ends.
+    If it is neither committed nor aborted, it is aborted when ``owner`` is garbage-collected, or the process ends.
 
     Args:
-        path: The checkpoint's directory; no URL.
-        strategy: Whose format the files will have.
-        world_size: How many ranks write.
-        owner: Who holds the save.
+        path: The checkpoint's directory; not a URL.
+        strategy: The strategy whose format the files have.
+        world_size: Number of ranks that write.
+        owner: The object whose life the save is bound to.
         overwrite: Whether an existing checkpoint, or other files, may stand at ``path``.
         algorithms: What ranks prefer for digests; :func:`shardckpt.storage.digest.preferred` there.
     """
@@ -78,19 +78,17 @@ class HostedSave:
         self._leftover = weakref.finalize(owner, _abort_here, self._transaction, os.getpid())
 
     def parts(self) -> list[HostedPart]:
-        """What to tell every rank, in rank order."""
-        begun = self._transaction
-        staging = begun.staging or begun.target
-        return [
-            HostedPart(rank, begun.target, staging, begun.save_id, begun.algorithm) for rank in range(begun.world_size)
-        ]
+        """Return what to send to each rank, in rank order."""
+        save = self._transaction
+        staging = save.staging or save.target
+        return [HostedPart(rank, save.target, staging, save.save_id, save.algorithm) for rank in range(save.world_size)]
 
     def commit(self, files: Sequence[FileRecord], write: Callable[[CheckpointWriter], None]) -> None:
-        """Make the files of all ranks the checkpoint; after an error nothing of the save remains.
+        """Write the metadata, and commit the files of all ranks; after an error nothing of the save remains.
 
         Args:
-            files: What the ranks wrote.
-            write: Writes what names it.
+            files: The records that :func:`write_part` returned on all ranks.
+            write: Writes the files that name them.
         """
         try:
             with self._transaction.writer() as writer:
@@ -103,16 +101,19 @@ class HostedSave:
         self._leftover.detach()
 
     def abort(self) -> None:
-        """Give up: nothing of the save remains. After a commit there is nothing to give up."""
+        """Remove all that the save has written; after a commit, do nothing."""
         self._leftover()
 
 
 def write_part(part: HostedPart, write: Callable[[CheckpointWriter], None]) -> list[FileRecord]:
-    """Write a rank's files; they are durable when this returns.
+    """Write a rank's files; they are synced to disk when this returns.
 
     Args:
-        part: What the rank was told.
-        write: Writes them.
+        part: The rank's part of the save.
+        write: Writes the files.
+
+    Returns:
+        The records of the files, which :meth:`HostedSave.commit` needs.
     """
     operation = Operation("save", part.target, _alone(part.rank), host())
     with (
@@ -126,20 +127,23 @@ def write_part(part: HostedPart, write: Callable[[CheckpointWriter], None]) -> l
 
 
 def directory_of(path: str | os.PathLike[str]) -> Path:
-    """The directory or URL that a caller means."""
+    """Return the checkpoint's directory or URL, as :func:`shardckpt.engine.locate` does with the installed plugins."""
     return locate(path, host())
 
 
 def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> CheckpointReader:
-    """The files of a checkpoint, of one save.
+    """Open a checkpoint for a strategy, and return a reader of its files.
 
     Args:
-        path: A directory or URL.
-        strategy: Who will read it.
+        path: The checkpoint's directory or URL.
+        strategy: The strategy that is to read it.
+
+    Returns:
+        The reader; all that it reads is of one save.
 
     Raises:
-        CannotLoadError: it is none that the strategy reads.
-        CheckpointReplacedError: another save came in between.
+        CannotLoadError: there is no checkpoint that the strategy reads.
+        CheckpointReplacedError: another save replaced it meanwhile.
     """
     directory = directory_of(path)
     place, manifest = hold_checkpoint(directory, host())
@@ -149,20 +153,26 @@ def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> Checkpo
 
 @contextmanager
 def reading(reader: CheckpointReader, rank: int, phase: str) -> Iterator[None]:
-    """A step of a load, reported to ``shardckpt_event``."""
+    """Report the block to ``shardckpt_event`` as a phase of a load.
+
+    Args:
+        reader: The checkpoint's.
+        rank: The rank that reads.
+        phase: Name of the phase.
+    """
     with Operation("load", reader.directory, _alone(rank), host()).local_phase(phase):
         yield
 
 
 def _alone(rank: int) -> Comm:
-    """A rank whose fellows we do not talk to: its number is for reports."""
+    """Return a Comm of this process alone whose rank, for events, is that of the other library's group."""
     comm = Comm(alone=True)
     comm.rank = rank
     return comm
 
 
 def _abort_here(transaction: Transaction, process: int) -> None:
-    """Abort, but not where a forked child ends with the memory of the process that saves."""
+    """Abort, unless this is a forked child: it ends with a copy of the save, which is not its own to remove."""
     if os.getpid() == process:
         transaction.abort()
 

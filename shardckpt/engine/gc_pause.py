@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, held back while many objects are made that all stay."""
+"""Pausing Python's cyclic garbage collector while many objects are made that all stay."""
 
 from __future__ import annotations
 
@@ -12,42 +12,45 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class _Holders:
-    """How many hold the collector back at present, in any thread, and whether it ran before the first of them."""
+class _Pauses:
+    """The number of pauses in progress, in any thread, and whether the collector was enabled before the first."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.count = 0
-        self.ran = False
+        self.was_enabled = False
 
-    def forget(self) -> None:
-        """Let the collector run in a forked child: the threads that held it back are not there."""
+    def reset(self) -> None:
+        """End all pauses in a forked child: the threads that would end them do not exist there."""
         self.lock = threading.Lock()
-        if self.count and self.ran:
+        if self.count and self.was_enabled:
             gc.enable()
         self.count = 0
 
 
-_holders = _Holders()
-os.register_at_fork(after_in_child=_holders.forget)
+_pauses = _Pauses()
+os.register_at_fork(after_in_child=_pauses.reset)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Let the collector wait: it visits every living object again and again while plans of many items grow."""
-    with _holders.lock:
-        if not _holders.count:
-            _holders.ran = gc.isenabled()
-        _holders.count += 1
-        if _holders.count == 1:
+def pause_gc() -> Iterator[None]:
+    """Pause the garbage collector in the block; pauses may nest, and overlap in several threads.
+
+    While a plan of many items grows, the collector would visit all living objects again and again.
+    """
+    with _pauses.lock:
+        if not _pauses.count:
+            _pauses.was_enabled = gc.isenabled()
+        _pauses.count += 1
+        if _pauses.count == 1:
             gc.disable()
     try:
         yield
     finally:
-        with _holders.lock:
-            if _holders.count == 1 and _holders.ran:
+        with _pauses.lock:
+            if _pauses.count == 1 and _pauses.was_enabled:
                 gc.enable()
-            _holders.count = max(0, _holders.count - 1)  # 0 already in a child that was forked in here
+            _pauses.count = max(0, _pauses.count - 1)  # 0 already in a child that was forked in the block
 
 
-__all__ = ["held_back"]
+__all__ = ["pause_gc"]

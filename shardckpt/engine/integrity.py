@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are as they were written: by our own digests and by Megatron's ``integrity.json``."""
+"""Checking a checkpoint's files against the digests of ``shardckpt.json`` and of Megatron's ``integrity.json``."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
     from shardckpt.strategy import LoadStrategy
 
-_UNFINISHED = f"{INTEGRITY_NAME}.unfinished"
-#: What says that there is no such file, beside ELOOP for a link in its place.
+_TEMPORARY = f"{INTEGRITY_NAME}.unfinished"
+#: What opening a file raises if there is none; a link in its place raises an OSError with ELOOP.
 _NOT_THE_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True)
 class ExpectedFile:
-    """A file of a checkpoint, and what is known of it.
+    """A file of a checkpoint of which there is a digest.
 
     Attributes:
         name: Its name in the directory.
-        nbytes: Its size: as it was written where that is known, else as it is.
-        sha256: What ``integrity.json`` has for it, in hex; ``""`` for nothing.
+        nbytes: Its size in bytes: as recorded in ``shardckpt.json``, else as it is now.
+        sha256: Its SHA-256 in ``integrity.json``, in hex; ``""`` if it has none there.
     """
 
     name: str
@@ -56,12 +56,12 @@ class ExpectedFile:
 
 
 def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
-    """Read every file once, and compare it with all digests that there are; ranks and threads share the work.
+    """Collective: read every file once, and compare it with all its digests; ranks and threads share the work.
 
     Args:
         directory: The checkpoint.
-        manifest: What it says of itself.
-        comm: The ranks, all of which call.
+        manifest: Its manifest.
+        comm: The ranks that share the work.
 
     Raises:
         CorruptCheckpointError: names every file that is missing or not as it was written.
@@ -82,12 +82,12 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
 
 
 def expected_files(directory: Path, manifest: Manifest) -> list[ExpectedFile]:
-    """Every file that ``shardckpt.json`` or ``integrity.json`` has a digest of, by name.
+    """Return the files of which ``shardckpt.json`` or ``integrity.json`` has a digest, sorted by name.
 
     Raises:
-        CheckpointingException: the checkpoint has neither, or one that is damaged.
+        CheckpointingException: the checkpoint has neither file, or one that is damaged.
     """
-    files = digested_files(directory, manifest)
+    files = list_digested_files(directory, manifest)
     if files is None:
         raise CheckpointingException(
             f"{directory} was saved without digests: it has neither {RECORD_NAME} nor {INTEGRITY_NAME}, and there is "
@@ -96,11 +96,11 @@ def expected_files(directory: Path, manifest: Manifest) -> list[ExpectedFile]:
     return files
 
 
-def digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFile] | None:
-    """Every file of which there is a digest, by name; None where the checkpoint was saved without any.
+def list_digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFile] | None:
+    """Return the files of which there is a digest, sorted by name; None if the checkpoint was saved without digests.
 
     Raises:
-        CorruptCheckpointError: what has the digests is damaged.
+        CorruptCheckpointError: ``integrity.json`` is damaged.
     """
     integrity = read_integrity(directory)
     if integrity is None and manifest.record is None:
@@ -116,13 +116,22 @@ def digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFile] | 
 def find_faults(
     directory: Path, manifest: Manifest, files: Sequence[ExpectedFile]
 ) -> list[CheckpointingException | None]:
-    """What is wrong with each of the files, or why it could not be read; None for nothing."""
+    """Read files, and compare them with their digests; threads share the work. Not collective.
+
+    Args:
+        directory: The checkpoint.
+        manifest: Its manifest.
+        files: Some of its files.
+
+    Returns:
+        For each file, in order: the error, also if it could not be read; None if it is as written.
+    """
     contents = _Contents(directory, manifest)
-    return contents.reader.map(contents.fault, files, size=lambda file: file.nbytes)
+    return contents.reader.map(contents.find_fault, files, size=lambda file: file.nbytes)
 
 
 def is_damage(error: CheckpointingException) -> bool:
-    """Whether an error says that a file is missing or not what was written; else only that it could not be read."""
+    """Return whether an error means that a file is missing or not as written, not only that it could not be read."""
     cause: BaseException | None = error
     while isinstance(cause, StorageError):
         cause = cause.__cause__
@@ -131,13 +140,13 @@ def is_damage(error: CheckpointingException) -> bool:
     )
 
 
-class UnfitFile(NamedTuple):
-    """A file of a checkpoint that is missing, or too short for what is in it.
+class IncompleteFile(NamedTuple):
+    """A file of a checkpoint that is missing or has the wrong size.
 
     Attributes:
         name: Its name.
         fault: What is wrong with it.
-        keys: The tensors and objects that are in it, or parts of them; none where nothing says so.
+        keys: The tensors and objects that are in it, or parts of them; empty if that is not known.
     """
 
     name: str
@@ -145,27 +154,32 @@ class UnfitFile(NamedTuple):
     keys: tuple[str, ...]
 
 
-def find_unfit_files(strategy: LoadStrategy, reader: CheckpointReader) -> list[UnfitFile]:
-    """The files that are missing or have not the size that they need; no data file is opened for it.
+def find_incomplete_files(strategy: LoadStrategy, reader: CheckpointReader) -> list[IncompleteFile]:
+    """Return the files that are missing or have the wrong size; no data file is opened. Not collective.
+
+    Args:
+        strategy: Reads the checkpoint; if it :class:`ChecksFiles`, its files are looked at, too.
+        reader: The checkpoint's.
 
     Raises:
-        CheckpointReplacedError: the files are gone because another save has replaced the checkpoint.
+        CheckpointReplacedError: another save has replaced the checkpoint, and its files are gone.
     """
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
-    listed = {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
+    indexed = {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
     found = []
-    for name in sorted({*sizes, *listed}):
-        least = listed[name].nbytes if name in listed else 0
-        fault = _size_fault(reader.place / name, sizes.get(name), least)
+    for name in sorted({*sizes, *indexed}):
+        least = indexed[name].nbytes if name in indexed else 0
+        fault = _find_size_fault(reader.place / name, sizes.get(name), least)
         if fault:
-            found.append(UnfitFile(name, fault, listed[name].keys if name in listed else ()))
+            found.append(IncompleteFile(name, fault, indexed[name].keys if name in indexed else ()))
     if found and reader.was_replaced():
         raise replaced_error(reader.directory, f"{found[0].name} {found[0].fault}")
     return found
 
 
-def _size_fault(path: Path, written: int | None, least: int) -> str:
+def _find_size_fault(path: Path, written: int | None, least: int) -> str:
+    """Return what is wrong with a file's size; ``""`` if it has the bytes that were written, and ``least`` at least."""
     try:
         with naming("look at", path):
             found = file_size(path)
@@ -179,10 +193,10 @@ def _size_fault(path: Path, written: int | None, least: int) -> str:
 
 
 def read_integrity(directory: Path) -> Integrity | None:
-    """What ``integrity.json`` says; None if there is none.
+    """Return the content of ``integrity.json``; None if there is no such file.
 
     Raises:
-        CorruptCheckpointError: it is damaged, names files that cannot be the checkpoint's, or has other digests.
+        CorruptCheckpointError: it is damaged, has names that no file of a checkpoint can have, or another algorithm.
     """
     path = directory / INTEGRITY_NAME
     if not is_there(path):
@@ -199,7 +213,11 @@ def read_integrity(directory: Path) -> Integrity | None:
 
 
 def named_files(directory: Path, manifest: Manifest) -> dict[str, int | None]:
-    """The files that a checkpoint says it has, each with its bytes where it says them; empty where it says nothing."""
+    """Return the files that ``shardckpt.json`` or else ``integrity.json`` lists, with sizes in bytes if recorded.
+
+    Returns:
+        Size by name, None if it is not recorded; empty if the checkpoint has neither file.
+    """
     if manifest.record is not None:
         return {file.name: file.size for file in manifest.record.files}
     integrity = read_integrity(directory)
@@ -207,33 +225,40 @@ def named_files(directory: Path, manifest: Manifest) -> dict[str, int | None]:
 
 
 def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write ``integrity.json`` for a checkpoint that has none, over all files beside it; one process calls.
+    """Write ``integrity.json`` for a checkpoint that has none, with all its files. Not collective: one process calls.
 
-    ``save(..., verify_integrity=True)`` does it while it writes; this reads every file again.
+    ``save(..., verify_integrity=True)`` writes it while it saves; this function reads every file again.
+
+    Args:
+        checkpoint_dir: The checkpoint's directory; not a URL.
 
     Raises:
-        CorruptCheckpointError: a file is not as it was written already, by the digests of ``shardckpt.json``.
+        CorruptCheckpointError: a file is damaged already, by the digests of ``shardckpt.json``.
     """
     directory = locate_local(checkpoint_dir, "write integrity.json into")
     place, manifest = hold_checkpoint(directory, host())
     contents = _Contents(place, manifest)
     with naming("list", directory):
-        (directory / _UNFINISHED).unlink(missing_ok=True)
+        (directory / _TEMPORARY).unlink(missing_ok=True)
         found = sorted(path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink())
     names = [name for name in found if name != INTEGRITY_NAME]
     hashes = contents.reader.map(contents.sha256, names, size=lambda name: _size(directory / name))
+    # renamed when it is complete, so that a crash leaves no truncated integrity.json, which would fail every load
     with CheckpointWriter(directory, 0) as writer:
-        writer.write(_UNFINISHED, Integrity(files=dict(zip(names, hashes, strict=True))).dump())
+        writer.write(_TEMPORARY, Integrity(files=dict(zip(names, hashes, strict=True))).dump())
     if was_replaced(place):
-        (directory / _UNFINISHED).unlink(missing_ok=True)
+        (directory / _TEMPORARY).unlink(missing_ok=True)
         raise replaced_error(directory, f"{INTEGRITY_NAME} would have digests of another save's files")
-    with naming(f"rename {_UNFINISHED} to", directory / INTEGRITY_NAME):
-        os.rename(directory / _UNFINISHED, directory / INTEGRITY_NAME)
+    with naming(f"rename {_TEMPORARY} to", directory / INTEGRITY_NAME):
+        os.rename(directory / _TEMPORARY, directory / INTEGRITY_NAME)
     sync_directory(directory)
 
 
 def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Check a checkpoint's files as :func:`verify_integrity` does, in this process alone.
+    """Check a checkpoint's files against all digests. Not collective: :func:`verify_integrity` in this process alone.
+
+    Args:
+        checkpoint_dir: The checkpoint's directory or URL.
 
     Raises:
         CorruptCheckpointError: names every file that is missing or not as it was written.
@@ -246,7 +271,7 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
             if not is_there(directory / INTEGRITY_NAME):
                 raise CheckpointingException(
                     f"{directory} has no {INTEGRITY_NAME}: save with verify_integrity=True, or write one for a "
-                    "checkpoint that is known to be sound by save_integrity_manifest"
+                    "checkpoint that is known to be undamaged by save_integrity_manifest"
                 )
             verify_integrity(directory, manifest, Comm(alone=True))
 
@@ -254,23 +279,24 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
 
 
 class _Contents:
-    """The bytes of a checkpoint's files, each read once for all its digests, and open only meanwhile."""
+    """Reads a checkpoint's files, each once for all its digests."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
         self._recorded = frozenset(file.name for file in manifest.record.files) if manifest.record else frozenset()
         self.reader = CheckpointReader(directory, manifest, verify=True)
+        # for files that shardckpt.json does not list, such as itself: they have only a SHA-256
         self._other = CheckpointReader(directory, Manifest(backend=manifest.backend, version=manifest.version))
 
     def sha256(self, name: str) -> str:
-        """The file's SHA-256, in hex; CorruptCheckpointError if our own digests are of other bytes."""
+        """Return a file's SHA-256, in hex; raise CorruptCheckpointError if the digests of its record do not match."""
         found = hashlib.sha256()
         for block in self._reader_of(name).blocks(name):
             found.update(block)
         return found.hexdigest()
 
-    def fault(self, file: ExpectedFile) -> CheckpointingException | None:
-        """What is wrong with a file."""
+    def find_fault(self, file: ExpectedFile) -> CheckpointingException | None:
+        """Return what is wrong with a file, or None."""
         try:
             if not file.sha256:
                 self._read(file.name)
@@ -305,13 +331,13 @@ __all__ = [
     "INTEGRITY_LIMIT",
     "INTEGRITY_NAME",
     "ExpectedFile",
+    "IncompleteFile",
     "Integrity",
-    "UnfitFile",
-    "digested_files",
     "expected_files",
     "find_faults",
-    "find_unfit_files",
+    "find_incomplete_files",
     "is_damage",
+    "list_digested_files",
     "named_files",
     "read_integrity",
     "save_integrity_manifest",

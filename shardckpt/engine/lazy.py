@@ -1,4 +1,4 @@
-"""A checkpoint as a mapping whose tensors are read when they are asked for, whole or in slices; needs no other rank."""
+"""A stored checkpoint as a mapping from key to tensor; tensors are read when they are indexed. Not collective."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.engine.integrity import find_unfit_files
+from shardckpt.engine.integrity import find_incomplete_files
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
     import torch
 
-    from shardckpt.engine.integrity import UnfitFile
+    from shardckpt.engine.integrity import IncompleteFile
     from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, StateDict
 
@@ -21,32 +21,33 @@ _Index = int | slice
 
 
 class StoredTensor:
-    """A tensor in a checkpoint: its description, and its values as far as they are asked for.
+    """A tensor in a checkpoint: key, shape and dtype; indexing reads its values.
 
-    ``stored[4:8, :, 2]`` reads the elements of that region, and no others beyond what a read of bytes takes along.
+    ``stored[4:8, :, 2]`` returns a CPU tensor of the stored dtype with that region, and reads little more than its
+    bytes. Indices are integers, slices without a step, and ``...``.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, whole: ShardedTensor) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, description: ShardedTensor) -> None:
         self._checkpoint = checkpoint
-        self._whole = whole
+        self._description = description
 
     @property
     def key(self) -> str:
         """Its name."""
-        return self._whole.key
+        return self._description.key
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its global shape."""
-        return tuple(self._whole.global_shape)
+        return tuple(self._description.global_shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """Its dtype."""
-        return self._whole.dtype
+        return self._description.dtype
 
     def read(self) -> torch.Tensor:
-        """The whole tensor, on the CPU."""
+        """Return the tensor at its global shape and stored dtype, on the CPU."""
         return self[...]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -64,24 +65,27 @@ class StoredTensor:
 
 
 class StoredCheckpoint(Mapping[str, "StoredTensor"]):
-    """The tensors of an open checkpoint by key; objects and common state beside them. A context manager's value."""
+    """An open checkpoint: a mapping from key to :class:`StoredTensor`, with methods for objects and common state.
+
+    ``shardckpt.dist_checkpointing.open_checkpoint`` yields it. It can be used until the end of that block.
+    """
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
 
     @property
     def backend(self) -> str:
-        """Its format family."""
+        """Name of the format family."""
         return self._checkpoint.context.reader.manifest.backend
 
     @property
     def version(self) -> int:
-        """Its version of the format."""
+        """Version of the format."""
         return self._checkpoint.context.reader.manifest.version
 
     @property
     def common(self) -> StateDict:
-        """The state that is not sharded, read anew each time."""
+        """The state that is not sharded; each access reads it."""
         return self._checkpoint.common()
 
     @property
@@ -89,12 +93,19 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
         """Unique keys of the ShardedObjects."""
         return [shard.unique_key for shard in self._index if isinstance(shard, ShardedObject)]
 
-    def unfit_files(self) -> list[UnfitFile]:
-        """The files that are missing or have not the size that they need, and which keys are in them."""
-        return find_unfit_files(self._checkpoint.strategy, self._checkpoint.context.reader)
+    def find_incomplete_files(self) -> list[IncompleteFile]:
+        """Return the files that are missing or have the wrong size, with the keys in them; no data file is opened."""
+        return find_incomplete_files(self._checkpoint.strategy, self._checkpoint.context.reader)
 
     def read_object(self, unique_key: str) -> Any:
-        """A ShardedObject's value."""
+        """Return the value of a ShardedObject.
+
+        Args:
+            unique_key: One of :attr:`objects`.
+
+        Raises:
+            CheckpointingException: no such object is stored, or it cannot be read.
+        """
         if unique_key not in self.objects:
             raise CheckpointingException(f"no object {unique_key!r} is stored; there are {self.objects[:8]}")
         (value,) = self._checkpoint.values([ShardedObject.empty_from_unique_key(unique_key)])
@@ -119,11 +130,11 @@ class StoredCheckpoint(Mapping[str, "StoredTensor"]):
 
 
 def _region(key: str, shape: tuple[int, ...], index: tuple[Any, ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """(start, stop) along every axis, and the axes that an integer picks one element of."""
+    """Return (start, stop) along every axis, and the axes that have an integer as index."""
     full = list(index)
     if Ellipsis in full:
-        place = full.index(Ellipsis)
-        full[place : place + 1] = [slice(None)] * (len(shape) - len(full) + 1)
+        position = full.index(Ellipsis)
+        full[position : position + 1] = [slice(None)] * (len(shape) - len(full) + 1)
     full += [slice(None)] * (len(shape) - len(full))
     if len(full) != len(shape):
         raise CheckpointingException(f"{key!r} has {len(shape)} axes, {index} asks for {len(full)}")
@@ -135,7 +146,7 @@ def _span(key: str, part: _Index, size: int) -> tuple[int, int]:
     if isinstance(part, slice):
         start, stop, step = part.indices(size)
         if step != 1:
-            raise CheckpointingException(f"{key!r}: {part} has a step; read the rows between and take every n-th there")
+            raise CheckpointingException(f"{key!r}: {part} has a step; read the range without it, and slice the result")
         return start, max(start, stop)
     if not isinstance(part, int):
         raise CheckpointingException(f"{key!r}: expected integers, slices and '...' as indices, got {part!r}")

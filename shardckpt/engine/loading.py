@@ -1,4 +1,4 @@
-"""A load, from a directory to a state dict of the form that the caller asked for; and the queries beside it."""
+"""A load, from a directory to a state dict with the structure that the caller asks for; and opening a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a checkpoint is opened; see :func:`shardckpt.dist_checkpointing.load`."""
+    """How a checkpoint is opened; see :func:`shardckpt.dist_checkpointing.load`.
+
+    Attributes:
+        strategy: A LoadStrategy, a backend, or (backend, version); None: as the checkpoint says.
+        accept: The backends and versions that the caller accepts; None: all.
+        allow_globals: Classes and functions that legacy pickles may name.
+    """
 
     strategy: Any = None
     accept: Accept | None = None
@@ -48,39 +54,69 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint with the strategy that reads it."""
+    """A checkpoint that is open, with the strategy that reads it.
+
+    The methods are collective if :func:`open_checkpoint` was: then all ranks call them.
+
+    Attributes:
+        strategy: Reads the checkpoint.
+        context: Its files, and the ranks.
+        operation: Reports the phases.
+    """
 
     strategy: LoadStrategy
     context: LoadContext
     operation: Operation
 
     def common(self) -> StateDict:
-        """The state that is not sharded."""
+        """Collective: return the state that is not sharded."""
         with self.operation.local_phase("loading the common state"):
             common = self.strategy.load_common(self.context)
         return common
 
     def index(self) -> list[ShardedBase]:
-        """What is stored, without data."""
+        """Collective: return descriptions of all stored tensors and objects, without data."""
         with self.operation.local_phase("reading the index"):
             index = self.strategy.load_index(self.context)
         return index
 
     def values(self, wanted: list[ShardedBase]) -> list[Any]:
-        """The values of shards that are stored; nothing is filled before the ranks agree that all is well so far."""
+        """Collective: return the values of shards; where a shard has data, that is filled and returned.
+
+        Args:
+            wanted: Shards of stored keys, none or many.
+
+        Returns:
+            One value per shard, in order: a tensor of its ``data_shape``, or an object.
+
+        Raises:
+            CheckpointingException: on every rank, if any failed.
+        """
+        # nothing is filled if a rank has failed so far: the caller's tensors stay as they are
         self.context.comm.sync_errors()
         with self.operation.local_phase("loading shards"):
             values = self.strategy.load(wanted, self.context)
-            delivered = [_delivered(shard, value) for shard, value in zip(wanted, values, strict=True)]
+            delivered = [_deliver(shard, value) for shard, value in zip(wanted, values, strict=True)]
         return delivered
 
 
 @contextmanager
 def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: LoadOptions) -> Iterator[OpenCheckpoint]:
-    """Read the manifest, pass the version gate and open the files; all ranks do, or all raise the same error.
+    """Collective: read the manifest, choose the strategy and open the files; all that ranks read is of one save.
 
-    What is read is of one save, on all ranks. Where that is gone before all is read, because another one replaced it,
-    it is a CheckpointReplacedError: :func:`~shardckpt.storage.directory.retry_if_replaced` begins again.
+    Args:
+        directory: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
+        comm: The ranks that read.
+        host: The plugin manager.
+        options: How it is opened.
+
+    Yields:
+        The open checkpoint; it is closed at the end of the block.
+
+    Raises:
+        CannotLoadError: no installed strategy reads it, or ``options`` refuses it.
+        CheckpointReplacedError: another save has replaced it before all was read;
+            :func:`~shardckpt.storage.directory.retry_if_replaced` starts over.
     """
     operation = Operation("load", directory, comm, host)
     with operation.collective_span():
@@ -100,7 +136,9 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
             operation.dispatched(strategy)
             reader = CheckpointReader(place, manifest)
         with reader:
-            if is_read_again():  # what is open can be read whatever comes: the next save may be as near as the last
+            # An open file can be read after its checkpoint is replaced. In a second attempt the next save may come as
+            # soon as the last one did, so all files are opened first; the first attempt saves the time.
+            if is_read_again():
                 with operation.local_phase("opening the files"):
                     reader.open_files([] if manifest.record is None else [f.name for f in manifest.record.files])
             yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
@@ -117,9 +155,9 @@ def read_checkpoint(
     """Collective: open a checkpoint and read from it; where another save replaces it meanwhile, open it again.
 
     Args:
-        path: The checkpoint, or its URL; looked up for each attempt, since links may lead elsewhere by then.
-        comm: The ranks, all of which call.
-        host: The installed plugins.
+        path: The checkpoint, or its URL; links are resolved in each attempt, since they may have changed.
+        comm: The ranks that read.
+        host: The plugin manager.
         options: How it is opened.
         read: Called with the open checkpoint in each attempt.
 
@@ -146,7 +184,24 @@ def load_checkpoint(
     verify: bool = False,
     allow_dtype_cast: bool = False,
 ) -> tuple[StateDict, KeyMismatch]:
-    """Load what is wanted; see :func:`shardckpt.dist_checkpointing.load`."""
+    """Collective: fill a state dict from an open checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
+
+    Everything that can be checked without data is checked before any destination is filled.
+
+    Args:
+        sharded_state_dict: This rank's.
+        checkpoint: The open checkpoint.
+        validate: Whether to check that the shards of all ranks cover every tensor exactly once.
+        strict: What to do about keys that do not match.
+        verify: Whether to read every file, and compare it with its digests, first.
+        allow_dtype_cast: Whether to cast values to dtypes that cannot hold them.
+
+    Returns:
+        The loaded state dict, and the keys that do not match.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
     comm = checkpoint.context.comm
     with checkpoint.operation.local_phase("preparing the state dict"):
         template = LoadTemplate(sharded_state_dict)
@@ -196,14 +251,14 @@ def load_checkpoint(
 
 
 def _log_left_out(left_out: Mapping[int, str], optional: int) -> None:
-    """One line a load: a warning only where nothing is stored of all that might be."""
+    """Log one line per load: a warning only if the checkpoint has no optional entry at all."""
     level = logging.WARNING if len(left_out) == optional else logging.INFO
     names = listed(sorted(set(left_out.values())))
-    logger.log(level, "not stored, as it did not exist when it was saved, and left out: %s", names)
+    logger.log(level, "left out of the result, since it did not exist when the checkpoint was saved: %s", names)
 
 
 def _log_casts(casts: Casts) -> None:
-    """One line a load: a warning only where digits are lost."""
+    """Log one line per load: a warning only if a cast is not exact."""
     level = logging.INFO if all(is_exact(*pair) for pair in casts) else logging.WARNING
     logger.log(level, "stored tensors are cast as they are loaded: %s", casts_text(casts))
 
@@ -216,13 +271,13 @@ def _refuse_meta(shard: ShardedBase) -> None:
         )
 
 
-def _delivered(shard: ShardedBase, value: Any) -> Any:
-    """The loaded value, in the caller's own tensor where there is one."""
+def _deliver(shard: ShardedBase, value: Any) -> Any:
+    """Return the loaded value, in the caller's own tensor if there is one."""
     if not isinstance(shard, ShardedTensor):
         return value
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shard.data_shape:
-        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise PluginError(f"{shard.key!r}: the strategy gave {given}, not a tensor of shape {shard.data_shape}")
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise PluginError(f"{shard.key!r}: the strategy returned {found}, not a tensor of shape {shard.data_shape}")
     if shard.data is None or value is shard.data:
         return value
     fill(shard.key, shard.data, value)

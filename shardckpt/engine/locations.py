@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a directory of this machine, or a URL that some plugin serves."""
+"""The location of a checkpoint: a directory of this machine, or a URL that a plugin serves."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ _CUT_URL = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+:)/[^/]")
 
 
 def locate(path: str | os.PathLike[str], host: PluginHost) -> Path:
-    """The directory or URL that a caller means.
+    """Return the directory or store folder that a path or URL names; it need not exist.
 
     Args:
-        path: A path, with links and ``..`` resolved here; a ``file://`` URL, which is a path; or another URL.
-        host: The plugins that serve URLs.
+        path: A path, of which links and ``..`` are resolved; a ``file://`` URL, which is a path; or another URL.
+        host: The plugin manager, whose plugins serve URLs.
+
+    Returns:
+        An absolute path, or a :class:`shardckpt.storage.RemotePath`.
 
     Raises:
-        StorageError: no plugin serves the URL.
+        StorageError: no plugin serves the URL, or a name in the path is too long.
     """
     text = os.fspath(path)
     if not _URL.match(text):
@@ -37,28 +40,39 @@ def locate(path: str | os.PathLike[str], host: PluginHost) -> Path:
         return _local(_path_of(text))
     url = text.rstrip("/")
     if "://" not in url:
-        raise StorageError(f"{text} names a whole store: give a URL with the checkpoint's name in it")
+        raise StorageError(f"{text} names a store: give a URL with the checkpoint's name in it")
     return RemotePath(open_folder(url, host))
 
 
 def locate_local(path: str | os.PathLike[str], action: str) -> Path:
-    """The directory that a caller means, for what cannot be done on a store.
+    """Return the directory that a path names, for an action that stores cannot do.
 
     Args:
-        path: As for :func:`locate`.
-        action: What cannot, for the error: "take keys out of".
+        path: A path, or a ``file://`` URL, as for :func:`locate`.
+        action: The action, for the error: "take keys out of".
+
+    Raises:
+        CheckpointingException: it is another URL.
     """
     text = os.fspath(path)
     if _URL.match(text) and not text.lower().startswith("file://"):
         raise CheckpointingException(
-            f"cannot {action} {masked(text)}: that takes a directory of this machine, because a store has no "
-            "step that changes several objects at once; give a path, or load what is wanted and save it to another URL"
+            f"cannot {action} {masked(text)}: it takes a directory of this machine, because a store cannot "
+            "change several objects in one step; give a path, or load what is to be kept and save it to another URL"
         )
     return _local(_path_of(text) if _URL.match(text) else text)
 
 
 def open_folder(url: str, host: PluginHost) -> RemoteFolder:
-    """What the first plugin that serves the URL gives for it."""
+    """Return the store folder that the first plugin that serves a URL makes for it.
+
+    Args:
+        url: The URL.
+        host: The plugin manager.
+
+    Raises:
+        StorageError: no plugin serves the URL, or the one that does has failed.
+    """
     hook = host.hook.shardckpt_filesystem
     try:
         folder: RemoteFolder | None = hook(url=url)
@@ -77,16 +91,16 @@ def open_folder(url: str, host: PluginHost) -> RemoteFolder:
 
 
 def check_names(path: Path) -> Path:
-    """The path itself, if a file system can have its names: a save would find out when all is written.
+    """Return the path itself, if no name in it is too long: else a save would fail after all is written.
 
     Raises:
-        StorageError: one of them is too long.
+        StorageError: a name is too long for file systems.
     """
     for part in path.parts:
         if len(os.fsencode(part)) > NAME_MAX:
             raise StorageError(
-                f"{path}: the name {part:.40}... has {len(os.fsencode(part))} bytes, and file systems have names of "
-                f"{NAME_MAX} at most: give a shorter one"
+                f"{path}: the name {part:.40}... has {len(os.fsencode(part))} bytes, and file systems allow "
+                f"{NAME_MAX}: give a shorter one"
             )
     return path
 
@@ -95,14 +109,14 @@ def _local(text: str) -> Path:
     cut = _CUT_URL.match(text)
     if cut and not os.path.lexists(cut[1]):
         raise StorageError(
-            f"{text} looks like a URL of which pathlib has made one slash of two: give URLs as str, not as Path (a "
-            f"local directory of that name can be given as ./{text})"
+            f"{text} looks like a URL in which pathlib has replaced two slashes by one: give URLs as str, not as Path "
+            f"(a local directory of that name can be given as ./{text})"
         )
     return check_names(Path(os.path.realpath(text)))
 
 
 def _path_of(url: str) -> str:
-    """The path that a ``file://`` URL says."""
+    """Return the path that a ``file://`` URL names."""
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise StorageError(f"{url} names a file of another machine, {parts.netloc}; file:///path has three slashes")

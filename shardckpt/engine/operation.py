@@ -1,4 +1,4 @@
-"""One save or load as a sequence of steps, each reported to ``shardckpt_event``; an error in one ends it everywhere."""
+"""An operation, such as a save or load: its phases are reported to ``shardckpt_event``, its errors to all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.engine.gc_pause import held_back
+from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.plugins import Event
 
 if TYPE_CHECKING:
@@ -25,31 +25,31 @@ logger = logging.getLogger(__name__)
 
 
 class Operation:
-    """A save, load or migration under way on this rank.
+    """A save, load, migration, removal or export in progress on this rank.
 
     Args:
-        kind: ``save``, ``load``, ``migrate`` or ``remove``.
+        kind: ``save``, ``load``, ``migrate``, ``remove`` or ``export``.
         directory: The checkpoint.
         comm: The ranks that take part.
-        host: The plugins that hear of it.
+        host: The plugin manager, whose plugins observe the operation.
     """
 
     def __init__(self, kind: str, directory: Path, comm: Comm, host: PluginHost) -> None:
         self.comm = comm
         self.directory = directory
         self.host = host
-        self._known: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
+        self._fields: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
         self._started = 0.0
 
     def dispatched(self, strategy: Any) -> None:
-        """Note which strategy does the work."""
+        """Set the strategy that does the work, for later events."""
         kind = type(strategy)
         name = f"({strategy.backend!r}, {strategy.version}) {kind.__module__}.{kind.__qualname__}"
-        self._known["strategy"] = name
+        self._fields["strategy"] = name
 
     def wrote(self, nbytes: int) -> None:
-        """Note how many bytes this rank wrote."""
-        self._known["nbytes"] = nbytes
+        """Set the number of bytes that this rank wrote, for later events."""
+        self._fields["nbytes"] = nbytes
 
     @contextmanager
     def collective_span(self) -> Iterator[None]:
@@ -71,7 +71,7 @@ class Operation:
         """
         self._started = time.perf_counter()
         try:
-            with held_back(), self.comm.local_phase(self._known["operation"]):
+            with pause_gc(), self.comm.local_phase(self._fields["operation"]):
                 self._emit(phase="", state="start", nbytes=0)
                 yield
         except Exception as exc:
@@ -95,7 +95,7 @@ class Operation:
         start = time.perf_counter()
         self._emit(phase=name, state="start", nbytes=0)
         try:
-            with held_back(), self.comm.local_phase(name):
+            with pause_gc(), self.comm.local_phase(name):
                 yield
         except Exception as exc:
             self._emit(phase=name, state="failure", seconds=time.perf_counter() - start, error=str(exc))
@@ -104,14 +104,14 @@ class Operation:
 
     @cached_property
     def _hook(self) -> HookCaller:
-        """Calls those who watch, whoever they are by then."""
+        """The hook: it calls all plugins, also those that are registered later."""
         return self.host.hook.shardckpt_event
 
     def _emit(self, **changes: Any) -> None:
         try:
             if self._hook.get_hookimpls():
-                self._hook(event=Event(**self._known | changes))
-        except Exception:  # who watches a save must not be able to end it on one rank
+                self._hook(event=Event(**self._fields | changes))
+        except Exception:  # an observer must not be able to fail a save, least of all on one rank
             logger.warning("a plugin's shardckpt_event failed", exc_info=True)
 
 

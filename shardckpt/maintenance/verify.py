@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.engine import digested_files, find_faults, is_damage, locate
+from shardckpt.engine import find_faults, is_damage, list_digested_files, locate
 from shardckpt.errors import CannotLoadError, CheckpointingException
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
 from shardckpt.plugins import choose_reader, hold_checkpoint, host
@@ -69,7 +69,7 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
 
 def _verified(directory: Path) -> list[FileResult]:
     path, manifest = hold_checkpoint(directory, host())
-    digested = digested_files(path, manifest)
+    digested = list_digested_files(path, manifest)
     found: dict[str, FileResult] = {}
     if digested is not None:
         for file, error in zip(digested, find_faults(path, manifest, digested), strict=True):

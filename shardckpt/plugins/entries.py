@@ -75,7 +75,7 @@ class Entry:
         kind = _import_class(self.target, BASES[self.action], self.distribution)
         if isinstance(self.target, str):
             # the entry was registered without importing the class, so it may name another backend or version
-            _check_claim(self.target, self.distribution, (self.backend, self.version), strategy_key_of(kind))
+            _check_claim(self.target, self.distribution, (self.backend, self.version), get_strategy_key(kind))
         return _create(kind, self.distribution)
 
 
@@ -114,7 +114,7 @@ class MigrationEntry:
         return _create(kind, self.distribution)  # type: ignore[no-any-return]
 
 
-def strategy_key_of(kind: type[Any]) -> tuple[str, int]:
+def get_strategy_key(kind: type[Any]) -> tuple[str, int]:
     """Return the backend and version that a strategy class names.
 
     Raises:
@@ -164,4 +164,4 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-__all__ = ["BASES", "USER", "Entry", "MigrationEntry", "StrategyAction", "strategy_key_of"]
+__all__ = ["BASES", "USER", "Entry", "MigrationEntry", "StrategyAction", "get_strategy_key"]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
-from shardckpt.plugins.entries import BASES, USER, Entry, MigrationEntry, StrategyAction, strategy_key_of
+from shardckpt.plugins.entries import BASES, USER, Entry, MigrationEntry, StrategyAction, get_strategy_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ class StrategyRegistry:
         action = next((action for action, base in BASES.items() if issubclass(kind, base)), None)
         if action is None:
             raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy")
-        backend, version = strategy_key_of(kind)
+        backend, version = get_strategy_key(kind)
         summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
         self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
 
@@ -135,7 +135,7 @@ class StrategyRegistry:
         kind = strategy if isinstance(strategy, type) else type(strategy)
         if not issubclass(kind, BASES[action]):
             raise PluginError(f"{kind.__qualname__} is not a {BASES[action].__name__}")
-        strategy_key_of(kind)
+        get_strategy_key(kind)
         self._put(Entry(action, backend, version, strategy, self._distribution, "", override=True))
 
     @property

@@ -179,7 +179,7 @@ def choose_reader(
         accept: What the caller accepts; None: everything.
 
     Returns:
-        The caller's instance, or a new one of the newest registered version that can read the checkpoint.
+        The caller's instance, or a strategy of the newest registered version that can read the checkpoint.
 
     Raises:
         CannotLoadError: none reads it; a subclass for each case, with every candidate's reason.

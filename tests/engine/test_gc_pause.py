@@ -1,4 +1,4 @@
-"""The garbage collector: held back while anyone asks for it, and never for longer."""
+"""The garbage collector: paused while anyone asks for it, and never for longer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardckpt.engine.gc_pause import held_back
+from shardckpt.engine.gc_pause import pause_gc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +24,10 @@ def _in_child(function: Callable[[], bool]) -> int:
 
 
 def test_nested_holds() -> None:
-    """The collector runs again when the last one that held it back has ended."""
+    """The collector runs again when the last pause has ended."""
     assert gc.isenabled()
-    with held_back():
-        with held_back():
+    with pause_gc():
+        with pause_gc():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -35,17 +35,17 @@ def test_nested_holds() -> None:
 
 @pytest.mark.parametrize("ran", [True, False])
 def test_forked_meanwhile(ran: bool) -> None:
-    """A child that is forked while another thread holds the collector back has it as it was, and may hold it back."""
+    """A child that is forked while another thread pauses the collector has it as it was before, and can pause it."""
     held, end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with held_back():
+        with pause_gc():
             held.set()
             end.wait(10)
 
     def as_it_was() -> bool:
         before = gc.isenabled()
-        with held_back():
+        with pause_gc():
             between = gc.isenabled()
         return before == ran and not between and gc.isenabled() == ran
 
@@ -64,11 +64,11 @@ def test_forked_meanwhile(ran: bool) -> None:
 
 
 def test_forked_in_the_middle() -> None:
-    """A child that is forked inside, and leaves it as its parent does, can hold the collector back as ever."""
-    with held_back():
+    """A child that is forked in a pause, and leaves it as its parent does, can pause the collector again."""
+    with pause_gc():
         child = os.fork()
     if not child:
-        with held_back():
+        with pause_gc():
             held = not gc.isenabled()
         os._exit(0 if held and gc.isenabled() else 1)
     assert os.waitpid(child, 0)[1] == 0

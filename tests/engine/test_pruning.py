@@ -372,7 +372,7 @@ def test_longer_names_are_refused_before_anything_is_written(ranks: RankPool, tm
     ((kind, text), *others) = ranks.run(2, _error_of_part, str(tmp_path / "new" / name))
     assert others == [(kind, text)]
     assert kind == "StorageError"
-    assert "has 256 bytes, and file systems have names of 255 at most" in text
+    assert "has 256 bytes, and file systems allow 255" in text
     for refused in (samples.load, prune_leftovers):
         with pytest.raises(StorageError, match="has 256 bytes"):
             refused(tmp_path / name)
