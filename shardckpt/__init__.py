@@ -1,4 +1,8 @@
-"""shardckpt: sharded checkpoints for PyTorch. This face is lazy: importing it imports neither torch nor pydantic."""
+"""shardckpt: sharded checkpoints for PyTorch.
+
+``shardckpt.dist_checkpointing`` saves and loads. Importing this package imports neither torch nor pydantic: each
+name is imported at first use.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+#: The module of each name.
 _MODULES = {
     "CheckpointingException": "errors",
     "Event": "plugins.hookspecs",

@@ -1,4 +1,17 @@
-"""Saves behind the training: ``dist_checkpointing.save(..., async_sharded_save=True)`` plans, a queue writes."""
+"""Saves in the background: ``dist_checkpointing.save(..., async_sharded_save=True)`` plans, and a queue writes.
+
+Example:
+    ::
+
+        queue = AsyncCallsQueue()
+        for step in range(1000):
+            train(model)
+            if step % 100 == 0:
+                request = dist_checkpointing.save(state_dict, f"step-{step}", async_sharded_save=True)
+                queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls()  # collective: commits the saves that all ranks have written
+        queue.close()  # collective: waits for the last save
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized tensors in state dicts: stored as they are, bit for bit, or replaced by their dequantized values."""
+"""Quantized tensors in state dicts: how to store them bit for bit. Without this they are stored dequantized."""
 
 from __future__ import annotations
 
@@ -10,28 +10,36 @@ from shardckpt.errors import ShardingError
 from shardckpt.mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.tensors import is_quantized, kind
 
-#: Names the object that tells the form; no inner tensor can be an attribute of that name.
+#: Name of the object that stores the class and the dtypes; no attribute, and so no inner tensor, can have it.
 _FORM = "class"
 
 
 def native_factory(
     key: str, tensor: torch.Tensor, *rank_offsets: tuple[int, int, int], replica_id: ReplicaId = 0, **kwargs: Any
 ) -> ShardedTensorFactory:
-    """Describe a wrapper tensor by the tensors inside it: a round trip changes no bit, and chooses no scale anew.
+    """Describe a wrapper tensor by the tensors inside it: a save and a load change no bit, and keep the scales.
 
-    They are stored as ``<key>.<inner name>``, beside an object ``<key>.class`` that tells class and dtypes; a load
-    fills those inside ``tensor`` and gives it back. It must be quantized as the saved one was.
+    The inner tensors are stored as ``<key>.<inner name>``, and an object ``<key>.class`` has the class and the dtypes.
+    A load fills the tensors inside ``tensor``, which must be quantized as the saved one was.
+
+    Example:
+        Rank ``r`` of ``n`` has equal blocks of rows of a quantized weight::
+
+            state_dict["weight"] = native_factory("decoder.weight", model.weight, (0, r, n))
 
     Args:
-        key: Of the tensor.
-        tensor: Of a class with torch's ``__tensor_flatten__``, as torchao's have it.
-        rank_offsets: Tuples (axis, i, n), as for :meth:`ShardedTensor.from_rank_offsets`; none for a whole tensor.
+        key: Name of the global tensor.
+        tensor: The local tensor, of a class with torch's ``__tensor_flatten__``, such as torchao's.
+        rank_offsets: Tuples (axis, i, n), as for :meth:`ShardedTensor.from_rank_offsets`; none if it is not sharded.
         replica_id: See :class:`ShardedTensor`.
-        **kwargs: More of :meth:`ShardedTensor.from_rank_offsets`, for every inner tensor.
+        **kwargs: More arguments of :meth:`ShardedTensor.from_rank_offsets`, for every inner tensor.
+
+    Returns:
+        A leaf for the sharded state dict; a load replaces it by ``tensor``.
 
     Raises:
-        ShardingError: the class does not follow the protocol, an inner tensor cannot be split as the tensor is, or,
-            after a load, class or dtypes are not those that were saved.
+        ShardingError: the class has no ``__tensor_flatten__``, an inner tensor cannot be split as ``tensor`` is, or,
+            when a load ends, the stored class or dtypes are not those of ``tensor``.
     """
     axes = [axis - kwargs.get("prepend_axis_num", 0) for axis, _, _ in rank_offsets]
 
@@ -47,40 +55,40 @@ def native_factory(
     def merge(loaded: dict[str, Any]) -> torch.Tensor:
         if loaded[_FORM] != (wanted := _form(key, tensor)):
             raise ShardingError(
-                f"{key!r} was saved as {loaded[_FORM]}, and loaded into {wanted}, whose values are now wrong: give a "
+                f"{key!r} was saved as {loaded[_FORM]}, and loaded into {wanted}, whose values are now wrong: pass a "
                 "tensor that is quantized as the saved one was"
             )
         return tensor
 
-    _inner(key, tensor, [axis for axis in axes if axis >= 0])
+    _inner(key, tensor, [axis for axis in axes if axis >= 0])  # raises here, not when the state dict is saved
     return ShardedTensorFactory(key, tensor, build, merge, replica_id)
 
 
 def is_native_factory(leaf: object) -> bool:
-    """Whether a leaf of a sharded state dict is what :func:`native_factory` made."""
+    """Return whether a leaf of a sharded state dict was made by :func:`native_factory`."""
     return isinstance(leaf, ShardedTensorFactory) and leaf.build_fn.__module__ == __name__
 
 
 def _inner(key: str, tensor: Any, split: list[int]) -> dict[str, torch.Tensor]:
-    """The tensors inside, if they can be stored in the tensor's place and split along the same axes."""
+    """Return the tensors inside by name; raise ShardingError if they cannot be stored, or not split along the axes."""
     if not hasattr(tensor, "__tensor_flatten__"):
         raise ShardingError(f"{key!r}: a {kind(tensor)} has no __tensor_flatten__ that names the tensors inside it")
     names, context = tensor.__tensor_flatten__()
     inner: dict[str, torch.Tensor] = {name: getattr(tensor, name) for name in names}
     swizzled = isinstance(context, dict) and context.get("is_swizzled_scales")
     for name, part in inner.items():
-        alike = part.ndim == tensor.ndim and all(part.shape[a] and not tensor.shape[a] % part.shape[a] for a in split)
-        if is_quantized(part) or (split and (swizzled or not alike)):
+        fits = part.ndim == tensor.ndim and all(part.shape[a] and not tensor.shape[a] % part.shape[a] for a in split)
+        if is_quantized(part) or (split and (swizzled or not fits)):
             raise ShardingError(
                 f"{key!r}: {name} of shape {tuple(part.shape)} in a {kind(tensor)} of shape {tuple(tensor.shape)} is "
-                f"quantized itself, or does not follow its rows and columns, which are split along {split}: store its "
-                "dequantized values, by a ShardedTensor of it"
+                f"quantized itself, or cannot be split with it along axes {split}: store its dequantized values, as a "
+                "ShardedTensor of it"
             )
     return inner
 
 
 def _form(key: str, tensor: Any) -> str:
-    """Class and dtypes, in words: what bits mean."""
+    """Return the class and the dtypes as text: with others, the same bits are other values."""
     _, context = tensor.__tensor_flatten__()
     dtypes = {name: part.dtype for name, part in _inner(key, tensor, []).items()}
     inside = context.items() if isinstance(context, dict) else ()

@@ -1,4 +1,4 @@
-"""The ``shardckpt`` command: one file a verb; a verb's imports wait until it runs, so that help is quick."""
+"""The ``shardckpt`` command. One file per verb; a verb imports torch only when it runs, so that help is fast."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-#: What shells say of a program that was ended by SIGPIPE.
-_NOBODY_READS = 128 + 13
+#: The exit code that shells report for a program that SIGPIPE has ended.
+_BROKEN_PIPE = 128 + 13
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; 0 on success, 1 with the reason on standard error, 2 for a wrong call, 141 where nobody reads on."""
+    """Run a verb, and return the exit code.
+
+    Args:
+        arguments: The command line without the program's name; by default that of this process.
+
+    Returns:
+        0 on success; 1 after an error, which is printed to standard error; 141 if the reader of standard output has
+        closed it. Verbs may return other codes, see their help. A wrong command line exits with 2.
+    """
     options = _parser().parse_args(arguments)
     try:
         code = int(options.run(options) or 0)
         sys.stdout.flush()
     except BrokenPipeError:  # ``shardckpt inspect PATH | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        return _NOBODY_READS
+        return _BROKEN_PIPE
     except CheckpointingException as exc:
         print(f"shardckpt {options.verb}: {exc}", file=sys.stderr)
         return 1
@@ -44,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add(verbs)
     try:
         host().hook.shardckpt_commands(subparsers=verbs)
-    except Exception as exc:  # noqa: BLE001 - a plugin's verb must not take ours away
+    except Exception as exc:  # noqa: BLE001 - a broken plugin must not disable the other verbs
         print(f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}", file=sys.stderr)
     return parser
 

@@ -1,4 +1,4 @@
-"""``shardckpt export CHECKPOINT TARGET``: write a checkpoint's tensors as Hugging Face tools read them."""
+"""``shardckpt export CHECKPOINT TARGET``: write a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ def add(verbs: Any) -> None:
     parser.add_argument("checkpoint", help="the checkpoint, or its URL")
     parser.add_argument("target", help="the folder: absent or empty")
     parser.add_argument(
-        "--format", choices=("safetensors", "bin"), default="safetensors", help="of the files of weights"
+        "--format", choices=("safetensors", "bin"), default="safetensors", help="format of the weight files"
     )
     parser.add_argument("--dtype", help="cast floating-point tensors: float32, float16, bfloat16")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file: 5GB (10^9), 5GiB (5GB)")
     parser.add_argument(
-        "--mapping", metavar="MODEL_TYPE", help="rename and cut as this model has it: qwen3_moe, mixtral"
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest file: 5GB (5*10^9 bytes), 5GiB (default: 5GB)"
     )
     parser.add_argument(
-        "--prefix", help="of the keys to export, taken off; by default that of the model, if it has one"
+        "--mapping", metavar="MODEL_TYPE", help="rename and split tensors as for this model: qwen3_moe, mixtral"
+    )
+    parser.add_argument(
+        "--prefix", help="export only keys with this prefix, and remove it; by default the model's, if it has one"
     )
     parser.add_argument("--assets", metavar="DIR", help="copy a model's other files (config, tokenizer) from here")
     parser.add_argument("--leave-out", action="append", default=[], metavar="NAME", help="do not write this tensor")
-    parser.add_argument("--overwrite", action="store_true", help="replace the weights of a folder, and keep its rest")
+    parser.add_argument("--overwrite", action="store_true", help="replace a folder's weights, and keep its other files")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Export, and print a row for every file."""
+    """Export, and print a row per file. Return the exit code."""
     from shardckpt.cli.table import table
     from shardckpt.huggingface import export_to_huggingface
 

@@ -1,6 +1,6 @@
-"""``shardckpt inspect DIR``: what a checkpoint holds, and what of it is missing.
+"""``shardckpt inspect DIR``: list what a checkpoint has, and which files are missing or incomplete.
 
-No data file is read but for the common state.
+Of the data files, only the common state is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any) -> int:
-    """Print a row for every key, and what is missing; 1 if no key begins with the prefix."""
+    """Print a row per key, and what is missing. Return the exit code.
+
+    Raises:
+        KeyMismatchError: no key begins with the prefix; the command exits with 1.
+    """
     from shardckpt.storage import retry_if_replaced
 
     for line in retry_if_replaced(lambda: _lines(options.directory, options.prefix), options.directory):
@@ -32,7 +36,7 @@ def run(options: Any) -> int:
 
 
 def _lines(directory: str, prefix: str) -> list[str]:
-    """What is said of a checkpoint."""
+    """Return the lines to print for a checkpoint."""
     from shardckpt.cli.table import table
     from shardckpt.dist_checkpointing import open_checkpoint
 
@@ -59,7 +63,7 @@ def _lines(directory: str, prefix: str) -> list[str]:
 
 
 def _common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
-    """The names in the common state, or why they cannot be read."""
+    """Return the names in the common state, and why they cannot be read, if so."""
     try:
         return sorted(map(str, checkpoint.common)), ""
     except CheckpointReplacedError:
@@ -70,7 +74,7 @@ def _common(checkpoint: StoredCheckpoint) -> tuple[list[str], str]:
 
 def _affected(file: IncompleteFile, prefix: str) -> str:
     keys = [key for key in file.keys if key.startswith(prefix)]
-    return f"; {len(keys)} tensors and objects cannot be read whole: {listed(keys)}" if keys else ""
+    return f"; {len(keys)} tensors and objects cannot be read completely: {listed(keys)}" if keys else ""
 
 
 def _nbytes(stored: StoredTensor) -> int:

@@ -8,14 +8,14 @@ from typing import Any
 def add(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser("migrate", help="rewrite a checkpoint of an old version as a newer one")
-    parser.add_argument("old", help="the checkpoint; it stays as it is")
-    parser.add_argument("new", help="directory of the rewritten one")
-    parser.add_argument("--to", type=int, help="version to write; by default the newest that there is a migration to")
+    parser.add_argument("old", help="the checkpoint; it is not changed")
+    parser.add_argument("new", help="directory or URL of the rewritten checkpoint")
+    parser.add_argument("--to", type=int, help="version to write; by default the newest to which there is a migration")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Migrate, and say what was done."""
+    """Migrate, and print what was done. Return the exit code."""
     from shardckpt.maintenance import migrate_checkpoint
 
     backend, old, new = migrate_checkpoint(options.old, options.new, options.to)

@@ -1,4 +1,4 @@
-"""``shardckpt prune PATH``: remove what killed saves, overwrites, exports and removals have left beside checkpoints."""
+"""``shardckpt prune PATH``: remove what killed saves, overwrites, exports and removals have left."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _FAILED = 2
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("prune", help="remove what killed saves have left, but nothing that a process still has")
+    parser = verbs.add_parser("prune", help="remove what killed saves have left; nothing that a living process uses")
     parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint")
     parser.add_argument(
         "--spool",
         nargs="?",
         const="",
         metavar="DIR",
-        help="also directories in which killed processes had files for a store: in DIR, SHARDCKPT_SPOOL_DIR, or /tmp",
+        help="also remove upload directories of killed processes: in DIR, SHARDCKPT_SPOOL_DIR, or /tmp",
     )
     parser.add_argument(
         "--older-than",
         type=float,
         metavar="HOURS",
-        help="take what other hosts have for dead when nothing was written to it for so long (default: "
+        help="remove what other hosts have left if nothing was written to it for so long (default: "
         "SHARDCKPT_LEFTOVER_HOURS, or 24)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: Any) -> int:
-    """Print a row for every leftover; 0 if all that is not needed is gone, 2 if not."""
+    """Prune, and print a row per leftover. Return 0 if all that is not needed was removed, else 2."""
     from shardckpt.cli.table import table
     from shardckpt.engine import prune_leftovers, prune_spools
 

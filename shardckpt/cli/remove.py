@@ -1,4 +1,4 @@
-"""``shardckpt remove DIR PREFIX``: take the tensors and objects whose keys begin with a prefix out of a checkpoint."""
+"""``shardckpt remove DIR PREFIX``: remove the tensors and objects whose keys begin with a prefix."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Any
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("remove", help="take keys out of a checkpoint, in one step, and free their bytes")
+    parser = verbs.add_parser("remove", help="remove keys from a checkpoint, in one step, and free their bytes")
     parser.add_argument("directory", help="the checkpoint")
     parser.add_argument("prefix", help="what the keys to be removed begin with")
-    parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would go, and be freed")
+    parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be removed and freed")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Remove, and say what is gone and how many bytes are free; 1 if no key begins with the prefix."""
+    """Remove, and print the keys, the files and the freed bytes. Return the exit code.
+
+    Raises:
+        KeyMismatchError: no key begins with the prefix; the command exits with 1.
+    """
     from shardckpt.dist_checkpointing import load_sharded_metadata, remove_sharded_tensors
     from shardckpt.errors import KeyMismatchError, listed
 

@@ -1,4 +1,4 @@
-"""``shardckpt strategies``: what is installed, who brought it, and what does not work."""
+"""``shardckpt strategies``: list installed strategies and migrations, their distributions, and broken plugins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add(verbs: Any) -> None:
 
 
 def run(_: Any) -> int:
-    """Print a row for every strategy and migration, then broken and disabled plugins."""
+    """Print a row per strategy and migration, then broken and disabled plugins. Return the exit code."""
     from shardckpt.cli.table import table
     from shardckpt.plugins import host
 

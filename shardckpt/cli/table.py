@@ -9,7 +9,12 @@ if TYPE_CHECKING:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Left-aligned columns under a header."""
+    """Return a table as text: left-aligned columns under a header.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells, converted by ``str``.
+    """
     lines = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])

@@ -1,4 +1,4 @@
-"""``shardckpt verify DIR``: check every file of a checkpoint, against digests where it has them."""
+"""``shardckpt verify DIR``: check every file of a checkpoint, against digests if it has them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 _ABOUT = """\
 Read every byte of a checkpoint and compare it with the digests in shardckpt.json and integrity.json. Of files that
-have no digest (Megatron's and plain DCP's) the structure is checked: that they are there, that the places which the
-index names lie in them and nothing behind, and that whole archives of the right dtypes and sizes lie there.
+have no digest (Megatron's and plain DCP's) the structure is checked: that they exist, that they contain the ranges
+which the index names and nothing after them, and that those are complete archives of the right dtypes and sizes.
 
 exit codes:
   0  whole: all bytes are as their digests say
@@ -34,7 +34,7 @@ def add(verbs: Any) -> None:
 
     parser = verbs.add_parser(
         "verify",
-        help="check every file of a checkpoint, against digests where it has them",
+        help="check every file of a checkpoint, against digests if it has them",
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,18 +43,18 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any) -> int:
-    """Print a row for every file, and what they mean together; the exit codes are those of the help."""
+    """Print a row per file, and a summary. Return the exit code, one of those in the help."""
     from shardckpt.cli.table import table
     from shardckpt.engine import is_damage
     from shardckpt.errors import CheckpointingException
-    from shardckpt.maintenance import DAMAGED, NO_ANSWER, verdict_of, verify_checkpoint
+    from shardckpt.maintenance import DAMAGED, NO_ANSWER, get_exit_code, verify_checkpoint
 
     try:
         results = verify_checkpoint(options.directory)
     except CheckpointingException as exc:
         print(f"shardckpt verify: {exc}", file=sys.stderr)
         return DAMAGED if is_damage(exc) else NO_ANSWER
-    code = verdict_of(results)
+    code = get_exit_code(results)
     print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r)) for r in results]))
     print(f"{options.directory}: {_summary(results, code)}")
     return code

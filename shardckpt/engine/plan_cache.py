@@ -1,7 +1,7 @@
-"""Plans that are used again: shards with the metadata of an earlier save's are neither validated nor planned anew.
+"""The plan cache: a save whose shards have the same metadata as a recent one reuses its validation and its plan.
 
-A training saves the same shards again and again, with other values. What is validated across ranks, and planned with
-them, depends on the shards' metadata alone. To compare that with an earlier save's is much cheaper than either.
+A training job saves the same shards again and again, with other values. Validation across ranks and planning depend
+only on the shards' metadata, and comparing that with a recent save's is much cheaper than either.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from shardckpt.validation import GivenShards, Replicas
 
 _Plan = TypeVar("_Plan")
+#: Immutable types: a description that consists of them stays as it was when its save was planned.
 _LASTING = (Integral, str, type(None), torch.dtype)
-_OF_OBJECTS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
-_OF_TENSORS = (
-    *_OF_OBJECTS,
+_OBJECT_FIELDS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
+_TENSOR_FIELDS = (
+    *_OBJECT_FIELDS,
     "dtype",
     "local_shape",
     "axis_fragmentations",
@@ -42,12 +43,13 @@ _OF_TENSORS = (
 
 
 class PlanCache(Generic[_Plan]):
-    """The newest plans of this process, one rank's part of each.
+    """The most recent plans of this process: one rank's part of each.
 
-    :meth:`find` asks no other rank: ranks use what they find only after they agreed that all have found the same plan.
+    :meth:`find` is not collective. Ranks use a plan only after they have agreed that all have found the same one: a
+    rank that planned alone would wait for the others.
 
     Args:
-        size: Plans that are kept; with 0, none.
+        size: Number of plans that are kept; 0: none.
     """
 
     def __init__(self, size: int) -> None:
@@ -55,11 +57,16 @@ class PlanCache(Generic[_Plan]):
         self._entries: list[tuple[Hashable, _Plan]] = []
 
     def find(self, key: Hashable, fits: Callable[[_Plan], bool] = lambda _: True) -> _Plan | None:
-        """Return the newest plan that was added with the key and fits, or None."""
-        return next((plan for known, plan in self._entries if known == key and fits(plan)), None)
+        """Return the newest plan of a key for which ``fits`` is true, or None.
+
+        Args:
+            key: The key that the plan was added with.
+            fits: Called with plans of that key, the newest first.
+        """
+        return next((plan for other, plan in self._entries if other == key and fits(plan)), None)
 
     def add(self, key: Hashable, plan: _Plan) -> None:
-        """Keep a plan, in the place of the oldest if there are too many."""
+        """Add a plan; if there are too many, drop the oldest."""
         self._entries = [(key, plan), *self._entries][: self._size]
 
     def clear(self) -> None:
@@ -67,14 +74,15 @@ class PlanCache(Generic[_Plan]):
         self._entries = []
 
     def find_or_plan(self, share: object, group: Comm, plan: Callable[[], _Plan]) -> _Plan:
-        """Collective: return the group's last plan if no rank's share has changed since, else plan anew.
+        """Collective: return the group's last plan if its input is the same on every rank, else make a new one.
 
-        The cache must serve nothing else: it is cleared before each new plan, so all ranks hold the same one or none.
+        The cache must not be used for anything else: it is cleared before a plan is made, so all ranks have the same
+        plan or none.
 
         Args:
-            share: What the plan depends on, of this rank: plain data whose ``repr`` says everything of it.
+            share: This rank's part of the plan's input: plain data that its ``repr`` describes completely.
             group: The ranks that plan.
-            plan: Plans with all ranks; collective.
+            plan: Makes the plan with all ranks; collective.
 
         Returns:
             The plan.
@@ -83,28 +91,28 @@ class PlanCache(Generic[_Plan]):
             return plan()
         key = hashlib.sha256(repr((group.members, group.rank, share)).encode()).digest()
         found = self.find(key)
-        is_known = group.all_true(found is not None)
-        if found is not None and is_known:
+        is_cached = group.all_true(found is not None)
+        if found is not None and is_cached:
             return found
-        self.clear()  # if planning fails on one rank, that rank holds no plan, and all plan anew the next time
-        made = plan()
-        self.add(key, made)
-        return made
+        self.clear()  # if planning fails on one rank, that rank has no plan, and the next time all ranks plan
+        new = plan()
+        self.add(key, new)
+        return new
 
 
-#: The plans of this process's last saves: a job may save two states in turn.
+#: The plans of this process's last saves: two, since a job may save two state dicts in turn.
 saved_plans: PlanCache[CachedPlan] = PlanCache(2)
 os.register_at_fork(after_in_child=saved_plans.clear)
 
 
 class Description(NamedTuple):
-    """All that a rank's shards say, and the form of their tensors; not what is in them.
+    """The metadata of a rank's shards, in columns: comparing lists is faster than comparing objects.
 
     Attributes:
-        kinds: Of all shards.
-        fields: A column for each field of the objects, then of the tensors.
+        kinds: The class of each shard.
+        fields: A column per field of the objects, then of the tensors.
         slices: The flattened ranges of the tensors.
-        forms: The shapes and the dtypes of what the tensors hold.
+        forms: The shapes and the dtypes of the tensors' data.
     """
 
     kinds: list[type[Any]]
@@ -115,16 +123,16 @@ class Description(NamedTuple):
 
 @dataclass
 class CachedPlan:
-    """A save that all ranks have checked and planned.
+    """This rank's part of a save that all ranks have checked and planned.
 
     Attributes:
-        description: Of this rank's shards.
-        save_id: The save's name, the same on all ranks.
-        validated: Whether the shards of all ranks were found to fit together.
-        plan: What the strategy plans another one by.
+        description: The metadata of this rank's shards.
+        save_id: The save's id, the same on all ranks.
+        validated: Whether the shards of all ranks were validated.
+        plan: The :attr:`shardckpt.strategy.PreparedSave.plan` of the save.
         replicas: Which ranks have which of the replicated shards.
-        given: The shards, to be compared with what is stored.
-        layout: Where the tensors of a background save stand in staging memory.
+        given: The shards that the strategy was given, to compare with what it stores.
+        layout: Offsets of the tensors in the staging memory of a background save.
     """
 
     description: Description
@@ -138,11 +146,11 @@ class CachedPlan:
 
 @dataclass
 class PlanLookup:
-    """What this rank's cache has for shards that are to be saved.
+    """The result of looking up the plan for a save in this rank's cache.
 
     Attributes:
-        key: Of the strategy and the ranks; None where the strategy's plans are not cached.
-        description: Of the shards; None where it does not say all that a plan depends on.
+        key: The key of the strategy and the ranks; None if the strategy's plans are not cached.
+        description: The metadata of the shards; None if a plan may depend on more than that.
         cached: The plan, if there is one.
     """
 
@@ -152,21 +160,21 @@ class PlanLookup:
 
     @property
     def save_id(self) -> bytes:
-        """The save that was planned: the same on all ranks if all have found the same plan, or none has found any."""
+        """Id of the save that was planned, or ``b""``: equal on all ranks if all found the same plan, or none did."""
         return b"" if self.cached is None else self.cached.save_id.encode()
 
 
 def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm, *, validate: bool) -> PlanLookup:
-    """Look whether this rank has a plan for these shards; it asks no other rank.
+    """Look up the plan for these shards in this rank's cache. Not collective.
 
     Args:
-        shards: The rank's, before anything is checked.
+        shards: This rank's, before anything is checked.
         saver: The strategy that saves them.
         comm: The ranks that save.
-        validate: Whether only a plan will do whose shards were found to fit together.
+        validate: Whether to find only plans whose shards were validated.
 
     Returns:
-        The look-up, with or without a plan.
+        The result, with or without a plan.
     """
     strategy_key = find_plan_cache_key(saver)
     if strategy_key is None:
@@ -182,14 +190,14 @@ def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm,
 
 @dataclass(eq=False)
 class CachingSaveStrategy(AsyncSaveStrategy):
-    """A strategy with the plan cache before it: it replans where there is a plan, else it prepares and adds the plan.
+    """Wraps a strategy with the plan cache: it replans if there is a plan, else it prepares and caches the plan.
 
     Attributes:
-        strategy: Plans the save.
-        lookup: What the caches of all ranks have for the shards; after the planning, the plan that serves the next one.
-        replicas: Which ranks have which of the replicated shards.
-        given: The shards, to be compared with what is stored.
-        validated: Whether the shards of all ranks were found to fit together.
+        strategy: The wrapped strategy.
+        lookup: What was found in the cache; ``prepare`` sets ``lookup.cached`` to the plan that the next save can use.
+        replicas: As in :class:`CachedPlan`.
+        given: As in :class:`CachedPlan`.
+        validated: As in :class:`CachedPlan`.
     """
 
     strategy: AsyncSaveStrategy
@@ -199,13 +207,14 @@ class CachingSaveStrategy(AsyncSaveStrategy):
     validated: bool
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Collective: plan by the cached plan if there is one that serves, else anew."""
+        """Collective: plan by the cached plan if the strategy can use it, else without."""
         lookup = self.lookup
         if lookup.cached is not None:
             prepared = self.strategy.replan(lookup.cached.plan, shards, common, context)
             if prepared is not None:
                 return prepared
-            shards = list(map(checked_copy, shards))  # where a plan is cached, they are the caller's own until here
+            # with a cached plan the shards were not copied yet: they are the caller's own
+            shards = list(map(checked_copy, shards))
         prepared = self.strategy.prepare(shards, common, context)
         lookup.cached = None
         if prepared.plan is not None and lookup.description is not None and _is_lasting(lookup.description):
@@ -217,7 +226,7 @@ class CachingSaveStrategy(AsyncSaveStrategy):
 
 
 def describe(shards: Sequence[ShardedBase]) -> Description | None:
-    """What shards say of themselves; None if they, or their tensors, are of classes that may have more to say."""
+    """Return the metadata of shards; None if a shard or tensor is of a class that may have more than these fields."""
     tensors = [shard for shard in shards if type(shard) is ShardedTensor]
     objects = [shard for shard in shards if type(shard) is ShardedObject]
     data: list[Any] = [shard.data for shard in tensors]
@@ -225,7 +234,7 @@ def describe(shards: Sequence[ShardedBase]) -> Description | None:
         return None
     return Description(
         list(map(type, shards)),
-        [*_columns(_OF_OBJECTS, objects), *_columns(_OF_TENSORS, tensors)],
+        [*_columns(_OBJECT_FIELDS, objects), *_columns(_TENSOR_FIELDS, tensors)],
         [shard.flattened_range for shard in tensors],
         ([tensor.shape for tensor in data], [tensor.dtype for tensor in data]),
     )
@@ -238,12 +247,12 @@ def _columns(names: Iterable[str], shards: Sequence[ShardedBase]) -> Iterator[li
 def _same(one: Description, other: Description | None) -> bool:
     try:
         return one == other
-    except Exception:  # noqa: BLE001 - arrays do not say yes or no; they are never what is cached
+    except Exception:  # noqa: BLE001 - a field may hold an array, which has no truth value; those are never cached
         return False
 
 
 def _is_lasting(description: Description) -> bool:
-    """Whether the caller cannot change what it holds: all fields are numbers, texts, dtypes, and tuples of them."""
+    """Return whether the caller cannot change the fields: they are numbers, strings, dtypes, and tuples of them."""
     values = [value for column in description.fields for value in column]
     kinds = {type(value) for value in values if not isinstance(value, tuple)}
     kinds.update(type(part) for value in values if isinstance(value, tuple) for part in value)

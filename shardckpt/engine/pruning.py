@@ -1,4 +1,4 @@
-"""Clearing away what killed saves, overwrites and removals have left beside checkpoints, never the last whole one."""
+"""Removing leftovers: what killed saves, overwrites and removals have left; never the only complete checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardckpt.plugins import PluginHost
     from shardckpt.storage import Leftover
 
-#: Whether a checkpoint that an overwrite has moved aside (the first path) is of no use beside what is at its target.
+#: Takes a checkpoint that an overwrite has moved aside, and its target; returns whether the first is not needed.
 IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PruneResult:
-    """A leftover, and what became of it.
+    """A leftover, and whether it was removed.
 
     Attributes:
-        path: Where it is, or was.
-        nbytes: What its removal frees.
-        kept: Why it stays; ``""`` if it was removed, or would be.
-        error: Why it could not be removed; ``""`` if it was.
+        path: Its path.
+        nbytes: Bytes on disk that its removal frees.
+        kept: Why it is needed; ``""`` if it is not: it was removed, or with ``dry_run`` would be.
+        error: Why it could not be removed; ``""`` if it could.
     """
 
     path: Path
@@ -61,66 +61,74 @@ class PruneResult:
 def prune_leftovers(
     path: str | os.PathLike[str], older_than: float | None = None, *, dry_run: bool = False
 ) -> list[PruneResult]:
-    """Remove what killed saves, overwrites, exports and removals have left, of which no living process is known.
+    """Remove what killed saves, overwrites, exports and removals have left. Not collective: one process calls.
+
+    Nothing is removed that a living process owns, nor the only complete checkpoint.
 
     Args:
-        path: A folder of checkpoints; or one checkpoint, beside which its leftovers are.
-        older_than: Hours since the last write after which what another host owns, or nobody, is taken for dead; by
-            default ``SHARDCKPT_LEFTOVER_HOURS``.
-        dry_run: Remove nothing, and say what would be.
+        path: A folder of checkpoints; or one checkpoint, whose leftovers are next to it.
+        older_than: Hours since the last write after which a leftover whose owner is on another host, or not known,
+            counts as dead; by default ``SHARDCKPT_LEFTOVER_HOURS``.
+        dry_run: Remove nothing; report what would be removed.
 
     Returns:
-        Every leftover, in the order of names.
+        Every leftover, sorted by name: those next to ``path``, then those in it.
 
     Raises:
-        StorageError: there is neither the path nor anything of it, or a folder cannot be listed.
+        StorageError: neither ``path`` nor a leftover of it exists, or a folder cannot be listed.
     """
     place = locate_local(path, "prune")
-    beside = find_leftovers(place.parent, _is_of(place))
+    beside = find_leftovers(place.parent, _belongs_to(place))
     if not beside and not place.is_dir():
-        raise StorageError(f"{place} is no directory, and no leftovers of it lie beside it: give a checkpoint's folder")
+        raise StorageError(f"{place} is no directory, and has no leftovers next to it: give a checkpoint's folder")
     inside = find_leftovers(place, lambda _: True) if place.is_dir() else []
-    return [_pruned(leftover, older_than, dry_run=dry_run) for leftover in [*beside, *inside]]
+    return [_prune(leftover, older_than, dry_run=dry_run) for leftover in [*beside, *inside]]
 
 
 def prune_spools(
     folder: str | os.PathLike[str] | None = None, older_than: float | None = None, *, dry_run: bool = False
 ) -> list[PruneResult]:
-    """Remove the directories in which killed processes had files for a store.
+    """Remove the local directories in which killed processes had files to upload to a store. Not collective.
 
     Args:
-        folder: Where they are; by default where saves make them: ``SHARDCKPT_SPOOL_DIR``, or the system's directory for
-            temporary files.
+        folder: The folder that has them; by default ``SHARDCKPT_SPOOL_DIR``, or the system's temporary directory.
         older_than: As for :func:`prune_leftovers`.
         dry_run: As for :func:`prune_leftovers`.
+
+    Returns:
+        Every such directory, sorted by name.
+
+    Raises:
+        StorageError: the folder does not exist.
     """
     place = spool_folder() if folder is None else locate_local(folder, "prune")
     if not place.is_dir():
-        raise StorageError(f"{place} is no directory: give the one that SHARDCKPT_SPOOL_DIR names where it was saved")
-    return [_pruned(leftover, older_than, dry_run=dry_run) for leftover in find_spools(place)]
+        raise StorageError(f"{place} is no directory: give the one that SHARDCKPT_SPOOL_DIR named for the save")
+    return [_prune(leftover, older_than, dry_run=dry_run) for leftover in find_spools(place)]
 
 
 def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool) -> None:
-    """Before a save: remove what earlier ones to the target have left and no living process owns.
+    """Remove, before a save, what earlier saves to the target have left and no living process owns.
 
-    What stays, or cannot be removed, is a warning: the save goes on. The folder is listed once.
+    Leftovers that are kept, or cannot be removed, are a warning: the save continues. The folder is listed once.
 
     Args:
-        target: Where the save goes to.
-        is_superseded: Whether a checkpoint that an overwrite has moved aside is of no use.
-        restore: Whether to put such a one back first, where nothing stands at the target.
+        target: The save's target.
+        is_superseded: Tells whether a checkpoint that an overwrite has moved aside is not needed.
+        restore: Whether to rename such a checkpoint back first, if nothing is at the target.
     """
     try:
-        found = find_leftovers(target.parent, _is_of(target))
+        found = find_leftovers(target.parent, _belongs_to(target))
         if restore:
-            found = _restored(target, found)
+            found = _restore_target(target, found)
     except (CheckpointingException, OSError) as exc:  # OSError: another process has moved one meanwhile
-        logger.warning("what earlier saves to %s have left stays there: %s", target, exc)
+        logger.warning("leftovers of earlier saves to %s are not removed: %s", target, exc)
         return
     kept = remove_free(found, lambda leftover: why_kept_beside(leftover, target, is_superseded))
     if kept:
         logger.warning(
-            "beside %s lie other saves' directories, which stay (`shardckpt prune` removes what is not needed): %s",
+            "next to %s are directories of other saves, which are kept (`shardckpt prune` removes those that are not "
+            "needed): %s",
             target,
             "; ".join(f"{leftover.path} ({reason})" for leftover, reason in kept),
         )
@@ -129,25 +137,31 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool)
 def why_kept_beside(
     leftover: Leftover, target: Path, is_superseded: IsSuperseded, older_than: float | None = None
 ) -> str:
-    """Why a leftover must stay; ``""`` if no living process has it, and it is not the only whole checkpoint.
+    """Return why a leftover is kept; ``""`` if no living process owns it, and it is not the only complete checkpoint.
 
     Args:
-        leftover: What was found.
-        target: What it is of.
-        is_superseded: Whether a checkpoint that an overwrite has moved aside is of no use.
+        leftover: The leftover.
+        target: The checkpoint that it is a leftover of.
+        is_superseded: Tells whether a checkpoint that an overwrite has moved aside is not needed.
         older_than: As for :func:`prune_leftovers`.
     """
     reason = why_kept(leftover, older_than)
     if reason or not leftover.is_replaced or is_superseded(leftover.path, target):
         return reason
     return (
-        f"an interrupted overwrite moved it aside, and {target.name} is not a whole checkpoint, or lacks other files "
-        f"that are in it: rename it to {target.name}, or delete it"
+        f"an interrupted overwrite moved it aside, and {target.name} is not a complete checkpoint, or lacks other "
+        f"files that are in it: rename it to {target.name}, or delete it"
     )
 
 
 def supersedes(host: PluginHost) -> IsSuperseded:
-    """For checkpoints: whether the one at the target is whole, and has all other files of the one moved aside."""
+    """Return the :data:`IsSuperseded` for checkpoints.
+
+    It is true if the checkpoint at the target is complete, and the target has all other files of the one moved aside.
+
+    Args:
+        host: The plugin manager.
+    """
 
     def is_superseded(aside: Path, target: Path) -> bool:
         try:
@@ -163,11 +177,11 @@ def supersedes(host: PluginHost) -> IsSuperseded:
 
 
 def owned_files(directory: Path, host: PluginHost, *, moved: bool = False) -> set[str]:
-    """The files of the checkpoint in a directory; what is not among them is kept by an overwrite.
+    """Return the names of the files that belong to the checkpoint in a directory: an overwrite keeps all others.
 
     Args:
-        directory: Where it is.
-        host: The installed plugins.
+        directory: The checkpoint.
+        host: The plugin manager.
         moved: Whether an overwrite has moved it aside.
     """
     owned = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME}
@@ -182,13 +196,13 @@ def owned_files(directory: Path, host: PluginHost, *, moved: bool = False) -> se
     return owned | (reader.owned_files(directory) if isinstance(reader, OwnsFiles) else set())
 
 
-def _is_of(target: Path) -> Callable[[str], bool]:
-    """Whether a stem is the target's; older releases did not cut long names."""
+def _belongs_to(target: Path) -> Callable[[str], bool]:
+    """Return a test whether a stem is the target's; older releases did not shorten long names."""
     return {stem(target.name), target.name}.__contains__
 
 
-def _restored(target: Path, found: list[Leftover]) -> list[Leftover]:
-    """Put back what an overwrite that died between its two renames has moved aside; the other leftovers."""
+def _restore_target(target: Path, found: list[Leftover]) -> list[Leftover]:
+    """Rename back what an overwrite moved aside before it died between its two renames; return the other leftovers."""
     aside = [leftover for leftover in found if leftover.is_replaced and not why_kept(leftover)]
     if not aside or not is_free(target):
         return found
@@ -196,19 +210,21 @@ def _restored(target: Path, found: list[Leftover]) -> list[Leftover]:
     with naming(f"rename {newest.path} to", target):
         os.rename(newest.path, target)
     sync_directory(target.parent)
-    logger.warning("an overwrite of %s was interrupted: the checkpoint that it had moved aside is there again", target)
+    logger.warning(
+        "an overwrite of %s was interrupted: the checkpoint that it had moved aside was renamed back", target
+    )
     return [leftover for leftover in found if leftover is not newest]
 
 
 def _target_of(leftover: Leftover) -> Path:
-    """What a leftover is of; of a long name that is cut, whatever in the folder has it."""
+    """Return the target of a leftover; if its name was shortened, the path in the folder that shortens to the same."""
     found = leftover.path.with_name(leftover.stem)
     if found.exists():
         return found
     return next((path for path in found.parent.iterdir() if stem(path.name) == leftover.stem), found)
 
 
-def _pruned(leftover: Leftover, older_than: float | None, *, dry_run: bool) -> PruneResult:
+def _prune(leftover: Leftover, older_than: float | None, *, dry_run: bool) -> PruneResult:
     nbytes = freed_bytes(leftover.path)
     target = _target_of(leftover) if leftover.is_replaced else leftover.path
     kept = why_kept_beside(leftover, target, supersedes(host()), older_than)

@@ -34,7 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a checkpoint is saved; see :func:`shardckpt.dist_checkpointing.save`."""
+    """How a checkpoint is saved; see :func:`shardckpt.dist_checkpointing.save`.
+
+    Attributes:
+        validate: Whether to check the shards of all ranks, and compare their common state.
+        overwrite: Whether to replace what is at the target.
+        content_metadata: Anything that describes the content.
+        preprocess_common: Removes from the common state what may differ between ranks.
+        allow_globals: Classes and functions that pickles may name.
+        sha256: Whether to write ``integrity.json``.
+    """
 
     validate: bool = True
     overwrite: bool = False
@@ -46,15 +55,15 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class CheckedState:
-    """What is to be saved, by whom: taken apart, and checked across ranks.
+    """A state dict that is split into shards and common state, and checked across ranks.
 
     Attributes:
-        saver: The strategy, with the plan cache before it where its plans are cached.
-        identity: What the checkpoint will say of itself.
-        shards: This rank's.
+        saver: The strategy; wrapped with the plan cache if its plans are cached.
+        identity: What the checkpoint's header will say.
+        shards: This rank's shards.
         common: The state that is not sharded.
-        given: The shards, to be compared with what the strategy stores.
-        lookup: What the plan cache has for the shards; once the save is planned, its plan, if that is kept.
+        given: The shards that the strategy is given, to compare with what it stores.
+        lookup: What the plan cache has for the shards; once the save is planned, its plan, if that is cached.
     """
 
     saver: SaveStrategy
@@ -73,7 +82,16 @@ def save_checkpoint(
     host: PluginHost,
     options: SaveOptions,
 ) -> None:
-    """Save; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
+    """Collective: save a state dict, and commit it; see :func:`shardckpt.dist_checkpointing.save`.
+
+    Args:
+        sharded_state_dict: This rank's.
+        target: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
+        strategy: As for :func:`find_saver`.
+        comm: The ranks that save.
+        host: The plugin manager.
+        options: The caller's.
+    """
     operation = Operation("save", target, comm, host)
     with operation.collective_span():
         state = check_state(sharded_state_dict, strategy, operation, options)
@@ -108,14 +126,20 @@ def check_state(
     *,
     background: bool = False,
 ) -> CheckedState:
-    """Take the state dict apart and check it, on all ranks together.
+    """Collective: split a state dict into shards and common state, and check them.
 
     Args:
-        sharded_state_dict: What is to be saved.
-        strategy: Whatever names one.
+        sharded_state_dict: This rank's; it is not changed.
+        strategy: As for :func:`find_saver`.
         operation: The save.
         options: The caller's.
         background: Whether it is to be saved in the background.
+
+    Returns:
+        The shards, the common state, and the strategy that saves them.
+
+    Raises:
+        CheckpointingException: on every rank, if the ranks' arguments differ, or the shards are not valid.
     """
     comm = operation.comm
     with operation.local_phase("preparing the state dict"):
@@ -136,10 +160,10 @@ def check_state(
             overwrite=options.overwrite,
             verify_integrity=options.sha256,
         )
-        if not is_cached:
+        if not is_cached:  # some rank has no plan, or another one
             lookup.cached = None
         cached = lookup.cached
-        if cached is None:  # what is done to copies never reaches the caller's
+        if cached is None:  # copies, so that no change to a description reaches the caller
             shards = list(map(checked_copy, shards))
         replicas = find_replicas(shards, comm) if cached is None else cached.replicas
         shards = settle_replicas(shards, comm, compare=options.validate, replicas=replicas)
@@ -157,10 +181,15 @@ def check_state(
 
 
 def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:
-    """The save strategy that a caller means: an instance, a backend (its newest), (backend, version), or the default.
+    """Return the save strategy that a caller names.
+
+    Args:
+        strategy: A SaveStrategy, which is returned; a backend, whose newest version is chosen; (backend, version); or
+            None for the registry's default.
+        host: The plugin manager.
 
     Raises:
-        UnknownBackendError: nothing installed writes it.
+        UnknownBackendError: no installed strategy saves it.
     """
     if isinstance(strategy, SaveStrategy):
         return strategy
@@ -168,8 +197,8 @@ def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:
     for entry in host.registry.entries(StrategyAction.SAVE_SHARDED, backend):
         if version in (None, entry.version):
             return entry.create()  # type: ignore[no-any-return]
-    known = ", ".join(f"{e.backend} {e.version}" for e in host.registry.entries(StrategyAction.SAVE_SHARDED)) or "none"
-    raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {known}{host.faults_text()}")
+    names = ", ".join(f"{e.backend} {e.version}" for e in host.registry.entries(StrategyAction.SAVE_SHARDED)) or "none"
+    raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {names}{host.faults_text()}")
 
 
 __all__ = ["CheckedState", "SaveOptions", "check_state", "find_saver", "save_checkpoint"]

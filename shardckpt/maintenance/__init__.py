@@ -1,8 +1,8 @@
-"""What the command line does to checkpoints, without the command."""
+"""Verifying, migrating and removing keys from stored checkpoints: what the command line does, as functions."""
 
 from shardckpt.maintenance.migrate import migrate_checkpoint
 from shardckpt.maintenance.remove import RemovalReport, remove_keys
-from shardckpt.maintenance.verify import DAMAGED, NO_ANSWER, WHOLE, FileResult, verdict_of, verify_checkpoint
+from shardckpt.maintenance.verify import DAMAGED, NO_ANSWER, WHOLE, FileResult, get_exit_code, verify_checkpoint
 
 __all__ = [
     "DAMAGED",
@@ -10,8 +10,8 @@ __all__ = [
     "WHOLE",
     "FileResult",
     "RemovalReport",
+    "get_exit_code",
     "migrate_checkpoint",
     "remove_keys",
-    "verdict_of",
     "verify_checkpoint",
 ]

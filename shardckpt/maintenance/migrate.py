@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 def migrate_checkpoint(
     old: str | os.PathLike[str], new: str | os.PathLike[str], to: int | None = None
 ) -> tuple[str, int, int]:
-    """Write the checkpoint at ``old`` as a newer version at ``new``, whole or not at all.
+    """Write the checkpoint at ``old`` as a newer version at ``new``, completely or not at all. Not collective.
 
     Args:
-        old: The checkpoint, or its URL; it stays as it is.
-        new: Directory or URL of the rewritten one: absent or empty.
-        to: Version to write; by default the newest that there is a migration to.
+        old: The checkpoint's directory or URL; it is not changed.
+        new: Directory or URL of the rewritten checkpoint: absent or empty.
+        to: Version to write; by default the newest to which there is a migration.
 
     Returns:
-        Backend, version of the old, version of the new.
+        The backend, the old version, and the new version.
 
     Raises:
-        VersionTooOldError: no installed plugin has such a migration.
+        VersionTooOldError: no installed plugin has a migration from its version to ``to``.
+        CheckpointingException: the old checkpoint cannot be read, or the new one not written.
     """
-    return retry_if_replaced(lambda: _migrated(locate(old, host()), locate(new, host()), to, host()), old)
+    return retry_if_replaced(lambda: _migrate(locate(old, host()), locate(new, host()), to, host()), old)
 
 
-def _migrated(source: Path, target: Path, to: int | None, plugins: PluginHost) -> tuple[str, int, int]:
+def _migrate(source: Path, target: Path, to: int | None, plugins: PluginHost) -> tuple[str, int, int]:
     operation = Operation("migrate", target, Comm(alone=True), plugins)
     with operation.collective_span():
         place, manifest = hold_checkpoint(source, plugins)
@@ -47,7 +48,7 @@ def _migrated(source: Path, target: Path, to: int | None, plugins: PluginHost) -
             found = ", ".join(f"{manifest.version} to {m.to_version}" for m in choices) or "none"
             raise VersionTooOldError(
                 f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}; no installed plugin "
-                f"has the migration that is asked for (installed for it: {found})"
+                f"has the requested migration (installed migrations: {found})"
             )
         oldest = _reader_of(manifest.backend, chosen.to_version, plugins)
         identity = Identity(manifest.backend, chosen.to_version, oldest)
@@ -62,7 +63,7 @@ def _migrated(source: Path, target: Path, to: int | None, plugins: PluginHost) -
 
 
 def _reader_of(backend: str, version: int, plugins: PluginHost) -> str:
-    """The oldest release that reads the version, as its save strategy says."""
+    """Return the oldest release that reads a version, according to its save strategy."""
     entry = plugins.registry.find(StrategyAction.SAVE_SHARDED, backend, version)
     return str(entry.create().reader) if entry else ""
 

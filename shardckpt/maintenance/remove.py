@@ -1,4 +1,4 @@
-"""Taking keys out of a stored checkpoint: files without them, links to all others, exchanged with it in one step."""
+"""Removing keys from a stored checkpoint: new files without them, links to all others, one exchange of directories."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemovalReport:
-    """What a removal of keys has done, or would do.
+    """What a removal of keys has done, or with ``dry_run`` would do.
 
     Attributes:
-        keys: The keys that are gone, sorted.
-        dropped: The files that are gone: they held nothing else.
-        rewritten: The data files that were written anew without what was removed.
-        bytes_before: Bytes that the directory took on its disk, with all that is in it, as ``du`` counts them.
-        bytes_after: What it takes now; where nothing was done, what it would take, to some blocks.
+        keys: The removed keys, sorted.
+        dropped: The deleted files: they had nothing else.
+        rewritten: The data files that were rewritten without the removed bytes.
+        bytes_before: Bytes of the directory on disk before, as ``du`` counts them.
+        bytes_after: Bytes after; with ``dry_run`` an estimate, correct to a few blocks.
     """
 
     keys: tuple[str, ...] = ()
@@ -57,7 +57,18 @@ class RemovalReport:
 
 
 def remove_keys(directory: Path, prefix: str, comm: Comm, host: PluginHost, *, dry_run: bool = False) -> RemovalReport:
-    """Let the main rank do it; see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`."""
+    """Collective: remove keys, on the main rank; see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`.
+
+    Args:
+        directory: The checkpoint's directory.
+        prefix: What the keys begin with.
+        comm: The ranks that call.
+        host: The plugin manager.
+        dry_run: Change nothing.
+
+    Returns:
+        What was removed; the same on every rank.
+    """
     operation = Operation("remove", directory, comm, host)
     with operation.collective_span():
         with operation.local_phase("comparing the arguments"):
@@ -80,8 +91,8 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
     operation.dispatched(strategy)
     if not isinstance(strategy, RemovesKeys):
         raise CheckpointingException(
-            f"{directory} is a {manifest.backend!r} checkpoint, and its {type(strategy).__name__} cannot take keys out "
-            "of one: load what is to be kept, and save that"
+            f"{directory} is a {manifest.backend!r} checkpoint, and its {type(strategy).__name__} cannot remove "
+            "keys: load what is to be kept, and save that"
         )
     before = allocated_bytes(directory)
     with CheckpointReader(place, manifest, verify=True) as reader:
@@ -103,7 +114,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
 
 
 def _growth(directory: Path, removal: Removal) -> int:
-    """How many more bytes the directory would take on its disk; what has digests is taken to stay as large."""
+    """Return how many bytes the directory would grow on disk, if the files with digests keep their size."""
     new = {name: len(content) for name, content in removal.renewed.items()}
     new |= {name: items[-1].to + items[-1].nbytes for name, items in removal.rewritten.items()}
     growth = 0
@@ -117,10 +128,10 @@ def _growth(directory: Path, removal: Removal) -> int:
 
 
 def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> None:
-    """Make the new checkpoint beside the old one, links to all files that stay as they are, and exchange the two."""
+    """Write the new checkpoint next to the old one, with links to the files that do not change; exchange the two."""
     manifest, integrity = reader.manifest, read_integrity(reader.place)
     if integrity is not None:
-        _check_renewed(reader.place, manifest, integrity, removal)
+        _check_sources(reader.place, manifest, integrity, removal)
     opened = reader.place.stat()
     staging = create_staging(directory, new_save_id())
     try:
@@ -140,10 +151,10 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
         raise
 
 
-def _check_renewed(directory: Path, manifest: Manifest, integrity: Integrity, removal: Removal) -> None:
-    """Whether what is written anew is made from what was written: a damaged file must not get a sound digest."""
-    made_from = (*removal.renewed, *removal.rewritten, RECORD_NAME)
-    names = [name for name in made_from if name in integrity.files]
+def _check_sources(directory: Path, manifest: Manifest, integrity: Integrity, removal: Removal) -> None:
+    """Raise if a file that new content is made from is damaged: the new file would get a correct digest of it."""
+    sources = (*removal.renewed, *removal.rewritten, RECORD_NAME)
+    names = [name for name in sources if name in integrity.files]
     files = [ExpectedFile(name, 0, integrity.files[name]) for name in names]
     faults = [str(error) for error in find_faults(directory, manifest, files) if error is not None]
     if faults:

@@ -1,4 +1,4 @@
-"""Checking every file of a checkpoint: by digests where it has them, else by what its index says of the files."""
+"""Checking every file of a checkpoint: against digests if it has them, else against its index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import Manifest
 
-#: What ``shardckpt verify`` exits with.
+#: Exit codes of ``shardckpt verify``.
 WHOLE, DAMAGED, NO_ANSWER, WHOLE_WITHOUT_DIGESTS = 0, 1, 2, 3
 
 
@@ -29,12 +29,11 @@ class FileResult:
 
     Attributes:
         name: Its name in the directory.
-        nbytes: Its size, as it was written where that is known; 0 for a foreign file, and for one that is not there.
-        fault: What is wrong with it, or why it could not be read; ``""`` for nothing, and for a foreign file, which is
-            not read.
+        nbytes: Its size in bytes, as recorded if it is; 0 for a foreign file, and for a missing one without a record.
+        fault: What is wrong with it, or why it could not be read; ``""`` if nothing is. A foreign file is not read.
         foreign: Whether it is not a file of the checkpoint.
-        checked: What the result is by: ``digests``, of all bytes; ``structure``, where there is no digest of it; or
-            ``nothing``, where it could not be read, or is foreign.
+        checked: How it was checked: ``digests`` of all bytes; ``structure``, if there is no digest of it; or
+            ``nothing``, if it could not be read, or is foreign.
     """
 
     name: str
@@ -45,37 +44,37 @@ class FileResult:
 
 
 def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
-    """Check every file of a checkpoint, as far as it can be.
+    """Check every file of a checkpoint. Not collective: threads of this process share the work.
 
-    Where ``shardckpt.json`` or ``integrity.json`` has digests, every byte is read and compared, in parallel. Of a
-    checkpoint that another library wrote, the structure of the files without digests is checked: that they are there,
-    that the places which the index names lie in them and nothing behind, and that what is there is of the kind that the
-    index says. No value is checked by that. Files that are not the checkpoint's are listed as foreign, no fault.
+    Files with a digest in ``shardckpt.json`` or ``integrity.json`` are read completely and compared with it. Of a
+    checkpoint that another library wrote, the structure of the other files is checked: that each exists, contains the
+    ranges that the index names and nothing after them, and has there what the index says. That checks no value. Files
+    that do not belong to the checkpoint are listed as foreign, which is no fault.
 
     Args:
-        directory: The checkpoint, or its URL.
+        directory: The checkpoint's directory or URL.
 
     Returns:
-        A result for every file; :func:`verdict_of` says what they mean together.
+        A result for every file, sorted by name, foreign files last; :func:`get_exit_code` summarizes them.
 
     Raises:
-        CannotLoadError: there is no checkpoint, or one that nothing installed reads and that has no digests.
-        CorruptCheckpointError: a file that names the others is missing or damaged.
-        CheckpointingException: there is no answer: no digests, and a reader that cannot tell without; or a file that
-            names the others cannot be read.
+        CannotLoadError: there is no checkpoint, or it has no digests and no installed strategy reads it.
+        CorruptCheckpointError: a file that lists the others is missing or damaged.
+        CheckpointingException: it cannot be checked: it has no digests, and its strategy needs them; or a file that
+            lists the others cannot be read.
     """
-    return retry_if_replaced(lambda: _verified(locate(directory, host())), directory)
+    return retry_if_replaced(lambda: _verify(locate(directory, host())), directory)
 
 
-def _verified(directory: Path) -> list[FileResult]:
+def _verify(directory: Path) -> list[FileResult]:
     path, manifest = hold_checkpoint(directory, host())
     digested = list_digested_files(path, manifest)
     found: dict[str, FileResult] = {}
     if digested is not None:
         for file, error in zip(digested, find_faults(path, manifest, digested), strict=True):
-            found[file.name] = _result(file.name, file.nbytes, error, "digests")
+            found[file.name] = _make_result(file.name, file.nbytes, error, "digests")
     if manifest.record is None and not any(result.fault for result in found.values()):
-        for result in _structure(path, manifest, has_digests=digested is not None):
+        for result in _check_structure(path, manifest, has_digests=digested is not None):
             before = found.get(result.name)
             if before is None or result.fault:
                 found[result.name] = result
@@ -88,8 +87,11 @@ def _verified(directory: Path) -> list[FileResult]:
     ]
 
 
-def verdict_of(results: Sequence[FileResult]) -> int:
-    """What the results mean together: one of the exit codes of ``shardckpt verify``."""
+def get_exit_code(results: Sequence[FileResult]) -> int:
+    """Return the exit code of ``shardckpt verify`` for the results.
+
+    It is ``WHOLE``, ``WHOLE_WITHOUT_DIGESTS``, ``DAMAGED`` if any file is, else ``NO_ANSWER`` if one could not be read.
+    """
     own = [result for result in results if not result.foreign]
     if any(result.fault and result.checked != "nothing" for result in own):
         return DAMAGED
@@ -98,8 +100,8 @@ def verdict_of(results: Sequence[FileResult]) -> int:
     return WHOLE if all(result.checked == "digests" for result in own) else WHOLE_WITHOUT_DIGESTS
 
 
-def _structure(path: Path, manifest: Manifest, *, has_digests: bool) -> list[FileResult]:
-    """What the strategy says of the files, by their structure; where it cannot, digests alone count."""
+def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> list[FileResult]:
+    """Return the results of the strategy's check by structure; empty if it has none, but there are digests."""
     try:
         strategy = choose_reader(path, manifest, host())
     except CannotLoadError:
@@ -111,16 +113,16 @@ def _structure(path: Path, manifest: Manifest, *, has_digests: bool) -> list[Fil
             return []
         raise CheckpointingException(
             f"{path} was saved without digests: it has neither {RECORD_NAME} nor {INTEGRITY_NAME}, and its reader, "
-            f"{type(strategy).__name__}, cannot judge files without; load it and save it again"
+            f"{type(strategy).__name__}, cannot check files without; load it and save it again"
         )
     with CheckpointReader(path, manifest, verify=True) as reader:
         errors = strategy.check_files(reader)
     if manifest.recognised_as is None:
         errors[MARKER_NAME] = None
-    return [_result(name, _size(path / name), error, "structure") for name, error in errors.items()]
+    return [_make_result(name, _size(path / name), error, "structure") for name, error in errors.items()]
 
 
-def _result(
+def _make_result(
     name: str, nbytes: int, error: CheckpointingException | None, by: Literal["digests", "structure"]
 ) -> FileResult:
     if error is None:
@@ -141,6 +143,6 @@ __all__ = [
     "WHOLE",
     "WHOLE_WITHOUT_DIGESTS",
     "FileResult",
-    "verdict_of",
+    "get_exit_code",
     "verify_checkpoint",
 ]

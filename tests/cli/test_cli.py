@@ -288,7 +288,7 @@ def test_inspect_works_where_a_data_file_is_missing(
     assert key in said
     assert main(["inspect", str(path), key]) == 0
     out = capsys.readouterr().out
-    assert f"1 tensors and objects cannot be read whole: {key}" in out
+    assert f"1 tensors and objects cannot be read completely: {key}" in out
 
 
 def test_inspect_works_where_the_common_state_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

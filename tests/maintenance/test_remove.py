@@ -323,7 +323,7 @@ def test_a_strategy_without_the_ability(tmp_path: Path) -> None:
     assert isinstance(TorchDistLoadShardedStrategy(), RemovesKeys)
     assert not isinstance(CannotRemove(), RemovesKeys)
     dc.register_default_strategy(dc.StrategyAction.LOAD_SHARDED, "fixed", 1, CannotRemove)
-    with pytest.raises(CheckpointingException, match="'fixed' checkpoint, and its CannotRemove cannot take keys out"):
+    with pytest.raises(CheckpointingException, match="'fixed' checkpoint, and its CannotRemove cannot remove keys"):
         dc.remove_sharded_tensors(tmp_path / "c", "w")
 
 
