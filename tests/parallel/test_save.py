@@ -11,7 +11,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.parallel import FullyParallelSaveStrategyWrapper, share_out
+from shardckpt.parallel import FullyParallelSaveStrategyWrapper, assign_main_replicas
 from shardckpt.parallel.plan_cache import PlanCache
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ def test_errors_are_everyones_here_too(ranks: RankPool, tmp_path: Path) -> None:
 
 def _objects() -> int:
     shards = [ShardedObject("o", n, (8,), (n,), replica_id=dist.get_rank()) for n in range(8)]
-    return sum(is_main_replica(shard.replica_id) for shard in share_out(shards, Comm()))
+    return sum(is_main_replica(shard.replica_id) for shard in assign_main_replicas(shards, Comm()))
 
 
-def test_objects_are_dealt_too(ranks: RankPool) -> None:
+def test_objects_are_assigned_too(ranks: RankPool) -> None:
     """Objects of which all ranks have copies are not left to the main rank."""
     assert ranks.run(4, _objects) == [2, 2, 2, 2]
 
@@ -133,8 +133,8 @@ def _gathers() -> list[int]:
     counts = []
     for number in range(5):
         shards = [leaf for leaf in _with_extra(number).values() if isinstance(leaf, ShardedTensor)]
-        dealt = share_out(shards, comm, cache)
-        again = share_out(shards, Comm())
+        dealt = assign_main_replicas(shards, comm, cache)
+        again = assign_main_replicas(shards, Comm())
         assert [shard.replica_id for shard in dealt] == [shard.replica_id for shard in again]
         counts.append(comm.gathers)
     return counts

@@ -8,18 +8,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import exchange_by_distribution
-from shardckpt.compat.megatron.dist_checkpointing.strategies.fully_parallel import (
-    distribute_main_replicas_with_precomputed_distribution,
-)
-from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor, is_main_replica
-from shardckpt.parallel.distribution import (
+from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
     distribute_shards_to_ranks,
-    sharded_tensor_shard_id,
+    exchange_by_distribution,
 )
+from shardckpt.compat.megatron.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
+from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id
+from shardckpt.errors import CheckpointingException
+from shardckpt.mapping import ShardedTensor, is_main_replica
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -72,7 +72,7 @@ def test_a_group_deals_what_is_its_own(ranks: RankPool) -> None:
 def _exchanged(algorithm: str, spoil: str = "") -> tuple[list[str], bool]:
     state, rank = _state(), dist.get_rank()
     distribution = determine_main_replica_uniform_distribution(state, None, True)
-    shards = {sharded_tensor_shard_id(shard): shard for shard in state["list"]}
+    shards = {_sharded_tensor_shard_id(shard): shard for shard in state["list"]}
     loaded = {n: s.data for n, s in shards.items() if distribution.main_rank_for_shard[n] == rank}
     unloaded = {n: s for n, s in shards.items() if n not in loaded}
     expected = {n: s.data.clone() for n, s in shards.items()}
