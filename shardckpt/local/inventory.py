@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class Census:
+class Inventory:
     """The parts on all disks; the same on every rank.
 
     Args:
@@ -104,4 +104,4 @@ class Census:
         return f"step {save.step} was saved by {save.world_size} ranks, and there are {self.world_size}"
 
 
-__all__ = ["Census"]
+__all__ = ["Inventory"]
