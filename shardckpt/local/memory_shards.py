@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import KeyMismatchError
 from shardckpt.parallel import Transfer, choose_device, exchange_shards
-from shardckpt.planning import assign_shards, describe_copy, holders_by_shard, shard_id
+from shardckpt.planning import assign_shards, describe_copy, find_holders, shard_id
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -98,7 +98,7 @@ def _plan_transfers(everyone: Sequence[_Announced], group: Comm) -> dict[ShardId
     for rank, announced in enumerate(everyone):
         for shard, tensor in announced.kept.items():
             sources.setdefault(shard, (rank, tensor))
-    targets = holders_by_shard(announced.lacking for announced in everyone)
+    targets = find_holders(announced.lacking for announced in everyone)
     _check_kept(targets.keys() - sources.keys(), group)
     transfers = {}
     for shard, ranks in targets.items():

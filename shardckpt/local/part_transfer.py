@@ -31,10 +31,10 @@ class Route(NamedTuple):
 
 
 def transfer_parts(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> dict[Route, str]:
-    """Copy parts from disk to disk; what fails of one leaves the others alone.
+    """Collective: copy parts from disk to disk; what fails of one leaves the others alone.
 
     Args:
-        routes: What goes where; the same on every rank, all of which call.
+        routes: What goes where; the same on every rank.
         folder: This rank's disk. A part that is there already is replaced when the new one is whole.
         comm: The ranks.
 
@@ -57,7 +57,7 @@ def transfer_parts(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> d
 
 
 class _PartTransfer:
-    """Copies under way, in steps that all ranks take together."""
+    """Copies under way, in steps that all ranks take together: its public methods are collective."""
 
     def __init__(self, routes: Sequence[Route], folder: PartFolder, comm: Comm) -> None:
         self._routes = routes
@@ -182,7 +182,7 @@ class _PartTransfer:
             self._own.update(dict.fromkeys(routes, f"rank {self._comm.rank}: {text}"))
 
     def _exchange_faults(self) -> None:
-        """Let all ranks know what has failed on any."""
+        """Collective: add what has failed on any rank to the faults that all know."""
         for found in self._comm.all_gather(self._own):
             for route, why in found.items():
                 known = self.faults.get(route, "")

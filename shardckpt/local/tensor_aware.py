@@ -65,7 +65,7 @@ class TensorAwareStateDict:
         parallelization_group: ProcessGroup | None = None,
         cached_metadata: KeptShards | None = None,
     ) -> tuple[TensorAwareStateDict, KeptShards | None]:
-        """Take this rank's part of a state dict; the argument stays, and its tensors are shared, not copied.
+        """Collective: take this rank's part of a state dict; the argument stays, its tensors are shared, not copied.
 
         Args:
             sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.save`.
@@ -111,7 +111,7 @@ class TensorAwareStateDict:
         *,
         allow_dtype_cast: bool = False,
     ) -> Any:
-        """The state dict again, of the form that is asked for; all ranks call it.
+        """Collective: return the state dict again, of the form that is asked for.
 
         Shards must be cut as they were when this was made: nothing is resharded.
 

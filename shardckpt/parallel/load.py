@@ -19,7 +19,7 @@ from shardckpt.parallel.transfers import (
     exchange_shards,
     is_plain,
 )
-from shardckpt.planning import assign_holders, holders_by_shard, shard_id, shard_nbytes
+from shardckpt.planning import assign_holders, find_holders, shard_id, shard_nbytes
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _plan_together(mine: list[_Want], everyone: list[tuple[tuple[str, int], list
 
 
 def _make_plan(mine: list[_Want], everyone: list[list[_Want]], group: Comm) -> _Plan:
-    holders = holders_by_shard([want.shard for want in wants] for wants in everyone)
+    holders = find_holders([want.shard for want in wants] for wants in everyone)
     copies: dict[Hashable, list[_Want]] = {}
     for want in itertools.chain.from_iterable(everyone):
         copies.setdefault(want.shard, []).append(want)

@@ -69,19 +69,19 @@ def describe_copy(shard: ShardedBase) -> ShardCopy:
     return ShardCopy(shard_id(shard), shard_nbytes(shard), is_main_replica(shard.replica_id))
 
 
-def holders_by_shard(shards_by_rank: Iterable[Iterable[_K]]) -> dict[_K, tuple[int, ...]]:
-    """Return the ranks that list each shard, ascending; shards stand in the order in which they are first listed.
+def find_holders(items_by_rank: Iterable[Iterable[_K]]) -> dict[_K, tuple[int, ...]]:
+    """Return the ranks that list each item, ascending; items stand in the order in which they are first listed.
 
     Args:
-        shards_by_rank: The shards of every rank, in rank order; a rank may list one twice.
+        items_by_rank: The shard ids (or the like) of every rank, in rank order; a rank may list one twice.
     """
     holders: dict[_K, list[int]] = {}
-    for rank, shards in enumerate(shards_by_rank):
-        for shard in shards:
-            ranks = holders.setdefault(shard, [])
+    for rank, items in enumerate(items_by_rank):
+        for item in items:
+            ranks = holders.setdefault(item, [])
             if not ranks or ranks[-1] != rank:
                 ranks.append(rank)
-    return {shard: tuple(ranks) for shard, ranks in holders.items()}
+    return {item: tuple(ranks) for item, ranks in holders.items()}
 
 
 def assign_shards(copies_by_rank: Sequence[Sequence[ShardCopy]], *, main_only: bool) -> dict[Any, Assignment]:
@@ -97,7 +97,7 @@ def assign_shards(copies_by_rank: Sequence[Sequence[ShardCopy]], *, main_only: b
     """
     nbytes = {copy.shard: copy.nbytes for copies in copies_by_rank for copy in copies}
     main = {copy.shard for copies in copies_by_rank for copy in copies if copy.is_main}
-    holders = holders_by_shard([copy.shard for copy in copies] for copies in copies_by_rank)
+    holders = find_holders([copy.shard for copy in copies] for copies in copies_by_rank)
     if main_only:
         holders = {shard: ranks for shard, ranks in holders.items() if shard in main}
     late = {number for number, shard in enumerate(holders) if shard not in main}
@@ -142,7 +142,7 @@ __all__ = [
     "assign_holders",
     "assign_shards",
     "describe_copy",
-    "holders_by_shard",
+    "find_holders",
     "shard_id",
     "shard_nbytes",
 ]

@@ -17,7 +17,7 @@ import torch
 
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning import holders_by_shard, shard_id
+from shardckpt.planning import find_holders, shard_id
 from shardckpt.state_dict import diff
 from shardckpt.storage import CRC32, digest_function, preferred
 from shardckpt.tensors import dequantized, is_quantized, movable, plain_cpu, tensor_bytes
@@ -67,7 +67,7 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
     with comm.task("listing replicated shards"):
         short_ids = {number: _short_id(shard) for number, shard in enumerate(shards) if _replicated(shard)}
         ordered = sorted(short_ids.values())
-    return Replicas(short_ids, _find_holders(ordered, comm))
+    return Replicas(short_ids, _exchange_holders(ordered, comm))
 
 
 def settle_replicas(
@@ -105,11 +105,11 @@ def _short_id(shard: Any) -> _ShortId:
     return hashlib.sha256(repr((shard_id(shard), shard.replicated)).encode()).digest()[:16]
 
 
-def _find_holders(short_ids: list[_ShortId], comm: Comm) -> dict[_ShortId, tuple[int, ...]] | None:
+def _exchange_holders(short_ids: list[_ShortId], comm: Comm) -> dict[_ShortId, tuple[int, ...]] | None:
     """Collective: return the ranks that have each of this rank's replicated shards; None where no rank has any."""
     if comm.all_alike(b"".join(short_ids)):
         return dict.fromkeys(short_ids, tuple(range(comm.world_size))) if short_ids else None
-    holders = holders_by_shard(comm.all_gather(sorted(set(short_ids))))
+    holders = find_holders(comm.all_gather(sorted(set(short_ids))))
     return {short_id: holders[short_id] for short_id in short_ids}
 
 

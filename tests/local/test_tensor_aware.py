@@ -284,7 +284,7 @@ def test_shards_that_are_cut_otherwise_are_refused(ranks: RankPool) -> None:
 
 
 def test_arguments_are_checked() -> None:
-    """Unknown ways to deal and to exchange are named, and tensors without data cannot be kept."""
+    """Unknown ways to assign and to exchange are named, and tensors without data cannot be kept."""
     state = {"w": ShardedTensor.from_rank_offsets("w", _whole(1))}
     part, _ = TensorAwareStateDict.from_state_dict(state)
     with pytest.raises(CheckpointingException, match="no algo 'half'"):

@@ -111,7 +111,7 @@ def _save_again_and_again(path: str) -> None:
 
 
 def test_a_changed_structure_is_saved_in_full(ranks: RankPool, tmp_path: Path) -> None:
-    """With a kept deal, what one rank has anew is in the checkpoint, and what all have is still there once."""
+    """With a kept assignment, what one rank has anew is in the checkpoint, and what all have is still there once."""
     ranks.run(4, _save_again_and_again, str(tmp_path))
     for number in range(5):
         ranks.run(4, _load, str(tmp_path / str(number)))
@@ -133,20 +133,20 @@ def _gathers() -> list[int]:
     counts = []
     for number in range(5):
         shards = [leaf for leaf in _with_extra(number).values() if isinstance(leaf, ShardedTensor)]
-        dealt = assign_main_replicas(shards, comm, cache)
+        assigned = assign_main_replicas(shards, comm, cache)
         again = assign_main_replicas(shards, Comm())
-        assert [shard.replica_id for shard in dealt] == [shard.replica_id for shard in again]
+        assert [shard.replica_id for shard in assigned] == [shard.replica_id for shard in again]
         counts.append(comm.gathers)
     return counts
 
 
 def test_an_unchanged_structure_is_not_gathered(ranks: RankPool) -> None:
-    """Saves of the same structure send no gather for a deal; any rank's change makes all deal anew."""
+    """Saves of the same structure send no gather; any rank's change makes all assign anew."""
     assert ranks.run(4, _gathers) == [[1, 1, 2, 3, 3]] * 4
 
 
 def test_megatrons_arguments_are_checked() -> None:
-    """Backend and version may be repeated, not changed; a deal from a file that nothing checks is not taken."""
+    """Backend and version may be repeated, not changed; an assignment from a file that nothing checks is not taken."""
     strategy = dc.get_default_save_sharded_strategy()
     same = FullyParallelSaveStrategyWrapper(strategy, None, False, strategy.backend, strategy.version)
     assert (same.backend, same.version) == (strategy.backend, strategy.version)

@@ -82,15 +82,15 @@ def _moves(algorithm: str, round_bytes: int) -> tuple[list[str], list[list[int]]
     kinds = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     transfers, tensors, wanted = [], [], []
     for number, (shape, dtype) in enumerate(kinds):
-        reader = number % comm.world_size
-        others = [rank for rank in range(comm.world_size) if rank != reader]
-        consumers = tuple(others[: 1 + number % len(others)])
-        transfers.append(Transfer(shape, dtype, reader, consumers))
+        source = number % comm.world_size
+        others = [rank for rank in range(comm.world_size) if rank != source]
+        targets = tuple(others[: 1 + number % len(others)])
+        transfers.append(Transfer(shape, dtype, source, targets))
         content, layout = _content(shape, dtype), LAYOUTS[(number + comm.rank) % len(LAYOUTS)]
         tensor = None
-        if comm.rank == reader or comm.rank in consumers:
+        if comm.rank == source or comm.rank in targets:
             tensor = _destination(content, layout)
-        if comm.rank == reader:
+        if comm.rank == source:
             tensor.detach().copy_(content)
         tensors.append(tensor)
         wanted.append(content)
@@ -114,7 +114,7 @@ def test_all_kinds_of_tensors_arrive(ranks: RankPool, algorithm: str, round_byte
 def _receives(algorithm: str) -> tuple[int, int]:
     comm = CountingComm()
     routes = [(100, 0, (1, 2, 3)), (1000, 1, (2,)), (10, 0, (2, 3))]
-    transfers = [Transfer((size,), torch.int8, reader, consumers) for size, reader, consumers in routes]
+    transfers = [Transfer((size,), torch.int8, source, targets) for size, source, targets in routes]
     tensors = [
         torch.full(transfer.shape, 1 if comm.rank == transfer.source else 0, dtype=torch.int8)
         if comm.rank in (transfer.source, *transfer.targets)
@@ -193,6 +193,16 @@ def test_what_was_not_agreed_on_is_not_sent(ranks: RankPool, wrong: tuple[Any, .
     outcomes = ranks.outcomes(2, _received, *wrong)
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "shard same is" in outcomes[0].message
+
+
+def test_what_a_target_lacks_or_has_otherwise_is_named() -> None:
+    """A rank that is to receive a shard, and has not described it or has another shape of it, says which."""
+    transfers = {"w": Transfer((3,), torch.float32, 1, (0,))}
+    with pytest.raises(CheckpointingException, match="shard w is not among the unloaded shards"):
+        exchange_shards(transfers, {}, {}, Comm(), "broadcast")
+    wanted = ShardedTensor("w", None, torch.float32, (2,), (2,), (0,), None)
+    with pytest.raises(CheckpointingException, match=r"shard w is \(2,\) torch.float32 on this rank"):
+        exchange_shards(transfers, {}, {"w": wanted}, Comm(), "broadcast")
 
 
 def test_algorithms_have_names() -> None:

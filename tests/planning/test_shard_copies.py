@@ -14,7 +14,7 @@ from shardckpt.planning.shard_copies import (
     assign_holders,
     assign_shards,
     describe_copy,
-    holders_by_shard,
+    find_holders,
     shard_id,
 )
 
@@ -88,7 +88,7 @@ def test_a_shard_costs_the_logarithm_of_the_ranks(ranks: int) -> None:
 @given(st.lists(st.lists(st.sampled_from("abcdef"), max_size=8), max_size=6))
 def test_holders_are_those_who_list_a_shard(everyone: list[list[str]]) -> None:
     """Each rank is named once a shard, in ascending order; shards stand in the order of their first mention."""
-    holders = holders_by_shard(everyone)
+    holders = find_holders(everyone)
     assert list(holders) == list(dict.fromkeys(shard for shards in everyone for shard in shards))
     for shard, found in holders.items():
         assert found == tuple(rank for rank, shards in enumerate(everyone) if shard in shards)

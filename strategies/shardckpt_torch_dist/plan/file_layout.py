@@ -37,7 +37,7 @@ class Placed(NamedTuple):
 
 
 def place(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: int, hint: str | None) -> Placed:
-    """Deal the items out to ``count`` files; those whose keys begin with the hint to as many files of their own.
+    """Assign the items to ``count`` files; those whose keys begin with the hint to as many files of their own.
 
     Objects, of which there are archives by unique key, come first in a file, as Megatron has it.
     """
