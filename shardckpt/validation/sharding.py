@@ -1,8 +1,8 @@
 """Whether the shards of all ranks fit together: they agree on what is global, and fill it exactly, each once.
 
 Every rank announces sums over its boxes, which are as many bytes for any number of shards (see
-:func:`shardckpt.planning.table.fingerprint`); of ranks with the same keys one announces them. Only if something is wrong
-are the boxes of all ranks compared, to name it.
+:func:`shardckpt.planning.table.fingerprint`); of ranks with the same keys one announces them. Only if something is
+wrong are the boxes of all ranks compared, to name it.
 """
 
 from __future__ import annotations
