@@ -8,8 +8,6 @@ from shardckpt.planning.lookup import BoxFinder
 from shardckpt.planning.placements import Piece, Split, empty_box, local_shape, pieces
 from shardckpt.planning.shapes import check_shapes
 from shardckpt.planning.shard_copies import (
-    OBJECT_BYTES,
-    Assignment,
     ShardCopy,
     ShardId,
     assign_holders,
@@ -40,9 +38,7 @@ from shardckpt.planning.table import (
 
 __all__ = [
     "LANES",
-    "OBJECT_BYTES",
     "PRIME",
-    "Assignment",
     "Box",
     "BoxFinder",
     "Boxes",
