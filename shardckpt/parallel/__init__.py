@@ -1,14 +1,12 @@
 """Fully parallel saves and loads: what several ranks hold or want is written, or read, by one of them."""
 
 from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
-from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.parallel.save import FullyParallelSaveStrategyWrapper, assign_main_replicas
 from shardckpt.parallel.transfers import Transfer, check_algorithm, choose_device, exchange_shards
 
 __all__ = [
     "FullyParallelLoadStrategyWrapper",
     "FullyParallelSaveStrategyWrapper",
-    "PlanCache",
     "Transfer",
     "assign_main_replicas",
     "check_algorithm",

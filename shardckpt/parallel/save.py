@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardckpt.distributed import Comm
+from shardckpt.engine import PlanCache
 from shardckpt.errors import CheckpointingException
-from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.planning import assign_shards, describe_copy, shard_id
 from shardckpt.state_dict import build_copy
-from shardckpt.strategy import AsyncSaveStrategy, is_recalled
+from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -20,22 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping import CommonStateDict, ReplicaId, ShardedBase
-    from shardckpt.strategy import PlanContext, PrepareAgain, PreparedSave, SaveContext, SaveStrategy
+    from shardckpt.strategy import PlanContext, PreparedSave, SaveContext, SaveStrategy
 
 
-class _AssignedAgain(NamedTuple):
-    """Prepares a save of the same shards, which are assigned as they were."""
+class _ParallelPlan(NamedTuple):
+    """The replica ids of this rank's shards as they were assigned, and the wrapped strategy's plan for them."""
 
-    again: PrepareAgain
     replica_ids: list[ReplicaId]
-
-    def __call__(
-        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
-    ) -> PreparedSave | None:
-        assigned = list(map(build_copy, shards))
-        for shard, replica_id in zip(assigned, self.replica_ids, strict=True):
-            shard.replica_id = replica_id
-        return self.again(assigned, common, context)
+    plan: Any
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
@@ -56,7 +48,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         parallelization_group: The name of ``group`` in Megatron until 0.16.
     """
 
-    recalled = True
+    caches_plan = True
 
     def __init__(
         self,
@@ -77,7 +69,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             )
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
-        self._cache: PlanCache[set[Hashable]] = PlanCache(enabled=do_cache_distribution)
+        self._cache: PlanCache[set[Hashable]] = PlanCache(int(do_cache_distribution))
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reader = strategy.reader  # type: ignore[misc]
@@ -95,25 +87,31 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             )
         assigned = self._assign(shards, context)
         prepared = self._strategy.prepare(assigned, common, context)
-        if prepared.again is None or not is_recalled(self._strategy):
-            return replace(prepared, again=None)
-        return replace(prepared, again=_AssignedAgain(prepared.again, [shard.replica_id for shard in assigned]))
+        if prepared.plan is None:
+            return prepared
+        return replace(prepared, plan=_ParallelPlan([shard.replica_id for shard in assigned], prepared.plan))
+
+    def replan(
+        self, plan: _ParallelPlan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> PreparedSave | None:
+        """Assign the shards as before, and let the strategy plan by its own plan."""
+        assigned = list(map(build_copy, shards))
+        for shard, replica_id in zip(assigned, plan.replica_ids, strict=True):
+            shard.replica_id = replica_id
+        strategy = cast("AsyncSaveStrategy", self._strategy)  # others have no plans
+        return strategy.replan(plan.plan, assigned, common, context)
 
     @property
-    def saves_as_prepared(self) -> bool:
-        """Whether the strategy does."""
-        return isinstance(self._strategy, AsyncSaveStrategy) and self._strategy.saves_as_prepared
-
-    @property
-    def plans_like(self) -> Hashable:
-        """Among whom shards are assigned, and how they are planned."""
-        if not isinstance(self._strategy, AsyncSaveStrategy) or not is_recalled(self._strategy):
-            return self
-        try:  # who remembers a plan must not keep a group from its end
+    def plan_cache_key(self) -> Hashable | None:
+        """The group and the strategy's own key; None where the strategy has none."""
+        strategy_key = find_plan_cache_key(self._strategy)
+        if strategy_key is None:
+            return None
+        try:  # a cached plan must not keep a group from its end
             group = self._group and weakref.ref(self._group)
         except TypeError:  # it is what torch gives to those who are no members
-            return self
-        return type(self), group, self._strategy.plans_like
+            return None
+        return type(self), group, strategy_key
 
     def _assign(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
         with context.comm.phase("assigning shards"):
@@ -143,8 +141,8 @@ def assign_main_replicas(
         assigned = assign_shards(group.all_gather(copies), main_only=True)
         return {shard for shard, assignment in assigned.items() if assignment.rank == group.rank}
 
-    cache = PlanCache(enabled=False) if cache is None else cache
-    mine = set(cache.get(copies, group, assign))
+    cache = PlanCache(0) if cache is None else cache
+    mine = set(cache.find_or_plan(copies, group, assign))
     return [_renumber(shard, mine) for shard in shards]
 
 
