@@ -13,7 +13,15 @@ from shardckpt.storage.commit import (
     staging_of,
     staging_path,
 )
-from shardckpt.storage.digest import CRC32, SEGMENT_BYTES, SMALL_RECORD, Digest, Segments, digest_function, preferred
+from shardckpt.storage.digest import (
+    SEGMENT_BYTES,
+    SMALL_RECORD,
+    Digest,
+    Segments,
+    digest_function,
+    digest_vote,
+    negotiate_digest,
+)
 from shardckpt.storage.direct import side_by_side
 from shardckpt.storage.directory import (
     RelativePath,
@@ -68,7 +76,6 @@ from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
 __all__ = [
     "BLOCK_BYTES",
-    "CRC32",
     "NAME_MAX",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
@@ -107,6 +114,7 @@ __all__ = [
     "delete_checkpoint",
     "detect_replacement",
     "digest_function",
+    "digest_vote",
     "discard_staging",
     "file_size",
     "find_leftovers",
@@ -124,13 +132,13 @@ __all__ = [
     "lease",
     "masked",
     "naming",
+    "negotiate_digest",
     "new_save_id",
     "open_directory",
     "open_existing",
     "open_new",
     "pack",
     "parse_temporary",
-    "preferred",
     "publish_staging",
     "read_box",
     "read_file",

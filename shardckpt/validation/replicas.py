@@ -18,7 +18,7 @@ import torch
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.state_dict import diff
-from shardckpt.storage import CRC32, digest_function, preferred
+from shardckpt.storage import digest_function, digest_vote, negotiate_digest
 from shardckpt.tensors import dequantized, is_quantized, movable, plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ def _is_sampled(shard: Any) -> bool:
 
 def _compare(shared: list[tuple[Any, _Mark]], comm: Comm) -> None:
     """Raise on all ranks if copies differ; ``shared`` has this rank's of those that others have, too."""
-    without_xxhash = comm.largest(preferred() == CRC32)[0]
+    vote = comm.largest(digest_vote())[0]
     with comm.task("comparing replicated shards"):
-        digest = digest_function(CRC32 if without_xxhash else preferred())
+        digest = digest_function(negotiate_digest(vote))
         sampled = [(shard, mark) for shard, mark in shared if _is_sampled(shard)]
         samples = dict(zip((mark for _, mark in sampled), _samples([shard.data for shard, _ in sampled]), strict=True))
         mine = [(m, digest(tensor_bytes(samples[m])) if m in samples else _digest(s.data, digest)) for s, m in shared]
