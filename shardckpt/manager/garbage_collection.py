@@ -16,8 +16,8 @@ from shardckpt.storage import (
     delete_checkpoint,
     find_leftovers,
     is_half_deleted,
+    make_tombstone,
     remove_free,
-    retire,
 )
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _is_removed(folder: StepFolder, step: int) -> bool:
         if isinstance(folder.place, RemotePath):
             _delete(folder, folder.place.folder, step)
         else:
-            retire(folder.place / folder.names.name(step))
+            make_tombstone(folder.place / folder.names.name(step))
     except StorageError as exc:
         logger.warning("step %d in %s is to be removed, and stays for now: %s", step, folder, exc)
         return False

@@ -130,8 +130,9 @@ class CheckpointManager:
         self._advance(self._writer)
         forced = self._is_preempted() or force or last_step
         due = forced or self.config.is_due(step)
-        answers = [part.joins_step(step, due=due) for part in self._parts]  # first of all parts: they are collective
-        if not (due and all(answers)) or (step == self._last and not last_step):
+        # Lists, here and for preemption, and no `all(... for ...)`: the hooks are collective, so each is to be called.
+        joined = [part.joins_step(step, due=due) for part in self._parts]
+        if not (due and all(joined)) or (step == self._last and not last_step):
             return False
         if self._writer.busy and self.config.on_busy == "skip" and not forced:
             logger.warning("step %d is not saved: the checkpoint of step %s is still being written", step, self._last)
@@ -254,8 +255,8 @@ class CheckpointManager:
         """Collective: whether this step is the first since the training is about to end."""
         if self._preempted:
             return False
-        answers = [part.is_preempted() for part in self._parts]
-        self._preempted = any(answers)
+        preempted = [part.is_preempted() for part in self._parts]
+        self._preempted = any(preempted)
         return self._preempted
 
     def _has_model(self, wanted: bool) -> bool:

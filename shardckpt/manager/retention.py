@@ -136,11 +136,11 @@ def parse_policy(given: Any) -> RetentionPolicy:
     return given  # type: ignore[no-any-return]
 
 
-def describe_policy(policy: RetentionPolicy) -> Any:
+def describe_policy(policy: Any) -> Any:
     """Describe a policy as JSON: a built-in one with its options, another by its name (it cannot be read back)."""
-    if isinstance(policy, (KeepLatest, KeepEvery, KeepBest, KeepPinned)):
+    if type(policy) in _BUILT_IN.values():
         return {"policy": type(policy).__name__, **dataclasses.asdict(policy)}
-    named: Any = policy if hasattr(policy, "__qualname__") else type(policy)
+    named = policy if hasattr(policy, "__qualname__") else type(policy)
     return f"{named.__module__}.{named.__qualname__}"
 
 

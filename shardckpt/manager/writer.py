@@ -65,7 +65,7 @@ class StepWriter(ManagerPart):
         *,
         background: bool,
     ) -> None:
-        """Save; in the background, if that is wanted and there is one.
+        """Collective: save; in the background, if that is wanted and there is one.
 
         Args:
             state: Described; its tensors may change when this returns.
@@ -102,7 +102,7 @@ class StepWriter(ManagerPart):
         queue.schedule_async_request(request)
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Commit what all ranks have written; ``blocking`` waits for that.
+        """Collective: commit what all ranks have written; ``blocking`` waits for that.
 
         Raises:
             CheckpointingException: the same on every rank: it could not be written, and is absent.
@@ -111,7 +111,7 @@ class StepWriter(ManagerPart):
             self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Commit what is on its way, and end the background.
+        """Collective: commit what is on its way, and end the background.
 
         Args:
             error: Of the training, where it ends by one: what ranks would have to agree upon is given up.

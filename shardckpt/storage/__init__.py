@@ -64,7 +64,7 @@ from shardckpt.storage.owner import Owner, claim, release
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.remote import ListsFolders, RemoteFolder, RemotePath, attempt, masked
-from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, retire
+from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
 from shardckpt.storage.rewrite import KeptItem, rewrite_file
 from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut
@@ -130,6 +130,7 @@ __all__ = [
     "is_there",
     "is_under_way",
     "lease",
+    "make_tombstone",
     "masked",
     "naming",
     "negotiate_digest",
@@ -151,7 +152,6 @@ __all__ = [
     "replace_target",
     "replaced_error",
     "replaced_of",
-    "retire",
     "retry_if_replaced",
     "rewrite_file",
     "side_by_side",
