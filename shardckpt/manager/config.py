@@ -179,14 +179,7 @@ class CheckpointConfig(BaseModel):
         return first or self.is_seed(step) or (step > 0 and step % self.interval == 0)
 
     def check_names(self, states: Collection[str]) -> None:
-        """Check the names of a strategy, a key mapping and states that the configuration refers to.
-
-        Args:
-            states: The names of the states.
-
-        Raises:
-            CheckpointingException: there is nothing of such a name.
-        """
+        """Raise if there is no strategy, key mapping or state (of those in ``states``) that the configuration names."""
         unknown = set(self.exclude_from_loading) - set(states)
         if unknown:
             raise CheckpointingException(

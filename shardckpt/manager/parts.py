@@ -37,18 +37,7 @@ def make_parts(
     allow_globals: tuple[Any, ...],
     fault_tolerance: FaultTolerance | None,
 ) -> tuple[StepWriter | None, list[ManagerPart]]:
-    """Collective: make the parts that the configuration asks for.
-
-    Args:
-        config: The manager's.
-        states: The training's.
-        process_group: The ranks.
-        allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
-        fault_tolerance: As for the manager.
-
-    Returns:
-        The writer, None where nothing is ever saved; and all parts, the writer first.
-    """
+    """Collective: the writer, None where nothing is ever saved; and all parts, the writer first."""
     comm = Comm(process_group)
     replica: list[ManagerPart] = []
     if fault_tolerance is not None:
@@ -69,12 +58,7 @@ def make_parts(
 
 
 class Retention(ManagerPart):
-    """Has the checkpoints removed that no policy keeps; on the main rank.
-
-    Args:
-        folder: Of the checkpoints.
-        policies: What is kept.
-    """
+    """Has the checkpoints removed that no policy keeps; a part of the main rank alone."""
 
     def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
         self._folder = folder
@@ -131,14 +115,7 @@ class Retention(ManagerPart):
 
 
 class HuggingFaceExport(ManagerPart):
-    """Exports the last step to ``step-<n>-hf``.
-
-    Args:
-        config: How.
-        folder: Of the checkpoints.
-        states: The training's.
-        process_group: The ranks.
-    """
+    """Exports the last step to ``step-<n>-hf``."""
 
     def __init__(
         self, config: CheckpointConfig, folder: StepFolder, states: TrainingStates, process_group: ProcessGroup | None

@@ -21,19 +21,10 @@ _LISTED = 20
 
 
 def read_step(folder: StepFolder, reader: StepReader, comm: Comm, step: int = NEWEST) -> int | None:
-    """Collective: load a step, or the newest that proves whole when it is read.
-
-    Args:
-        folder: Where to look.
-        reader: Loads it.
-        comm: The ranks.
-        step: -1 for the newest, or a certain one.
+    """Collective: load the step that :func:`resolve_step` chooses; the one before it, if the newest proves damaged.
 
     Returns:
         The step that was loaded; None if there is none.
-
-    Raises:
-        CheckpointingException: as for :func:`resolve_step`; or the step does not fit the states.
     """
     damaged: list[int] = []
     while (found := resolve_step(folder, comm, step, without=damaged)) is not None:

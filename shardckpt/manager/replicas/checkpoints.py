@@ -195,15 +195,12 @@ class ReplicaCheckpoints:
 
 
 def keep_replica_steps(own: StepMetrics, steps: StepFolder, interval: int) -> list[int]:
-    """Keep the newest, and those of every step that has a checkpoint, or may be getting one from another replica.
+    """A retention policy: the newest, and each step that has a checkpoint, or may be getting one from another replica.
 
     Args:
         own: A replica's own checkpoints.
         steps: The folder of the steps' checkpoints.
-        interval: Of these.
-
-    Returns:
-        The steps to keep: a retention policy.
+        interval: Steps between these.
     """
     full = steps.steps()
     newest = max(full, default=-1)
@@ -212,13 +209,7 @@ def keep_replica_steps(own: StepMetrics, steps: StepFolder, interval: int) -> li
 
 
 def abandoned_steps(own: StepMetrics, steps: StepFolder, since: int) -> list[int]:
-    """The steps, from one on, that a run has made which was given up; not those that have a checkpoint.
-
-    Args:
-        own: A replica's own checkpoints.
-        steps: The folder of the steps' checkpoints.
-        since: The first step that is made again.
-    """
+    """The replica's own steps that a run made which was given up at ``since``; not those that have a checkpoint."""
     full = set(steps.steps())
     return [step for step in own if step >= since and step not in full]
 
