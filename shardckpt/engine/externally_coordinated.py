@@ -55,7 +55,7 @@ class HostedSave:
         world_size: How many ranks write.
         owner: Who holds the save.
         overwrite: Whether an existing checkpoint, or other files, may stand at ``path``.
-        digest_votes: What :func:`shardckpt.storage.digest_vote` returned on each rank; by default this one's.
+        digest_votes: What :func:`shardckpt.storage.digest_vote` returned on other ranks.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HostedSave:
         identity = Identity(strategy.backend, strategy.version, strategy.reader)
         self._transaction = Transaction(self._operation, target, identity, overwrite=overwrite)
         self._transaction.world_size = world_size
-        self._transaction.algorithm = negotiate_digest(*digest_votes or [digest_vote()])
+        self._transaction.algorithm = negotiate_digest(digest_vote(), *digest_votes)
         self._leftover = weakref.finalize(owner, _abort_here, self._transaction, os.getpid())
 
     def parts(self) -> list[HostedPart]:

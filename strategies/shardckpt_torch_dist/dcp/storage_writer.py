@@ -102,7 +102,8 @@ class CheckpointStorageWriter(StorageWriter):
             len(plans),
             self,
             overwrite=self._overwrite,
-            digest_votes=[plan.storage_data for plan in plans],
+            # a plan that DCP has cached comes without a vote
+            digest_votes=[plan.storage_data for plan in plans if isinstance(plan.storage_data, int)],
         )
         parts = self._save.parts()
         _told.part = parts[0]  # where DCP runs in one process, no plan travels
