@@ -12,11 +12,12 @@ from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager.retention import steps_to_remove
 from shardckpt.storage import (
     ListsFolders,
-    RemotePath,
+    can_rename,
     delete_checkpoint,
     find_leftovers,
     is_half_deleted,
     make_tombstone,
+    on_store,
     remove_free,
 )
 
@@ -146,7 +147,7 @@ class GarbageCollector:
 def _clear(folder: StepFolder) -> None:
     """Remove what removals and killed saves of steps have left; what a living process has, or may have, stays."""
     place = folder.place
-    if isinstance(place, RemotePath):
+    if not can_rename(place):
         return
     leftovers = find_leftovers(place, lambda stem: _is_step(stem, folder))
     is_superseded = supersedes(folder.host)
@@ -160,17 +161,17 @@ def _is_step(stem: str, folder: StepFolder) -> bool:
 
 def _is_link(folder: StepFolder, step: int) -> bool:
     """Whether a step's directory is a link to another place."""
-    path = folder.place / folder.names.name(step)
-    return not isinstance(path, RemotePath) and path.is_symlink()
+    return (folder.place / folder.names.name(step)).is_symlink()
 
 
 def _is_removed(folder: StepFolder, step: int) -> bool:
     """Make a checkpoint one no more, if that can be done."""
     try:
-        if isinstance(folder.place, RemotePath):
-            _delete(folder, folder.place.folder, step)
-        else:
+        remote = on_store(folder.place)
+        if remote is None:
             make_tombstone(folder.place / folder.names.name(step))
+        else:
+            _delete(folder, remote.folder, step)
     except StorageError as exc:
         logger.warning("step %d in %s is to be removed, and stays for now: %s", step, folder, exc)
         return False
@@ -179,9 +180,9 @@ def _is_removed(folder: StepFolder, step: int) -> bool:
 
 
 def _delete(folder: StepFolder, parent: RemoteFolder, step: int) -> None:
-    path = folder.path(step)
-    if isinstance(path, RemotePath):
-        delete_checkpoint(path.folder)
+    remote = on_store(folder.path(step))
+    if remote is not None:
+        delete_checkpoint(remote.folder)
     if isinstance(parent, ListsFolders):
         parent.remove_folder(folder.names.name(step))
 

@@ -82,12 +82,12 @@ class CheckpointManager:
         allow_globals = tuple(allow_globals)
         comm = Comm(process_group)
         self._world_size = comm.world_size
-        with comm.phase("looking at the states"):
+        with comm.collective_phase("looking at the states"):
             named = with_random_state(states) if config.save_rng else states
             self._states = TrainingStates(named, check_replicas=config.check_replicas)
             comm.agree(states=sorted(self._states.names), **config.stored())
         if config.enable_checkpoint:
-            with comm.phase("looking at the configuration"):
+            with comm.collective_phase("looking at the configuration"):
                 self._folder = StepFolder(config.folder, host())
                 config.check_names(self._states.names)
         self._writer, self._parts = make_parts(config, self._states, process_group, allow_globals, fault_tolerance)
@@ -271,7 +271,7 @@ class CheckpointManager:
         model_only = self._has_model((last_step and config.last_save_model_only) or config.is_seed(step))
         names = [MODEL] if model_only else [name for name in self._states.names if name not in self._elsewhere]
         comm = Comm(self._group)
-        with comm.task("describing the states"):
+        with comm.local_phase("describing the states"):
             state = self._states.describe(names, comm)
             if model_only:
                 state = with_dtype(state, config.export_dtype)

@@ -45,7 +45,7 @@ def make_parts(
     if config.load_only or not config.enable_checkpoint:
         return None, replica
     parts: list[ManagerPart] = []
-    with comm.phase("beginning to save checkpoints"):
+    with comm.collective_phase("beginning to save checkpoints"):
         folder = StepFolder(config.folder, host())
         if comm.is_main:
             parts.append(Retention(folder, config.retention_policies))

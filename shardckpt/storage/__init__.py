@@ -1,5 +1,6 @@
 """Bytes on disk: checked files, staging directories and the one rename that publishes them."""
 
+from shardckpt.storage.abilities import can_rename, has_local_files, on_store
 from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
 from shardckpt.storage.columns import Column, Columns, pack
 from shardckpt.storage.commit import (
@@ -104,6 +105,7 @@ __all__ = [
     "Workers",
     "allocated_bytes",
     "attempt",
+    "can_rename",
     "check_file_name",
     "check_pickle",
     "claim",
@@ -122,6 +124,7 @@ __all__ = [
     "freed_bytes",
     "give_back",
     "has_changed",
+    "has_local_files",
     "is_free",
     "is_half_deleted",
     "is_of_save",
@@ -135,6 +138,7 @@ __all__ = [
     "naming",
     "negotiate_digest",
     "new_save_id",
+    "on_store",
     "open_directory",
     "open_existing",
     "open_new",

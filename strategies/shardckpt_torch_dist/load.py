@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.errors import CheckpointingException
-    from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, Removal, StoredFile
@@ -38,24 +37,16 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
     backend = "torch_dist"
     version = 1
-    #: Other backends and versions whose files are the same.
-    same_files: ClassVar[tuple[tuple[str, int], ...]] = (("ep", 1),)
-
-    def cannot_load(self, manifest: Manifest) -> str | None:
-        """Why it cannot read this checkpoint; the files may be the same where the name is another."""
-        if (manifest.backend, manifest.version) in self.same_files:
-            return None
-        return super().cannot_load(manifest)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Plan, and once every rank has a sound plan, read into the destinations."""
         index = read_index(context.reader)
-        with context.comm.task("planning the load"):
+        with context.comm.local_phase("planning the load"):
             plan = LoadPlan(wanted, index, context.reader, context.allow_globals)
         if not context.comm.all_alike(index.save.encode()):  # all have planned, too
-            with context.comm.task("comparing the metadata that the ranks have read"):
+            with context.comm.local_phase("comparing the metadata that the ranks have read"):
                 raise replaced_error(context.reader.directory, "the ranks have read different metadata")
-        with context.comm.task("reading shards"):
+        with context.comm.local_phase("reading shards"):
             plan.read()
         return [_value(shard) for shard in wanted]
 

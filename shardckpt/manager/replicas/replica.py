@@ -60,12 +60,12 @@ class Replica(ManagerPart):
         self._group = process_group
         self._checkpoints: ReplicaCheckpoints | None = None
         comm = Comm(process_group)
-        with comm.phase("registering with the replica manager"):
+        with comm.collective_phase("registering with the replica manager"):
             _check_loader(states)
             self._healing = Healing(states)
             fault_tolerance.register(self._take, self._give)
         if self.own_states and config.enable_checkpoint:
-            with comm.phase("opening the replica's own folder"):
+            with comm.collective_phase("opening the replica's own folder"):
                 comm.agree(replica_id=fault_tolerance.replica_id)
                 folders = (
                     StepFolder(f"{config.folder}/{fault_tolerance.folder}", host()),
@@ -82,7 +82,7 @@ class Replica(ManagerPart):
         comm = Comm(self._group)
         rank = comm.main_runs("asking which replicas take part", self._tolerance.manager.participating_rank)
         if due or self._healing.has_copies:
-            with comm.task("looking at the modules"):
+            with comm.local_phase("looking at the modules"):
                 self._healing.refresh()
         if rank is None:  # it has still to take over another's states, or is a spare: what it read was for nothing
             self.advance()
@@ -93,7 +93,7 @@ class Replica(ManagerPart):
     def after_load(self, step: int | None) -> None:
         """Collective: load what is the replica's own."""
         self.step = step or 0
-        with Comm(self._group).phase("looking at the modules"):
+        with Comm(self._group).collective_phase("looking at the modules"):
             self._healing.refresh()
         if self._checkpoints is not None:
             self._checkpoints.load(step)
