@@ -16,16 +16,16 @@ from shardckpt.engine.pruning import clear_leftovers, owned_files, supersedes
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
 from shardckpt.storage import (
-    CRC32,
     CheckpointWriter,
     Owner,
     Upload,
     create_staging,
+    digest_vote,
     discard_staging,
     is_free,
+    negotiate_digest,
     new_save_id,
     on_store,
-    preferred,
     publish_staging,
     refuse_unrecorded,
     replace_target,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A save's name and owner, 128 bits each, travel as numbers of so many bits, which have these places in them.
+#: A save's name and owner, 128 bits each, travel as five numbers of 52 bits: what ranks compare are int64.
 _BITS = 52
 _PLACES = tuple(_BITS * number for number in range(5))
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -86,7 +86,7 @@ class Transaction:
         self.sha256 = sha256
         self.staging: Path | None = None
         self.save_id = ""
-        #: Of the digests in all files, of every rank: the preferred one, if every rank has it.
+        #: Of the digests in the files of every rank.
         self.algorithm = ""
         #: How many ranks write, for the record.
         self.world_size = operation.comm.world_size
@@ -98,7 +98,7 @@ class Transaction:
                 if operation.comm.is_main:
                     self.save_id = new_save_id()
                     self._take_target()
-            owner = self._tell()
+            owner = self._announce()
             if self._upload is not None:
                 self.staging, self._upload.save_id = self._upload.spool, self.save_id
             else:
@@ -155,18 +155,17 @@ class Transaction:
         elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
             discard_staging(self.staging)
 
-    def _tell(self) -> Owner:
-        """Let all ranks know the save's name and its owner, the main rank's process, which commits it.
+    def _announce(self) -> Owner:
+        """Collective: announce the save's name, and negotiate the digest of its files, in one message.
 
-        In the same message they learn whether one of them lacks the preferred digest.
+        Returns:
+            The owner of the save: the main rank's process, which commits it.
         """
-        number = int(self.save_id + Owner.current().text, 16) if self.save_id else 0
-        parts = (number >> place & (1 << _BITS) - 1 for place in _PLACES)
-        lacks, *found = self.operation.comm.largest(preferred() == CRC32, *parts)
-        number = sum(part << place for part, place in zip(found, _PLACES, strict=True))
-        self.save_id = f"{number >> 128:032x}"
-        self.algorithm = CRC32 if lacks else preferred()
-        return Owner.from_number(number & (1 << 128) - 1)
+        name = _pack_name(self.save_id, Owner.current()) if self.save_id else [0] * len(_PLACES)
+        vote, *name = self.operation.comm.largest(digest_vote(), *name)
+        self.algorithm = negotiate_digest(vote)
+        self.save_id, owner = _unpack_name(name)
+        return owner
 
     def _take_target(self) -> None:
         """On the main rank: see that the target may be saved to, and begin."""
@@ -253,6 +252,16 @@ def commit_files(
     except BaseException:
         transaction.abort()
         raise
+
+
+def _pack_name(save_id: str, owner: Owner) -> list[int]:
+    number = int(save_id + owner.text, 16)
+    return [number >> place & (1 << _BITS) - 1 for place in _PLACES]
+
+
+def _unpack_name(parts: list[int]) -> tuple[str, Owner]:
+    number = sum(part << place for part, place in zip(parts, _PLACES, strict=True))
+    return f"{number >> 128:032x}", Owner.from_number(number & (1 << 128) - 1)
 
 
 def as_json(content: Any) -> Any:

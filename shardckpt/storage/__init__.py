@@ -14,7 +14,15 @@ from shardckpt.storage.commit import (
     staging_of,
     staging_path,
 )
-from shardckpt.storage.digest import CRC32, SEGMENT_BYTES, SMALL_RECORD, Digest, Segments, digest_function, preferred
+from shardckpt.storage.digest import (
+    SEGMENT_BYTES,
+    SMALL_RECORD,
+    Digest,
+    Segments,
+    digest_function,
+    digest_vote,
+    negotiate_digest,
+)
 from shardckpt.storage.direct import side_by_side
 from shardckpt.storage.directory import (
     RelativePath,
@@ -57,7 +65,7 @@ from shardckpt.storage.owner import Owner, claim, release
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.remote import ListsFolders, RemoteFolder, RemotePath, attempt, masked
-from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, retire
+from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
 from shardckpt.storage.rewrite import KeptItem, rewrite_file
 from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut
@@ -69,7 +77,6 @@ from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
 __all__ = [
     "BLOCK_BYTES",
-    "CRC32",
     "NAME_MAX",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
@@ -109,6 +116,7 @@ __all__ = [
     "delete_checkpoint",
     "detect_replacement",
     "digest_function",
+    "digest_vote",
     "discard_staging",
     "file_size",
     "find_leftovers",
@@ -125,8 +133,10 @@ __all__ = [
     "is_there",
     "is_under_way",
     "lease",
+    "make_tombstone",
     "masked",
     "naming",
+    "negotiate_digest",
     "new_save_id",
     "on_store",
     "open_directory",
@@ -134,7 +144,6 @@ __all__ = [
     "open_new",
     "pack",
     "parse_temporary",
-    "preferred",
     "publish_staging",
     "read_box",
     "read_file",
@@ -147,7 +156,6 @@ __all__ = [
     "replace_target",
     "replaced_error",
     "replaced_of",
-    "retire",
     "retry_if_replaced",
     "rewrite_file",
     "side_by_side",

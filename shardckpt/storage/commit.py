@@ -52,7 +52,7 @@ def create_staging(target: Path, save_id: str) -> Path:
     staging = staging_path(target, save_id)
     with naming("create the staging directory", staging):
         _make_directory(target.parent)
-        claim(staging.name)  # first: a purge in another thread removes what this process has and does not claim
+        claim(staging.name)  # first: garbage collection in another thread removes what is not claimed
         try:
             staging.mkdir()
         except BaseException:
@@ -83,7 +83,7 @@ def discard_staging(staging: Path) -> None:
         os.rename(staging, gone)  # who still writes there finds no directory, and cannot add to it while it is emptied
     except OSError:
         gone = staging
-    release(staging.name)  # not before: a purge in another thread would take it meanwhile
+    release(staging.name)  # not before: garbage collection in another thread would take it meanwhile
     try:
         remove_tree(gone)
     except StorageError as exc:

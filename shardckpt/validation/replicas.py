@@ -19,7 +19,7 @@ from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
 from shardckpt.planning import find_holders, shard_id
 from shardckpt.state_dict import diff
-from shardckpt.storage import CRC32, digest_function, preferred
+from shardckpt.storage import digest_function, digest_vote, negotiate_digest
 from shardckpt.tensors import dequantized, is_quantized, movable, plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ def _is_sampled(shard: Any) -> bool:
 
 def _compare(shared: list[tuple[Any, _ShortId]], comm: Comm) -> None:
     """Collective: raise on all ranks if copies differ; ``shared`` has this rank's shards that others have, too."""
-    without_xxhash = comm.largest(preferred() == CRC32)[0]
+    vote = comm.largest(digest_vote())[0]
     with comm.local_phase("comparing replicated shards"):
-        digest = digest_function(CRC32 if without_xxhash else preferred())
+        digest = digest_function(negotiate_digest(vote))
         sampled = [(shard, short_id) for shard, short_id in shared if _is_sampled(shard)]
         samples = dict(
             zip((short_id for _, short_id in sampled), _samples([shard.data for shard, _ in sampled]), strict=True)
