@@ -20,7 +20,7 @@ from shardckpt.storage import (
     read_file,
     read_into,
 )
-from shardckpt.tensors import LARGE, PAGE
+from shardckpt.tensors import LARGE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,25 +80,26 @@ class Incoming:
         self.pieces = pieces_of(record)
         self.buffers = Buffers(self.pieces)
         self._waiting = list(record.files)
-        self._file: _PagedFile | None = None
+        self._file: NewFile | None = None
         self._staging: Path | None = create_staging(target, new_save_id())
 
     def write(self, number: int) -> None:
         """Check a piece that is in the buffers, and write it; pieces come in their order."""
         piece = self.pieces[number]
         self._check(piece, self.buffers.view(number))
-        while self._file is None or self._file.name != piece.name:
+        while self._file is None or self._file.path.name != piece.name:
             self._turn()
-        self._file.write(self.buffers.pages(number), piece)
+        self._file.write(self.buffers.view(number), piece.span.start)
 
     def complete(self) -> None:
         """Make all files durable."""
         while self._file is not None or self._waiting:
             self._turn()
         for name, content in ((RECORD_NAME, self._head.record), (MARKER_NAME, self._head.marker)):
-            file = _PagedFile(self._staging_path(name), len(content))
+            file = NewFile(self._staging_path(name))
             try:
-                file.finish(content)
+                file.write(memoryview(content), 0)
+                file.finish(len(content))
             finally:
                 file.close()
 
@@ -118,12 +119,14 @@ class Incoming:
     def _turn(self) -> None:
         """Complete the file that is being written, and begin the next, in the order of the record."""
         if self._file is not None:
-            self._file.finish()
+            self._file.finish(self._file.expected)
             self._file.close()
             self._file = None
         if self._waiting:
             record = self._waiting.pop(0)
-            self._file = _PagedFile(self._staging_path(record.name), record.size)
+            self._file = NewFile(self._staging_path(record.name), record.size)
+            if record.size >= LARGE:
+                self._file.reserve(record.size)
 
     def _staging_path(self, name: str) -> Path:
         if self._staging is None:
@@ -137,42 +140,6 @@ class Incoming:
                     f"bytes {start} to {stop} of {self._target.name}/{piece.name}, from {self._origin}, are not those "
                     "that were written (digest differs): they are damaged on its disk, or were on the way"
                 )
-
-
-class _PagedFile:
-    """A new file that is written in pieces, whole pages at a time, past the page cache where it is large.
-
-    Args:
-        path: The file.
-        nbytes: What it will have.
-    """
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self.name = path.name
-        self._nbytes = nbytes
-        self._file = NewFile(path, nbytes)
-        #: What there is already of the page that the next piece goes on with.
-        self._tail = b""
-        if nbytes >= LARGE:
-            self._file.reserve(nbytes)
-
-    def write(self, pages: memoryview, piece: Piece) -> None:
-        """Write the next piece, in memory that begins with the first byte of the piece's first page."""
-        stop = piece.lead + piece.nbytes
-        whole = stop // PAGE * PAGE
-        pages[: piece.lead] = self._tail
-        self._file.write_pages(pages[:whole], piece.span.start - piece.lead)
-        self._tail = bytes(pages[whole:stop])
-
-    def finish(self, rest: bytes = b"") -> None:
-        """Write what is left, and make the file durable."""
-        last = self._tail + rest
-        self._file.write(memoryview(last), self._nbytes - len(last))
-        self._file.finish(self._nbytes)
-
-    def close(self) -> None:
-        """Close it."""
-        self._file.close()
 
 
 def _parsed(head: Head, origin: str) -> Record:

@@ -1,6 +1,6 @@
 """Bytes on disk: checked files, staging directories and the one rename that publishes them."""
 
-from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
+from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
 from shardckpt.storage.columns import Column, Columns, pack
 from shardckpt.storage.commit import (
     create_staging,
@@ -62,6 +62,7 @@ from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut
 from shardckpt.storage.staged_files import refuse_unrecorded
 from shardckpt.storage.staging_names import NAME_MAX, STAGING, new_save_id, parse_temporary, stem, temporary_name
+from shardckpt.storage.stream import FileStream, WriterPool
 from shardckpt.storage.upload import Upload, is_under_way, upload_files
 from shardckpt.storage.workers import Workers
 from shardckpt.storage.writer import CheckpointWriter, FileWriter
@@ -73,12 +74,15 @@ __all__ = [
     "SEGMENT_BYTES",
     "SMALL_RECORD",
     "STAGING",
+    "Buffer",
+    "BufferPool",
     "CheckpointReader",
     "CheckpointWriter",
     "Column",
     "Columns",
     "Digest",
     "Elements",
+    "FileStream",
     "FileWriter",
     "KeptItem",
     "Leftover",
@@ -95,8 +99,10 @@ __all__ = [
     "StoredArray",
     "Upload",
     "Workers",
+    "WriterPool",
     "allocated_bytes",
     "attempt",
+    "block_pool",
     "check_file_name",
     "check_pickle",
     "claim",
@@ -112,7 +118,6 @@ __all__ = [
     "find_leftovers",
     "find_spools",
     "freed_bytes",
-    "give_back",
     "has_changed",
     "is_free",
     "is_half_deleted",
@@ -121,7 +126,6 @@ __all__ = [
     "is_staging",
     "is_there",
     "is_under_way",
-    "lease",
     "masked",
     "naming",
     "new_save_id",

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
+from shardckpt.storage.buffers import BufferPool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
 from shardckpt.storage.directory import real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
 from shardckpt.storage.identity import OpenedSave
 from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
-from shardckpt.storage.read_buffers import ReadBuffers
 from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.spans import Elements, Span, batches, cut
 from shardckpt.storage.workers import Workers
@@ -83,7 +83,7 @@ class CheckpointReader:
         self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
         self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
         self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
-        self._buffers = ReadBuffers(self._piece_bytes + _ALIGNED)
+        self._buffers = BufferPool(self._piece_bytes + _ALIGNED)
         self._parsed: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
@@ -280,7 +280,7 @@ class CheckpointReader:
     def _read_part(self, file: OpenFile, span: Span, offset: int, target: memoryview, what: str) -> None:
         """Read a span of which not all bytes are for memory that is filled from ``offset`` on."""
         low, high = max(span.start, offset), min(span.stop, offset + target.nbytes)
-        with self._buffers.lent(span.stop - span.start) as buffer:
+        with self._buffers.acquired(span.stop - span.start) as buffer:
             self._read(file, span, buffer[: span.stop - span.start], what)
             target[low - offset : high - offset] = buffer[low - span.start : high - span.start]
 
@@ -289,7 +289,8 @@ class CheckpointReader:
     ) -> None:
         """Read spans one by one into a buffer, or into two in turn where what takes them needs time for it."""
         nbytes = max(span.stop - span.start for span in batch) + _ALIGNED
-        with self._buffers.lent(nbytes, pinned=pinned) as one, self._buffers.lent(nbytes, pinned=pinned) as other:
+        acquired = partial(self._buffers.acquired, nbytes, pinned=pinned)
+        with acquired() as one, acquired() as other:
             ring = deque((one, other))
             wait: Callable[[], None] | None = None
             try:
