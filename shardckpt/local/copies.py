@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
@@ -11,14 +12,12 @@ from shardckpt.storage import (
     NewFile,
     check_file_name,
     close_file,
-    create_staging,
     digest_function,
-    discard_staging,
-    new_save_id,
     open_existing,
     publish_staging,
     read_file,
     read_into,
+    staging_directory,
 )
 from shardckpt.tensors import LARGE
 
@@ -81,7 +80,8 @@ class Incoming:
         self.buffers = Buffers(self.pieces)
         self._waiting = list(record.files)
         self._file: NewFile | None = None
-        self._staging: Path | None = create_staging(target, new_save_id())
+        self._stack = ExitStack()
+        self._staging = self._stack.enter_context(staging_directory(target))
 
     def write(self, number: int) -> None:
         """Check a piece that is in the buffers, and write it; pieces come in their order."""
@@ -96,7 +96,7 @@ class Incoming:
         while self._file is not None or self._waiting:
             self._turn()
         for name, content in ((RECORD_NAME, self._head.record), (MARKER_NAME, self._head.marker)):
-            file = NewFile(self._staging_path(name))
+            file = NewFile(self._staging / name)
             try:
                 file.write(memoryview(content), 0)
                 file.finish(len(content))
@@ -105,16 +105,13 @@ class Incoming:
 
     def publish(self) -> None:
         """Make it the target, which is absent."""
-        if self._staging is not None:
-            publish_staging(self._staging, self._target)
-            self._staging = None
+        publish_staging(self._staging, self._target)
 
     def close(self) -> None:
-        """Give back what is open, and discard what was not published."""
+        """Close what is open, and discard what was not published."""
         if self._file is not None:
             self._file.close()
-        if self._staging is not None:
-            discard_staging(self._staging)
+        self._stack.close()
 
     def _turn(self) -> None:
         """Complete the file that is being written, and begin the next, in the order of the record."""
@@ -124,14 +121,9 @@ class Incoming:
             self._file = None
         if self._waiting:
             record = self._waiting.pop(0)
-            self._file = NewFile(self._staging_path(record.name), record.size)
+            self._file = NewFile(self._staging / check_file_name(record.name), record.size)
             if record.size >= LARGE:
                 self._file.reserve(record.size)
-
-    def _staging_path(self, name: str) -> Path:
-        if self._staging is None:
-            raise CorruptCheckpointError(f"{self._target} was published before {name} was written to it")
-        return self._staging / check_file_name(name)
 
     def _check(self, piece: Piece, view: memoryview) -> None:
         for start, stop, digest in piece.span.segments:

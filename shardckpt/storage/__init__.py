@@ -3,6 +3,8 @@
 from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
 from shardckpt.storage.columns import Column, Columns, pack
 from shardckpt.storage.commit import (
+    check_target,
+    commit_staging,
     create_staging,
     discard_staging,
     is_free,
@@ -10,6 +12,7 @@ from shardckpt.storage.commit import (
     publish_staging,
     replace_target,
     replaced_of,
+    staging_directory,
     staging_of,
     staging_path,
 )
@@ -105,9 +108,11 @@ __all__ = [
     "block_pool",
     "check_file_name",
     "check_pickle",
+    "check_target",
     "claim",
     "clear_tombstones",
     "close_file",
+    "commit_staging",
     "create_staging",
     "cut",
     "delete_checkpoint",
@@ -152,6 +157,7 @@ __all__ = [
     "rewrite_file",
     "side_by_side",
     "spool_folder",
+    "staging_directory",
     "staging_of",
     "staging_path",
     "stem",

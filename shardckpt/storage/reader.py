@@ -141,23 +141,23 @@ class CheckpointReader:
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Bytes of a range; ``what`` (a key) is named in errors."""
-        file = self._files.take(name)
+        file = self._files.acquire(name)
         try:
             _check_range(file, offset, nbytes, what)
             data, view = unfilled_bytes(nbytes)
             self._fill(file, offset, view, what)
         finally:
-            self._files.give_back(file)
+            self._files.release(file)
         return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
         """Fill writable memory from the range that begins at ``offset``; what is large is shared among threads."""
-        file = self._files.take(name)
+        file = self._files.acquire(name)
         try:
             _check_range(file, offset, buffer.nbytes, what)
             self._fill(file, offset, buffer.cast("B"), what)
         finally:
-            self._files.give_back(file)
+            self._files.release(file)
 
     def read_pieces(
         self,
@@ -179,7 +179,7 @@ class CheckpointReader:
             what: A key, named in errors.
             pinned: Whether a CUDA device shall copy from the memory behind the host's back.
         """
-        file = self._files.take(name)
+        file = self._files.acquire(name)
         try:
             _check_range(file, elements.start, elements.stop - elements.start, what)
 
@@ -188,7 +188,7 @@ class CheckpointReader:
 
             self._share(pieces, cut(file.segments, ranges, self._piece_bytes, elements))
         finally:
-            self._files.give_back(file)
+            self._files.release(file)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
