@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.storage import Buffer, Elements, Segments, Span, cut
-from shardckpt.tensors import PAGE
+import torch
+
+from shardckpt.storage import Elements, Segments, Span, cut
+from shardckpt.tensors import PAGE, view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from shardckpt.manifest import FileRecord, Record
 
@@ -52,17 +52,23 @@ class Buffers:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
         nbytes = max((piece.nbytes for piece in pieces), default=0) + PAGE
-        self._memory = [Buffer(nbytes) for _ in range(min(len(pieces), 2))]
+        self._memory = [_page_aligned(nbytes) for _ in range(min(len(pieces), 2))]
 
     def view(self, number: int) -> memoryview:
         """The memory of a piece."""
-        piece = self._pieces[number]
-        return self._memory[number % 2].view[piece.lead : piece.lead + piece.nbytes]
+        return view_tensor(self.tensor(number))
 
     def tensor(self, number: int) -> torch.Tensor:
         """The same as a tensor."""
         piece = self._pieces[number]
-        return self._memory[number % 2].tensor[piece.lead : piece.lead + piece.nbytes]
+        return self._memory[number % 2][piece.lead : piece.lead + piece.nbytes]
+
+
+def _page_aligned(nbytes: int) -> torch.Tensor:
+    """Memory that begins at a page, and that torch owns: see :func:`shardckpt.tensors.raw_memory.packed`."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + nbytes]
 
 
 def _spans(file: FileRecord, algorithm: str) -> list[Span]:

@@ -81,7 +81,7 @@ class ReadAhead:
         self._file, self._start = run.file, run.start
         self._block = block_pool.acquire()
         self._data = self._block.view[: run.stop - run.start]
-        self._address = self._block.tensor.data_ptr()
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._block.view))
         try:
             reader.read_into(run.file, run.start, self._data, "small items")
         except CorruptCheckpointError:  # each item by itself, then: the damaged one is named
