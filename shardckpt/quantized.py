@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.state_dict import nested_values
-from shardckpt.tensors import dequantized, is_quantized, kind
-
-if TYPE_CHECKING:
-    from shardckpt.mapping import ShardedStateDict
+from shardckpt.tensors import is_quantized, kind
 
 #: Names the object that tells the form; no inner tensor can be an attribute of that name.
 _FORM = "class"
@@ -60,16 +56,9 @@ def native_factory(
     return ShardedTensorFactory(key, tensor, build, merge, replica_id)
 
 
-def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace, in place, the quantized ``data`` of all ShardedTensors and factories by dequantized plain tensors.
-
-    A load does not need it, and does not take a second copy of the model as this does. Factories for the native form
-    (:func:`native_factory`) stay as they are.
-    """
-    for leaf in nested_values(sharded_state_dict):
-        native = isinstance(leaf, ShardedTensorFactory) and leaf.build_fn.__module__ == __name__
-        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) and is_quantized(leaf.data) and not native:
-            leaf.data = dequantized(leaf.data)
+def is_native_factory(leaf: object) -> bool:
+    """Whether a leaf of a sharded state dict is what :func:`native_factory` made."""
+    return isinstance(leaf, ShardedTensorFactory) and leaf.build_fn.__module__ == __name__
 
 
 def _inner(key: str, tensor: Any, split: list[int]) -> dict[str, torch.Tensor]:
@@ -99,4 +88,4 @@ def _form(key: str, tensor: Any) -> str:
     return f"{type(tensor).__qualname__}({', '.join(f'{name}={dtype}' for name, dtype in sorted(dtypes.items()))})"
 
 
-__all__ = ["force_all_tensors_to_non_fp8", "native_factory"]
+__all__ = ["is_native_factory", "native_factory"]

@@ -192,14 +192,19 @@ class LoadStrategy(ABC):
         backend: Name of the format family.
         version: Newest version that it reads.
         reads: What it reads, in a few words for ``shardckpt strategies``.
+        same_files: Other backends and versions that have the same files: it reads those, and a reader of those that
+            a caller gives reads its checkpoints.
     """
 
     backend: ClassVar[str]
     version: ClassVar[int]
     reads: ClassVar[str] = ""
+    same_files: ClassVar[tuple[tuple[str, int], ...]] = ()
 
     def cannot_load(self, manifest: Manifest) -> str | None:
-        """Why it cannot read this checkpoint, or None if it can; by default it reads its own version only."""
+        """Why it cannot read this checkpoint, or None if it can; by default its own version and ``same_files``."""
+        if (manifest.backend, manifest.version) in self.same_files:
+            return None
         if manifest.backend != self.backend:
             return f"reads backend {self.backend!r}"
         if manifest.version != self.version:

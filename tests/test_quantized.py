@@ -9,8 +9,7 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.quantized import force_all_tensors_to_non_fp8, native_factory
+from shardckpt.quantized import native_factory
 from tests.torch_dist.te_stand_in import Float8StandIn, MXFP8StandIn
 
 if TYPE_CHECKING:
@@ -44,19 +43,3 @@ def test_classes_without_the_protocol() -> None:
     """A class that does not name its inner tensors has no native form."""
     with pytest.raises(ShardingError, match=r"'w': .*Float8StandIn has no __tensor_flatten__"):
         native_factory("w", Float8StandIn.quantized(VALUES))
-
-
-def test_everything_dequantized() -> None:
-    """Quantized data of tensors and factories becomes plain, in place; all else, and the native form, stays."""
-    wrapper = Float8StandIn.quantized(VALUES)
-    native = native_factory("n", MXFP8StandIn.quantized(VALUES))
-    plain = ShardedTensor.from_rank_offsets("p", VALUES)
-    factory = ShardedTensorFactory("f", wrapper, lambda *_: {}, lambda _: wrapper)
-    described = ShardedTensor.from_rank_offsets("w", wrapper)
-    state = {"a": [described, {"b": factory}], "p": plain, "n": native, "o": ShardedObject("o", 1, (1,), (0,)), "s": 3}
-    force_all_tensors_to_non_fp8(state)
-    for leaf in (described, factory):
-        assert type(leaf.data) is torch.Tensor
-        assert torch.equal(leaf.data, wrapper.dequantize())
-    assert plain.data is VALUES
-    assert isinstance(native.data, MXFP8StandIn)

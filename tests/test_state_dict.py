@@ -112,8 +112,6 @@ def test_extractions_by_kind() -> None:
     assert set(extract_sharded_tensors(nest)[0]) == {"t"}
     assert set(sd.extract_sharded_tensors_and_factories(nest)[0]) == {"t", "f"}
     assert set(sd.extract_sharded_base(nest)[0]) == {"t", "o", "f"}
-    assert set(sd.extract_nonpersistent(nest)[0]) == {"n"}
-    assert set(sd.extract_nonpersistent(nest)[1]) == {"t", "o", "f", "c"}
 
 
 def test_prefixes() -> None:

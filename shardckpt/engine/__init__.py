@@ -22,7 +22,7 @@ from shardckpt.engine.integrity import (
 from shardckpt.engine.lazy import StoredCheckpoint, StoredTensor
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoint, open_checkpoint, read_checkpoint
-from shardckpt.engine.locations import check_names, is_remote, locate, locate_local, open_folder
+from shardckpt.engine.locations import check_names, locate, locate_local, open_folder
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import Remembered, recall
 from shardckpt.engine.pruning import (
@@ -64,7 +64,6 @@ __all__ = [
     "find_faults",
     "find_saver",
     "is_damage",
-    "is_remote",
     "load_checkpoint",
     "locate",
     "locate_local",

@@ -57,11 +57,6 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
     return _local(_path_of(text) if _URL.match(text) else text)
 
 
-def is_remote(directory: Path) -> bool:
-    """Whether it is on a store."""
-    return isinstance(directory, RemotePath)
-
-
 def open_folder(url: str, host: PluginHost) -> RemoteFolder:
     """What the first plugin that serves the URL gives for it."""
     hook = host.hook.shardckpt_filesystem
@@ -114,4 +109,4 @@ def _path_of(url: str) -> str:
     return url2pathname(parts.path)
 
 
-__all__ = ["check_names", "is_remote", "locate", "locate_local", "open_folder"]
+__all__ = ["check_names", "locate", "locate_local", "open_folder"]

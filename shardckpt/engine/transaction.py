@@ -20,13 +20,13 @@ from shardckpt.storage import (
     CRC32,
     CheckpointWriter,
     Owner,
-    RemotePath,
     Upload,
     check_target,
     commit_staging,
     create_staging,
     discard_staging,
     new_save_id,
+    on_store,
     preferred,
     refuse_unrecorded,
     staging_path,
@@ -93,8 +93,8 @@ class Transaction:
         self._upload: Upload | None = None
         try:
             with operation.step("staging"):
-                if isinstance(target, RemotePath):
-                    self._upload = Upload(target.folder, MARKER_NAME)
+                if (remote := on_store(target)) is not None:
+                    self._upload = Upload(remote.folder, MARKER_NAME)
                 if operation.comm.is_main:
                     self.save_id = new_save_id()
                     self._take_target()
@@ -110,7 +110,8 @@ class Transaction:
     @property
     def url(self) -> str:
         """Where files of the staging directory are to be uploaded when they are written; ``""`` for nowhere."""
-        return self.target.url if isinstance(self.target, RemotePath) else ""
+        remote = on_store(self.target)
+        return "" if remote is None else remote.url
 
     def writer(self) -> CheckpointWriter:
         """A writer of this rank's files."""

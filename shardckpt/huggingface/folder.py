@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.engine import is_remote
 from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
 from shardckpt.huggingface.header import HEADER_LIMIT, LENGTH_BYTES, FileTensor, header_length, parse_header
 from shardckpt.huggingface.names import SAFETENSORS, file_names, index_name
@@ -16,6 +15,7 @@ from shardckpt.storage import (
     check_file_name,
     close_file,
     detect_replacement,
+    has_local_files,
     is_there,
     naming,
     open_existing,
@@ -105,7 +105,7 @@ def check_same(folder: Path, found: Folder) -> None:
 
 
 def _stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | None:
-    if is_remote(folder):
+    if not has_local_files(folder):
         return None
     path = folder / files[0]
     with naming("look at", path):
@@ -169,7 +169,7 @@ def _directory(folder: Path, real: Mapping[str, Path]) -> str:
 def _real(folder: Path, file: str) -> Path:
     """The file itself, or the one in the cache's ``blobs`` that it is a link to (other links are refused later)."""
     path = folder / file
-    if is_remote(folder) or not path.is_symlink():
+    if not path.is_symlink():
         return path
     target, blobs = (Path(os.path.realpath(real_path(link))) for link in (path, folder / _BLOBS))
     return target if target.parent == blobs else path

@@ -19,7 +19,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manager import describe_form, describe_tensors, put_together, wanted_tensors
 from shardckpt.plugins import host
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.storage import RemotePath, clear_tombstones, delete_checkpoint, retire, retry_if_replaced, stem
+from shardckpt.storage import clear_tombstones, delete_checkpoint, on_store, retire, retry_if_replaced, stem
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ def _mover(device: str | torch.device) -> Any:
 
 
 def _remove(directory: Path) -> None:
-    if isinstance(directory, RemotePath):
-        delete_checkpoint(directory.folder)
+    if (remote := on_store(directory)) is not None:
+        delete_checkpoint(remote.folder)
         return
     retire(directory)
     clear_tombstones(directory.parent, lambda name: name == stem(directory.name))

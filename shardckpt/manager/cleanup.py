@@ -7,14 +7,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import is_remote
 from shardckpt.errors import CheckpointingException, listed
 from shardckpt.manager.purge import purge
 from shardckpt.manager.retention import Retention
 from shardckpt.manager.steps import STEPS, StepFolder, StepNames
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import host
-from shardckpt.storage import naming
+from shardckpt.storage import has_local_files, naming
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,7 +135,7 @@ def _left(folder: str, *, all_directories: bool) -> dict[str, str]:
         if not found:
             if not name.startswith(".") and (all_directories or _is_checkpoint(path)):
                 left[str(path)] = "its name is no step's (" + ", ".join(f"{n.prefix}<n>" for n in _FAMILIES) + ")"
-        elif not is_remote(path) and path.is_symlink():
+        elif path.is_symlink():
             left[str(path)] = "it is a link"
         else:
             look = found[0][0].look(found[0][1])
@@ -146,13 +145,13 @@ def _left(folder: str, *, all_directories: bool) -> dict[str, str]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return not is_remote(path) and any((path / marker).is_file() for marker in (MARKER_NAME, ".metadata"))
+    return has_local_files(path) and any((path / marker).is_file() for marker in (MARKER_NAME, ".metadata"))
 
 
 def _tracked(place: Path) -> set[int]:
     """The step that Megatron would load: it may note a new one only after this."""
     tracker = place / _TRACKER
-    if is_remote(place) or not tracker.is_file():
+    if not has_local_files(place) or not tracker.is_file():
         return set()
     with naming("read", tracker):
         text = tracker.read_text(errors="replace").strip()

@@ -11,10 +11,11 @@ from shardckpt.engine import supersedes, why_kept_beside
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.storage import (
     ListsFolders,
-    RemotePath,
+    can_rename,
     delete_checkpoint,
     find_leftovers,
     is_half_deleted,
+    on_store,
     remove_free,
     retire,
 )
@@ -57,7 +58,7 @@ def purge(folder: StepFolder, retention: Retention, protected: Collection[int] =
     for each in found:
         if each.error is not None and is_half_deleted(folder.path(each.step)):
             _is_removed(folder, each.step)
-    if not isinstance(folder.place, RemotePath):
+    if can_rename(folder.place):
         _clear(folder, folder.place)
     return gone
 
@@ -136,17 +137,17 @@ def _is_step(stem: str, folder: StepFolder) -> bool:
 
 def _is_link(folder: StepFolder, step: int) -> bool:
     """Whether a step's directory is a link to another place."""
-    path = folder.place / folder.names.name(step)
-    return not isinstance(path, RemotePath) and path.is_symlink()
+    return (folder.place / folder.names.name(step)).is_symlink()
 
 
 def _is_removed(folder: StepFolder, step: int) -> bool:
     """Make a checkpoint one no more, if that can be done."""
     try:
-        if isinstance(folder.place, RemotePath):
-            _delete(folder, folder.place.folder, step)
-        else:
+        remote = on_store(folder.place)
+        if remote is None:
             retire(folder.place / folder.names.name(step))
+        else:
+            _delete(folder, remote.folder, step)
     except StorageError as exc:
         logger.warning("step %d in %s is to be removed, and stays for now: %s", step, folder, exc)
         return False
@@ -155,9 +156,9 @@ def _is_removed(folder: StepFolder, step: int) -> bool:
 
 
 def _delete(folder: StepFolder, parent: RemoteFolder, step: int) -> None:
-    path = folder.path(step)
-    if isinstance(path, RemotePath):
-        delete_checkpoint(path.folder)
+    remote = on_store(folder.path(step))
+    if remote is not None:
+        delete_checkpoint(remote.folder)
     if isinstance(parent, ListsFolders):
         parent.remove_folder(folder.names.name(step))
 

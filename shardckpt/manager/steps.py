@@ -23,7 +23,9 @@ from shardckpt.storage import (
     attempt,
     detect_replacement,
     file_size,
+    has_local_files,
     naming,
+    on_store,
     retry_if_replaced,
 )
 
@@ -67,16 +69,6 @@ class StepNames:
 
 #: The manager's own.
 STEPS = StepNames("step-")
-
-
-def step_name(step: int) -> str:
-    """The name of a step's directory: ``step-<n>``."""
-    return STEPS.name(step)
-
-
-def parse_step(name: str) -> int | None:
-    """The step of a directory ``step-<n>``; None for every other name: no sign, no leading zero, nothing around it."""
-    return STEPS.parse(name)
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,8 @@ class StepFolder:
     def location(self, step: int) -> str:
         """A step's directory or URL, as it can be given to ``save`` and ``load`` (a URL with its password)."""
         path = self.place / self.names.name(step)
-        return path.url if isinstance(path, RemotePath) else str(path)
+        remote = on_store(path)
+        return str(path) if remote is None else remote.url
 
     def path(self, step: int) -> Path:
         """A step's directory or URL, with symbolic links resolved."""
@@ -157,7 +150,8 @@ class StepFolder:
 
     def directories(self) -> list[str]:
         """Names of all directories in the folder, those of steps and others; none where the folder is not there."""
-        return _folders(self.place) if isinstance(self.place, RemotePath) else _directories(self.place)
+        remote = on_store(self.place)
+        return _directories(self.place) if remote is None else _folders(remote)
 
     def steps(self) -> list[int]:
         """All steps that have a directory, in ascending order, whatever is in it."""
@@ -186,7 +180,7 @@ class StepFolder:
                 found = retry_if_replaced(check, directory)
             choose_reader(directory, found, self.host)
         except (StorageError, CorruptCheckpointError) as exc:
-            no_answer = isinstance(directory, RemotePath) and isinstance(exc, StorageError)
+            no_answer = not has_local_files(directory) and isinstance(exc, StorageError)
             if no_answer or isinstance(exc, CheckpointReplacedError):
                 raise
             return StepCheckpoint(step, manifest, error=_copy(exc))
@@ -247,4 +241,4 @@ def _copy(error: Any) -> Any:
     return type(error)(*error.args)
 
 
-__all__ = ["CONTENT_KEY", "STEPS", "StepCheckpoint", "StepFolder", "StepNames", "parse_step", "step_name"]
+__all__ = ["CONTENT_KEY", "STEPS", "StepCheckpoint", "StepFolder", "StepNames"]

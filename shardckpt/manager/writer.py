@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from shardckpt.engine import locate
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import host
-from shardckpt.storage import RemotePath, delete_checkpoint
+from shardckpt.storage import RemotePath, delete_checkpoint, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -75,8 +76,8 @@ class StepWriter:
         comm = Comm(self._group)
         with comm.task("looking at the target"):
             place = locate(target, host())
-        if isinstance(place, RemotePath):
-            comm.main_runs("making room on the store", lambda: _make_room(place))
+        if (remote := on_store(place)) is not None:
+            comm.main_runs("making room on the store", functools.partial(_make_room, remote))
         queue = self._queue if background else None
         request = dist_checkpointing.save(
             state,

@@ -26,7 +26,7 @@ from shardckpt.plugins.entries import Entry, StrategyAction
 from shardckpt.plugins.registry import parse_key
 from shardckpt.storage import (
     RelativePath,
-    RemotePath,
+    can_rename,
     detect_replacement,
     has_changed,
     is_of_save,
@@ -86,8 +86,7 @@ def hold_checkpoint(directory: Path, host: PluginHost, *, moved: bool = False) -
             break
         time.sleep(pause)
         place = open_directory(directory)
-    changed = functools.partial(has_changed, place) if isinstance(place, RemotePath) else None
-    with detect_replacement(place, changed), naming("look at", directory):
+    with detect_replacement(place, functools.partial(has_changed, place)), naming("look at", directory):
         manifest = _read_manifest(place, host, moved=moved)
     if manifest.record is None and was_replaced(place):  # its files are being removed: what is missing was there
         raise replaced_error(directory, f"it is not known whether {RECORD_NAME} was there")
@@ -101,7 +100,7 @@ def hold_same(directory: Path, manifest: Manifest) -> Path:
         CheckpointReplacedError: it is not of the same save.
     """
     place = open_directory(directory)
-    if isinstance(place, RemotePath):
+    if not can_rename(place):
         return place
     if _is_set_aside(place):
         raise replaced_error(directory, "nothing is there at this moment")
@@ -116,7 +115,7 @@ def hold_same(directory: Path, manifest: Manifest) -> Path:
 
 def _is_set_aside(place: Path) -> bool:
     """Whether nothing is at the path, and a checkpoint beside it: some file systems take two renames to overwrite."""
-    if isinstance(place, (RemotePath, RelativePath)):  # a directory that could be opened is there
+    if not can_rename(place) or isinstance(place, RelativePath):  # a directory that could be opened is there
         return False
     return not place.exists() and bool(replaced_of(place))
 
@@ -160,7 +159,7 @@ def choose_reader(
     """
     _apply_policy(directory, manifest, accept)
     if isinstance(wanted, LoadStrategy):
-        reason = wanted.cannot_load(manifest)
+        reason = wanted.cannot_load(_as_read_by(wanted, manifest, host))
         if reason is not None:
             raise StrategyMismatchError(f"{_shown(directory, manifest)}; the given {type(wanted).__name__} {reason}")
         return wanted
@@ -183,6 +182,20 @@ def choose_reader(
             return strategy
         reasons.append(f"{entry.name} of {entry.distribution}: {reason}")
     raise _refusal(directory, manifest, host, reasons, faults)
+
+
+def _as_read_by(wanted: LoadStrategy, manifest: Manifest, host: PluginHost) -> Manifest:
+    """The manifest under the strategy's own name, if the checkpoint's own reader says that its files are the same."""
+    own = host.registry.find(StrategyAction.LOAD_SHARDED, manifest.backend, manifest.version)
+    if own is None or (manifest.backend, manifest.version) == (wanted.backend, wanted.version):
+        return manifest
+    try:
+        same_files = own.create().same_files
+    except PluginError:  # it is the caller's strategy that reads the checkpoint, not this one
+        return manifest
+    if (wanted.backend, wanted.version) not in same_files:
+        return manifest
+    return manifest.model_copy(update={"backend": wanted.backend, "version": wanted.version})
 
 
 def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
@@ -224,7 +237,7 @@ def _recognised(directory: Path, host: PluginHost) -> Manifest:
 
 
 def _absent(directory: Path) -> CannotLoadError:
-    if isinstance(directory, RemotePath):
+    if not can_rename(directory):
         return NotACheckpointError(f"{directory} does not exist, or has no objects")
     replaced = replaced_of(directory)
     if replaced:

@@ -1,5 +1,6 @@
 """Bytes on disk: checked files, staging directories and the one rename that publishes them."""
 
+from shardckpt.storage.abilities import can_rename, has_local_files, on_store
 from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
 from shardckpt.storage.columns import Column, Columns, pack
 from shardckpt.storage.commit import (
@@ -106,6 +107,7 @@ __all__ = [
     "allocated_bytes",
     "attempt",
     "block_pool",
+    "can_rename",
     "check_file_name",
     "check_pickle",
     "check_target",
@@ -124,6 +126,7 @@ __all__ = [
     "find_spools",
     "freed_bytes",
     "has_changed",
+    "has_local_files",
     "is_free",
     "is_half_deleted",
     "is_of_save",
@@ -134,6 +137,7 @@ __all__ = [
     "masked",
     "naming",
     "new_save_id",
+    "on_store",
     "open_directory",
     "open_existing",
     "open_new",

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError
+from shardckpt.storage.abilities import on_store
 from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ def open_directory(path: Path) -> Path:
 
     A folder on a store is listed anew.
     """
-    if isinstance(path, RemotePath):
-        return listed_anew(path)
+    if (remote := on_store(path)) is not None:
+        return listed_anew(remote)
     if isinstance(path, RelativePath):
         return path
     try:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.storage.abilities import on_store
 from shardckpt.storage.directory import RelativePath
-from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from shardckpt.storage.remote import RemotePath
 
 #: The only names that a checkpoint's files may have: no separators, so none leaves its directory.
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
@@ -67,14 +69,13 @@ def open_new(path: Path) -> int:
 
 def is_there(path: Path) -> bool:
     """Whether anything has the name, a link to nowhere too."""
-    if isinstance(path, RelativePath):
-        return path.exists() or path.is_symlink()
-    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+    return path.exists() or path.is_symlink()
 
 
 def file_size(path: Path) -> int:
     """Bytes of a file, or of a link itself; an OSError if it is not there."""
-    return path.size if isinstance(path, RemotePath) else path.lstat().st_size
+    remote = on_store(path)
+    return path.lstat().st_size if remote is None else remote.size
 
 
 def allocated_bytes(directory: Path) -> int:
@@ -91,8 +92,8 @@ def allocated_bytes(directory: Path) -> int:
 def open_existing(path: Path) -> tuple[int, int]:
     """Descriptor and size of a regular file; links, devices and pipes are refused. :func:`close_file` closes it."""
     with naming("open", path):
-        if isinstance(path, RemotePath):
-            return _REMOTE, path.size
+        if (remote := on_store(path)) is not None:
+            return _REMOTE, remote.size
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             fd = path.open(flags) if isinstance(path, RelativePath) else os.open(path, flags)
@@ -176,9 +177,9 @@ def write_some(
 
 def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
     """Fill the buffer from ``offset`` on; :class:`CorruptCheckpointError` if the file ends before."""
-    left = buffer
+    left, remote = buffer, on_store(path)
     while left.nbytes:
-        done = _read_remote(path, left, offset) if isinstance(path, RemotePath) else _read_some(fd, path, left, offset)
+        done = _read_some(fd, path, left, offset) if remote is None else _read_remote(remote, left, offset)
         if not done:
             raise CorruptCheckpointError(f"{path} ends at offset {offset}: {left.nbytes} bytes are missing")
         left, offset = left[done:], offset + done

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
+from shardckpt.storage.abilities import on_store
 from shardckpt.storage.directory import detect_replacement, listed_anew, real_path, was_replaced
 from shardckpt.storage.filesystem import close_file, is_there, open_existing, read_file, read_into
-from shardckpt.storage.remote import RemotePath
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -37,19 +37,26 @@ class OpenedSave:
         Raises:
             StorageError: the store does not answer.
         """
-        if not isinstance(self._place, RemotePath):
+        remote = on_store(self._place)
+        if remote is None:
             return was_replaced(self._place)
         record = self._manifest.record
-        return (record is not None and not is_of_save(listed_anew(self._place), record)) or has_changed(self._place)
+        return (record is not None and not is_of_save(listed_anew(remote), record)) or has_changed(remote)
 
     def detect_replacement(self) -> AbstractContextManager[None]:
         """A context that raises CheckpointReplacedError in the place of an error, if another save is there now."""
         return detect_replacement(real_path(self._place), self.was_replaced)
 
 
-def has_changed(place: RemotePath) -> bool:
-    """Whether a folder on a store no longer has all objects that it had when it was listed, in the same sizes."""
-    before, after = ({path.name: path.size for path in at.iterdir()} for at in (place, listed_anew(place)))
+def has_changed(place: Path) -> bool:
+    """Whether a directory was replaced since it was opened.
+
+    A folder on a store was if it no longer has all objects that it had when it was listed, in the same sizes.
+    """
+    remote = on_store(place)
+    if remote is None:
+        return was_replaced(place)
+    before, after = ({path.name: path.size for path in at.iterdir()} for at in (remote, listed_anew(remote)))
     return not before.items() <= after.items()
 
 

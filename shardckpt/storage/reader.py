@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
+from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.buffers import BufferPool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
 from shardckpt.storage.directory import real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
 from shardckpt.storage.identity import OpenedSave
 from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
-from shardckpt.storage.remote import RemotePath
 from shardckpt.storage.spans import Elements, Span, batches, cut
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors import unfilled_bytes
@@ -79,9 +79,9 @@ class CheckpointReader:
         self._has_digests = algorithm is not None
         self._save = OpenedSave(directory, manifest)
         self._files = OpenFiles(directory, self._records, algorithm, self._save.detect_replacement)
-        self._is_remote = isinstance(directory, RemotePath)
-        self._request_bytes = BLOCK_BYTES if self._is_remote else _READ_BYTES
-        self._piece_bytes = BLOCK_BYTES if self._is_remote else _PIECE_READS * _READ_BYTES
+        self._by_requests = not has_local_files(directory)
+        self._request_bytes = BLOCK_BYTES if self._by_requests else _READ_BYTES
+        self._piece_bytes = BLOCK_BYTES if self._by_requests else _PIECE_READS * _READ_BYTES
         self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
         self._buffers = BufferPool(self._piece_bytes + _ALIGNED)
         self._parsed: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class CheckpointReader:
             CheckpointReplacedError: on a store, there is another save now.
             StorageError: another library has written to a file that was read.
         """
-        if self._is_remote and not self._has_digests and self.was_replaced():
+        if self._by_requests and not self._has_digests and self.was_replaced():
             raise replaced_error(self.directory, "nothing tells whether all that was read is of one save")
         self._files.check_unchanged()
 
@@ -225,7 +225,7 @@ class CheckpointReader:
             size: Bytes of an item that are read.
         """
         sizes = [size(item) for item in items]
-        least, enough = (0, 0) if self._is_remote else (_WORTH_A_THREAD, _WORTH_THREADS)
+        least, enough = (0, 0) if self._by_requests else (_WORTH_A_THREAD, _WORTH_THREADS)
         large = [n for n, nbytes in enumerate(sizes) if nbytes >= least]
         if not large or sum(sizes[n] for n in large) < enough:
             return [function(item) for item in items]
@@ -247,7 +247,7 @@ class CheckpointReader:
 
     @cached_property
     def _workers(self) -> Workers:
-        threads = settings.remote_threads() if self._is_remote else settings.io_threads()
+        threads = settings.remote_threads() if self._by_requests else settings.io_threads()
         return Workers(threads, "shardckpt-read")
 
     def _share(self, function: Callable[[list[Span]], None], spans: Iterator[Span]) -> None:

@@ -86,6 +86,10 @@ class RemotePath(_Base):
         folder: What the plugin gave.
     """
 
+    #: Abilities, as :mod:`shardckpt.storage.abilities` asks for them.
+    can_rename = False
+    has_local_files = False
+
     def __init__(self, folder: RemoteFolder) -> None:
         self.folder = folder
         self._name = ""
@@ -120,6 +124,10 @@ class RemotePath(_Base):
     def is_file(self) -> bool:
         """Whether it is an object."""
         return self._name in self._listing.sizes
+
+    def is_symlink(self) -> bool:
+        """Never: stores have no links."""
+        return False
 
     def exists(self) -> bool:
         """Whether the store has it."""

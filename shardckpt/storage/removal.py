@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt import settings
 from shardckpt.manifest import MARKER_NAME
+from shardckpt.storage.abilities import can_rename
 from shardckpt.storage.filesystem import naming
 from shardckpt.storage.leftovers import create_spool, find_leftovers, remove_free
 from shardckpt.storage.remote import RemotePath, attempt
@@ -72,7 +73,7 @@ def delete_checkpoint(folder: RemoteFolder) -> None:
 
 def is_half_deleted(directory: Path) -> bool:
     """Whether a removal from a store has begun and not ended."""
-    names = {path.name for path in directory.iterdir()} if isinstance(directory, RemotePath) else set()
+    names = set() if can_rename(directory) else {path.name for path in directory.iterdir()}
     return REMOVAL_MARK in names and MARKER_NAME not in names
 
 

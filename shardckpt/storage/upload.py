@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.storage.abilities import can_rename
 from shardckpt.storage.leftovers import create_spool
 from shardckpt.storage.remote import RemotePath, attempt
 from shardckpt.storage.staged_files import refuse_unrecorded
@@ -172,7 +173,7 @@ def list_folder(folder: RemoteFolder) -> dict[str, int]:
 
 def is_under_way(directory: Path) -> bool:
     """Whether a save to the folder has begun and not ended, as the store says."""
-    return isinstance(directory, RemotePath) and any(path.name.startswith(_UNDER_WAY) for path in directory.iterdir())
+    return not can_rename(directory) and any(path.name.startswith(_UNDER_WAY) for path in directory.iterdir())
 
 
 def _mark(save_id: str) -> str:

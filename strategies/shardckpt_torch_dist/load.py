@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.errors import CheckpointingException
-    from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, Removal, StoredFile
@@ -38,14 +37,6 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
     backend = "torch_dist"
     version = 1
-    #: Other backends and versions whose files are the same.
-    same_files: ClassVar[tuple[tuple[str, int], ...]] = (("ep", 1),)
-
-    def cannot_load(self, manifest: Manifest) -> str | None:
-        """Why it cannot read this checkpoint; the files may be the same where the name is another."""
-        if (manifest.backend, manifest.version) in self.same_files:
-            return None
-        return super().cannot_load(manifest)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Plan, and once every rank has a sound plan, read into the destinations."""

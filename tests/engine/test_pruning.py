@@ -156,7 +156,7 @@ def _dying_overwrite(target: Path) -> Path:
     root = Path(__file__).parents[2]
     program = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from shardckpt.storage import commit\nfrom tests import test_pruning\n"
+        "from shardckpt.storage import commit\nfrom tests.engine import test_pruning\n"
         "target = Path(sys.argv[1])\nrename = os.rename\n"
         "def die(source, destination):\n    os._exit(9) if destination == target else rename(source, destination)\n"
         "commit.exchange, os.rename = lambda *_: False, die\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, StorageError, UnknownBackendError, VersionTooNewError
-from shardckpt.manager.steps import StepNames, parse_step, step_name
+from shardckpt.manager.steps import STEPS, StepNames
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import host
 from shardckpt.storage.commit import create_staging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("name", [*folders.FOREIGN, "step-7\n", " step-7", ".step-7.shardckpt-staging-0", "step-7/x"])
 def test_names_are_matched_whole(name: str) -> None:
     """Nothing but ``step-<n>`` is a step: no backup, no copy, no sign, no leading zero, nothing of other libraries."""
-    assert parse_step(name) is None
+    assert STEPS.parse(name) is None
 
 
 @given(st.integers(min_value=0), st.sampled_from(["step-", "iter_", ""]), st.integers(min_value=1, max_value=9))
@@ -36,20 +36,19 @@ def test_a_name_says_its_step(step: int, prefix: str, width: int) -> None:
     """Every step has one name, which says it, in every naming."""
     names = StepNames(prefix, width)
     assert names.parse(names.name(step)) == step
-    assert parse_step(step_name(step)) == step
 
 
 @given(st.text(alphabet="step-0123456789_ \n"))
 def test_a_step_has_one_name(text: str) -> None:
     """What is read as a step is the very name that the step has."""
-    step = parse_step(text)
-    assert step is None or step_name(step) == text
+    step = STEPS.parse(text)
+    assert step is None or STEPS.name(step) == text
 
 
 def test_a_step_below_zero_is_an_error() -> None:
     """A negative step has no directory."""
     with pytest.raises(CheckpointingException, match="step -1: steps are counted from 0"):
-        step_name(-1)
+        STEPS.name(-1)
 
 
 def test_foreign_names_are_no_steps(tmp_path: Path) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardckpt.compat.megatron.dist_checkpointing.utils import extract_nonpersistent
 from shardckpt.distributed import Comm
-from shardckpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensorFactory, StateDict
+from shardckpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from shardckpt.state_dict import (
     build_copy,
     dict_list_map_outplace,
     extract_matching_values,
-    extract_nonpersistent,
-    filter_out_empty_flatten_tensor,
     nested_values,
     split_for_save,
 )
@@ -57,6 +56,17 @@ def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateD
     )
     local, rest = extract_nonpersistent(dict_list_map_outplace(build_copy, wanted))
     return rest, dict_list_map_outplace(LocalNonpersistentObject.unwrap, local), factories
+
+
+def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """The nest without flattened shards that hold no element; the argument stays."""
+    _, kept = extract_matching_values(sharded_state_dict, _is_empty_flat)
+    return kept  # type: ignore[no-any-return]
+
+
+def _is_empty_flat(leaf: Any) -> bool:
+    part = leaf.flattened_range if isinstance(leaf, ShardedTensor) else None
+    return part is not None and part.start == part.stop
 
 
 __all__ = ["filter_out_empty_flatten_tensor", "load_preprocess", "save_preprocess"]

@@ -18,14 +18,14 @@ from shardckpt.mapping import (
 )
 from shardckpt.parallel import ShardId as _ShardId
 from shardckpt.parallel import sharded_tensor_shard_id as _sharded_tensor_shard_id
-from shardckpt.quantized import force_all_tensors_to_non_fp8
+from shardckpt.quantized import is_native_factory
 from shardckpt.state_dict import (
     extract_matching_values,
-    extract_nonpersistent,
     extract_sharded_base,
     extract_sharded_tensors_and_factories,
     nested_values,
 )
+from shardckpt.tensors import dequantized, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -51,6 +51,24 @@ def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, tuple[int, .
 def _clean_metadata_for_serialization(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Content metadata without the process group that Megatron carries in it."""
     return None if metadata is None else {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+
+
+def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
+    """``(local non-persistent objects, rest)``."""
+    return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
+
+
+def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
+    """Replace, in place, the quantized ``data`` of all ShardedTensors and factories by dequantized plain tensors.
+
+    A load does not need it, and does not take a second copy of the model as this does. Factories for the native form
+    (:func:`shardckpt.quantized.native_factory`) stay as they are.
+    """
+    for leaf in nested_values(sharded_state_dict):
+        if is_native_factory(leaf) or not isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
+            continue
+        if is_quantized(leaf.data):
+            leaf.data = dequantized(leaf.data)
 
 
 @contextmanager
