@@ -90,14 +90,13 @@ class NewFile:
             offset: Where they begin in the file, anywhere in a page.
             what: What they are (a key), named in errors.
         """
+        done = 0
         low, high = whole_pages(offset, view.nbytes)
         if self._alignment and high - low >= DIRECT_BYTES:
             write = self._copied_write if self.copies(view, offset) else self._direct_write
-            high = low + write(view[low:high], offset + low, what)
+            done = low + write(view[low:high], offset + low, what)
             self._write_cached(view[:low], offset, what)
-        else:
-            high = 0
-        self._write_cached(view[high:], offset + high, what)
+        self._write_cached(view[done:], offset + done, what)
 
     def finish(self, size: int) -> None:
         """Make the file's bytes durable, which are ``size``: what was set aside behind them is given back."""

@@ -56,6 +56,9 @@ def start(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Future[None] | 
 class WriterPool:
     """The threads that write, and what they may have in hand: one more than they are, of records and of blocks.
 
+    The caller goes on while they write; where it waits for results, :class:`~shardckpt.storage.workers.Workers` share
+    the work with it.
+
     Args:
         threads: How many; 1 is none, and the caller writes.
     """
