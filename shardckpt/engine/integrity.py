@@ -69,12 +69,12 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
     """
     files = comm.main_runs("reading the digests", lambda: expected_files(directory, manifest))
     owners = deal([tuple(range(comm.world_size))] * len(files), [file.nbytes for file in files])
-    with comm.task("checking files"):
+    with comm.local_phase("checking files"):
         mine = [file for file, owner in zip(files, owners, strict=True) if owner == comm.rank]
         errors = find_faults(directory, manifest, mine)
         faults = [(file.name, str(error)) for file, error in zip(mine, errors, strict=True) if error is not None]
     everyone = comm.all_gather(faults)
-    with comm.task("comparing digests"):
+    with comm.local_phase("comparing digests"):
         bad = sorted(found for part in everyone for found in part)
         if bad:
             listed = "".join(f"\n  {name}: {fault}" for name, fault in bad)

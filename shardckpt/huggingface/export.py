@@ -101,7 +101,7 @@ def export_to_huggingface(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         source, folder = locate(checkpoint_dir, host()), locate_local(target, "export to")
         choice = Choice(
             prefix,
@@ -116,11 +116,11 @@ def export_to_huggingface(
 
     def attempt() -> Plan:
         operation = Operation("export", folder, comm, host())
-        with operation.whole(), ExitStack() as stack:
-            with operation.step("opening the checkpoint"):
+        with operation.collective_span(), ExitStack() as stack:
+            with operation.local_phase("opening the checkpoint"):
                 checkpoint = stack.enter_context(open_checkpoint(source, Comm(alone=True), host(), LoadOptions()))
                 mine = _save_of(checkpoint)
-            with operation.step("planning the export"):
+            with operation.local_phase("planning the export"):
                 plan, save = comm.main_runs(
                     "planning the export", lambda: (plan_export(checkpoint.index(), choice, str(source)), mine)
                 )
@@ -151,17 +151,17 @@ class _Export:
         """Stage, write and commit; ``extra`` are files to copy."""
         staging = Path()
         with ExitStack() as stack:
-            with self._operation.step("staging"):
+            with self._operation.local_phase("staging"):
                 if self._comm.is_main:
                     check_target(self._target, overwrite=self._overwrite)
                     clear_leftovers(self._target, _is_superseded, restore=self._overwrite)
                     staging = stack.enter_context(staging_directory(self._target))
             staging = self._comm.broadcast(staging)
-            with self._operation.step("writing"):
+            with self._operation.local_phase("writing"):
                 self._write(staging)
                 self._checkpoint.context.reader.check_unchanged()  # before the commit: after it there is no way back
-            self._comm.settle()  # all have written
-            with self._operation.step("committing"):
+            self._comm.sync_errors()  # all have written
+            with self._operation.local_phase("committing"):
                 if self._comm.is_main:
                     self._finish(staging, extra)
 

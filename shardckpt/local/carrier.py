@@ -73,7 +73,7 @@ class _Trip:
 
     def open(self) -> None:
         """Open what this rank sends."""
-        with self._comm.task("opening parts to copy"):
+        with self._comm.local_phase("opening parts to copy"):
             for part in {route.part for route in self._sent()}:
                 self._try(self._routes_of(part), partial(self._open, part))
         self._tell()
@@ -97,7 +97,7 @@ class _Trip:
 
     def begin(self) -> None:
         """Make the places for what this rank receives."""
-        with self._comm.task("beginning copies"):
+        with self._comm.local_phase("beginning copies"):
             for route in list(self._received()):
                 self._try([route], partial(self._begin, route))
         self._tell()
@@ -119,7 +119,7 @@ class _Trip:
 
     def finish(self) -> None:
         """Make what has come durable, and publish it."""
-        with self._comm.task("finishing copies"):
+        with self._comm.local_phase("finishing copies"):
             for route in list(self._received()):
                 self._try([route], partial(self._publish, route))
         self._tell()

@@ -65,7 +65,7 @@ def deal_shards(
         cached: A deal that still holds if no rank has other shards than then.
     """
     comm = Comm(group)
-    with comm.task("comparing with the last deal"):
+    with comm.local_phase("comparing with the last deal"):
         fits = cached is not None and _still_fits(cached, nest, comm.rank)
     if comm.all_true(fits) and cached is not None:
         return cached
@@ -97,7 +97,7 @@ def fetch_shards(
     keeps = [_Part(shard, tuple(data.shape), data.dtype, data.device.type) for shard, data in kept.items()]
     lacks = [_Part(shard, lack.data_shape, lack.dtype, _device_type(lack)) for shard, lack in lacking.items()]
     everyone = group.all_gather(_Told(keeps, lacks))
-    with group.phase("looking for shards"):
+    with group.collective_phase("looking for shards"):
         sources = _sources(everyone, group)
         transfers = _transfers(everyone, sources, group)
         fetched = {shard: _memory(lack, sources[shard][1].dtype) for shard, lack in lacking.items()}

@@ -64,7 +64,7 @@ class LocalCheckpointManager:
         allow_globals: Iterable[Any] = (),
     ) -> None:
         comm = Comm(process_group)
-        with comm.phase("opening local checkpoints"):
+        with comm.collective_phase("opening local checkpoints"):
             _check(replication, keep, comm)
             self._folder = PartFolder(locate_local(root, "keep local checkpoints on"))
         self._replication = replication
@@ -85,7 +85,7 @@ class LocalCheckpointManager:
             CheckpointingException: the same on every rank; the steps that were there are there.
         """
         comm = Comm(self._group)
-        with comm.task("saving a local checkpoint"):
+        with comm.local_phase("saving a local checkpoint"):
             _check_state(state)
             _check_step(step)
             comm.agree(step=step)
@@ -120,16 +120,16 @@ class LocalCheckpointManager:
             CorruptCheckpointError: all copies of a part are damaged.
         """
         comm = Comm(self._group)
-        with comm.task("loading a local checkpoint"):
+        with comm.local_phase("loading a local checkpoint"):
             comm.agree(step=step)
             _, census = self._look(comm)
             self._warn(census, comm)
-            with comm.phase("choosing a step"):
+            with comm.collective_phase("choosing a step"):
                 saves = census.loadable(step)
             return self._load_first(saves, census, comm)
 
     def _look(self, comm: Comm) -> tuple[Listing, Census]:
-        with comm.task("listing local checkpoints"):
+        with comm.local_phase("listing local checkpoints"):
             listing = self._folder.look()
         return listing, Census(comm.all_gather(listing.parts))
 
@@ -151,7 +151,7 @@ class LocalCheckpointManager:
         """Save the parts and the copies; nothing of them stays if that fails."""
         mine, routes = PartId(save, comm.rank), self._copies(save)
         try:
-            with comm.phase("saving this rank's part"):
+            with comm.collective_phase("saving this rank's part"):
                 save_local(state, self._folder.path(mine), allow_globals=self._allow_globals)
             if routes:
                 self._replicate(routes, comm)
@@ -162,10 +162,10 @@ class LocalCheckpointManager:
             raise
 
     def _replicate(self, routes: list[Route], comm: Comm) -> None:
-        with comm.phase("looking at the disks of cliques"):
+        with comm.collective_phase("looking at the disks of cliques"):
             self._check_apart([route for route in routes if route.target == comm.rank])
         faults = carry(routes, self._folder, comm)
-        with comm.task("copying parts to other disks"):
+        with comm.local_phase("copying parts to other disks"):
             if faults:
                 raise StorageError("not all parts were copied: " + "; ".join(dict.fromkeys(faults.values())))
 

@@ -80,8 +80,8 @@ class TensorAwareStateDict:
             CheckpointingException: the same on every rank.
         """
         comm = Comm()
-        with comm.task("taking a state dict"):
-            with comm.phase("preparing the state dict"):
+        with comm.local_phase("taking a state dict"):
+            with comm.collective_phase("preparing the state dict"):
                 _check_algo(algo)
                 nest, common = split_for_save(sharded_state_dict)
                 _check_filled(nest)
@@ -91,8 +91,11 @@ class TensorAwareStateDict:
                 validate_shards(list(nested_values(nest)), comm)
             if algo == "atomic":
                 return cls(common, nest), None
-            comm.settle()
-            with comm.phase("dealing out the shards"), Comm(parallelization_group).phase("dealing out the shards"):
+            comm.sync_errors()
+            with (
+                comm.collective_phase("dealing out the shards"),
+                Comm(parallelization_group).collective_phase("dealing out the shards"),
+            ):
                 distribution = deal_shards(nest, parallelization_group, cached_metadata)
                 drop_others(nest, distribution, parallelization_group)
             return cls(common, nest), distribution
@@ -132,8 +135,8 @@ class TensorAwareStateDict:
             self._check_tensors("to_state_dict")
             return dict_list_map_outplace(lambda leaf: leaf, self.common)
         comm = Comm()
-        with comm.task("giving a state dict back"):
-            with comm.phase("preparing the state dict"):
+        with comm.local_phase("giving a state dict back"):
+            with comm.collective_phase("preparing the state dict"):
                 self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_exchange(exchange_algo)
@@ -146,15 +149,15 @@ class TensorAwareStateDict:
             wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
             mismatch = compare_keys(wanted, kept_keys, mode, comm)
             available = [shard for shard in wanted if stored_key(shard) not in mismatch.unexpected]
-            with comm.phase("comparing shapes"):
+            with comm.collective_phase("comparing shapes"):
                 described = list(self._described_tensors())
                 check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in described})
                 check_dtypes(available, {shard.key: shard.dtype for shard in described}, allow_cast=allow_dtype_cast)
-            with comm.phase("collecting shards"):
+            with comm.collective_phase("collecting shards"):
                 group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
-                with group.phase("collecting shards"):
+                with group.collective_phase("collecting shards"):
                     collected = self._collected(available, group, exchange_algo)
-            with comm.phase("assembling the state dict"):
+            with comm.collective_phase("assembling the state dict"):
                 found = iter([_delivered(shard, collected) for shard in available])
                 values = [
                     MISSING if number in left_out or stored_key(shard) in mismatch.unexpected else next(found)

@@ -80,7 +80,7 @@ def determine_main_replica_uniform_distribution(
         ignore_groups: Deal every shard that the group has, even where its main replica is in another group (for loads).
     """
     comm = Comm(group)
-    with comm.phase("listing shards"):
+    with comm.collective_phase("listing shards"):
         shards = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
         described = [(sharded_tensor_shard_id(shard), shard.without_data()) for shard in shards]
     everyone = comm.all_gather(described)

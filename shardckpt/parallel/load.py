@@ -123,28 +123,28 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Deal out the reading, read this rank's part, and exchange."""
-        with context.comm.phase("dealing out the reading"):
+        with context.comm.collective_phase("dealing out the reading"):
             group = context.comm if self._group is None else Comm(self._group)
-            with group.phase("dealing out the reading"):
+            with group.collective_phase("dealing out the reading"):
                 plan = self._plan(wanted, group)
         values: list[Any] = [None] * len(wanted)
-        with context.comm.phase("reading this rank's part"):
+        with context.comm.collective_phase("reading this rank's part"):
             read = self._strategy.load([wanted[number] for number in plan.reads], context)
             for number, value in zip(plan.reads, read, strict=True):
                 values[number] = value
-        with context.comm.phase("sharing what was read"), group.phase("sharing what was read"):
+        with context.comm.collective_phase("sharing what was read"), group.collective_phase("sharing what was read"):
             self._share(wanted, values, plan, group)
         return values
 
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> _Plan:
-        with group.phase("listing what this rank wants"):
+        with group.collective_phase("listing what this rank wants"):
             wants = [_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
         told = (self._settings, [] if self._settings[0] == "direct" else wants)
         share = (self._settings, wants)
         return self._cache.find_or_plan(share, group, lambda: _dealt(wants, group.all_gather(told), group))
 
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: _Plan, group: Comm) -> None:
-        with group.phase("preparing the exchange"):
+        with group.collective_phase("preparing the exchange"):
             for transfer, place in zip(plan.transfers, plan.places, strict=True):
                 if place is not None:
                     shard = cast("ShardedTensor", wanted[place])
@@ -154,7 +154,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         algorithm, round_bytes = self._settings
         if plan.transfers:
             exchange(plan.transfers, tensors, group, algorithm, round_bytes)
-        with group.phase("copying shards that are wanted twice"):
+        with group.collective_phase("copying shards that are wanted twice"):
             for number, first in plan.twins:
                 values[number] = _copied(wanted[number], values[first])
 
@@ -198,7 +198,7 @@ def _identity(shard: ShardedTensor) -> tuple[Any, ...]:
 
 def _dealt(mine: list[_Want], everyone: list[tuple[tuple[str, int], list[_Want]]], group: Comm) -> _Plan:
     """The plan, from what this rank wants and what all have told each other."""
-    with group.phase("dealing out the reading"):
+    with group.collective_phase("dealing out the reading"):
         for rank, (settings, _) in enumerate(everyone):
             if settings != everyone[0][0]:
                 raise CheckpointingException(

@@ -125,9 +125,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
 
     def _dealt(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
         """Copies of the shards with new replica ids, which say what this rank is to write."""
-        with context.comm.phase("dealing out shards"):
+        with context.comm.collective_phase("dealing out shards"):
             group = context.comm if self._group is None else Comm(self._group)
-            with group.phase("dealing out shards"):
+            with group.collective_phase("dealing out shards"):
                 dealt = share_out(shards, group, self._cache)
         return dealt
 
@@ -142,7 +142,7 @@ def share_out(
         group: The ranks to share the work.
         cache: Has the last deal, to use if nothing has changed since.
     """
-    with group.phase("listing shards"):
+    with group.collective_phase("listing shards"):
         copies = [_copy_of(shard) for shard in shards]
     cache = PlanCache(0) if cache is None else cache
     mine = set(cache.find_or_plan(copies, group, lambda: _parts(group.all_gather(copies))[group.rank]))

@@ -76,7 +76,7 @@ def exchange(
         algorithm: ``"broadcast"``, ``"gather_rounds"`` or ``"gather_object"``; the same on every rank.
         round_bytes: Bytes that a rank sends, and receives, at most before the next round; the same on every rank.
     """
-    with group.phase("exchanging shards"):
+    with group.collective_phase("exchanging shards"):
         for device_type in sorted({transfer.device_type for transfer in transfers}):
             parcels = [
                 _parcels(transfer, tensor, round_bytes, group.world_size)

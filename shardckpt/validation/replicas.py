@@ -70,7 +70,7 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
         shards: This rank's, factories built.
         comm: The ranks that save or load together; all call it.
     """
-    with comm.task("listing replicated shards"):
+    with comm.local_phase("listing replicated shards"):
         marks = {number: _mark(shard) for number, shard in enumerate(shards) if _replicated(shard)}
         ordered = sorted(marks.values())
     return Replicas(marks, _find_holders(ordered, comm))
@@ -144,7 +144,7 @@ def _is_sampled(shard: Any) -> bool:
 def _compare(shared: list[tuple[Any, _Mark]], comm: Comm) -> None:
     """Raise on all ranks if copies differ; ``shared`` has this rank's of those that others have, too."""
     without_xxhash = comm.largest(preferred() == CRC32)[0]
-    with comm.task("comparing replicated shards"):
+    with comm.local_phase("comparing replicated shards"):
         digest = digest_function(CRC32 if without_xxhash else preferred())
         sampled = [(shard, mark) for shard, mark in shared if _is_sampled(shard)]
         samples = dict(zip((mark for _, mark in sampled), _samples([shard.data for shard, _ in sampled]), strict=True))
@@ -155,7 +155,7 @@ def _compare(shared: list[tuple[Any, _Mark]], comm: Comm) -> None:
     objects = {m: s.data for s, m in shared if m in different and isinstance(s, ShardedObject)}
     equal = _equal_objects(comm.all_gather(objects))  # the same values may be pickled in two ways
     equal |= _mostly_equal({mark: sample for mark, sample in samples.items() if mark in different}, comm)
-    with comm.phase("comparing replicated shards"):
+    with comm.collective_phase("comparing replicated shards"):
         faults = {shard.key: (shard, different[mark]) for shard, mark in shared if mark in different.keys() - equal}
         _refuse(faults)
 

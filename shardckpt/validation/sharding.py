@@ -70,11 +70,11 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm, described: Descri
     Raises:
         ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
     """
-    with comm.task("describing shards"):
+    with comm.local_phase("describing shards"):
         wholes, _, weights, sums = described or describe_shards(shards)
     if not _fit(wholes, weights, sums, comm):
         everyone = comm.gather([_claim(shard) for shard in shards])
-        with comm.phase("checking the shards of all ranks"):
+        with comm.collective_phase("checking the shards of all ranks"):
             if comm.is_main:
                 _refuse(_find_faults(everyone))
 

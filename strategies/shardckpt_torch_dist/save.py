@@ -82,11 +82,11 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         if not self._main_only:
             shards = share_out(shards, comm)
         stored_common = _common(common, context)
-        with comm.task("planning"):
+        with comm.local_phase("planning"):
             items = local_items(shards)
-        with comm.task("pickling objects"):
+        with comm.local_phase("pickling objects"):
             archives = archives_of(items.objects, shards, context.allow_globals)
-        with comm.task("placing items in files"):
+        with comm.local_phase("placing items in files"):
             nbytes = sum(tensor.nbytes for tensor in items.tensors)
             files = _file_count(self._files, nbytes, context.staging)
             placed = place(items, archives, comm.rank, files, self._hint)
@@ -103,7 +103,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         """Plan by an earlier plan; None if an object is longer or shorter now, or another number of files better."""
         comm = context.comm
         stored_common = _common(common, context)
-        with comm.task("pickling objects"):
+        with comm.local_phase("pickling objects"):
             archives = archives_of(plan.objects, shards, context.allow_globals)
             files = _file_count(self._files, plan.nbytes, context.staging)
         if not comm.all_true(_lengths(archives) == plan.lengths and files == plan.files):
@@ -152,7 +152,7 @@ def _lengths(archives: dict[str, bytes]) -> dict[str, int]:
 
 def _common(common: CommonStateDict, context: PlanContext) -> bytes:
     """The common state's file, on the main rank."""
-    with context.comm.task("pickling the common state"):
+    with context.comm.local_phase("pickling the common state"):
         return pickled(common, "the common state", context.allow_globals) if context.comm.is_main else b""
 
 
@@ -160,7 +160,7 @@ def _global_plan(local: LocalPlan, comm: Comm) -> StoredIndex | None:
     """What all ranks store, on the main rank."""
     plans = comm.gather(local)
     plan = None
-    with comm.task("planning for all ranks"):
+    with comm.local_phase("planning for all ranks"):
         if comm.is_main:
             plan = merged(plans)
     return plan

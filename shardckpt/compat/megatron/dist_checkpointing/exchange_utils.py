@@ -59,7 +59,7 @@ def exchange_by_distribution(
         exchange_algo: ``"broadcast"``, ``"gather_rounds"`` or ``"gather_object"``.
     """
     comm = Comm(parallelization_group)
-    with comm.phase("preparing the exchange"):
+    with comm.collective_phase("preparing the exchange"):
         check_algorithm(exchange_algo)
         if exchange_algo == "direct":
             raise CheckpointingException("exchange_algo 'direct' exchanges nothing: load all shards on every rank")
