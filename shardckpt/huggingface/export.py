@@ -20,7 +20,7 @@ from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, i
 from shardckpt.huggingface.planning import Choice, Plan, plan_export
 from shardckpt.huggingface.safetensors_file import SafetensorsFile
 from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
-from shardckpt.planning import deal
+from shardckpt.planning import assign_holders
 from shardckpt.plugins import host
 from shardckpt.storage import (
     check_target,
@@ -76,7 +76,7 @@ def export_to_huggingface(
 
     ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` with ``model.safetensors.index.json``. They are read
     and written in blocks: about 64 MiB of memory a rank, whatever the size of tensors and files (``bin``: the largest
-    file). Every rank writes whole files, dealt by their bytes, so that more ranks than files are of no use. The folder
+    file). Every rank writes whole files, balanced by bytes, so that more ranks than files are of no use. The folder
     is whole at ``target`` when this returns, or nothing there has changed.
 
     Objects and what the mapping has no place for are left out, with a warning that names them.
@@ -169,7 +169,7 @@ class _Export:
         """Write this rank's files."""
         everyone = tuple(range(self._comm.world_size))
         sizes = [sum(tensor.nbytes for tensor in tensors) for _, tensors in self._plan.files]
-        writers = deal([everyone] * len(sizes), sizes)
+        writers = assign_holders([everyone] * len(sizes), sizes)
         mine = [file for file, rank in zip(self._plan.files, writers, strict=True) if rank == self._comm.rank]
         if self._plan.form != SAFETENSORS:
             for name, tensors in mine:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.local.pieces import Buffers, Piece, pieces_of
+from shardckpt.local.chunks import Buffers, Chunk, list_chunks
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
 from shardckpt.storage import (
     NewFile,
@@ -47,16 +47,16 @@ class Outgoing:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.head = Head(read_file(path / MARKER_NAME, MARKER_LIMIT), read_file(path / RECORD_NAME, RECORD_LIMIT))
-        self.pieces = pieces_of(_parsed(self.head, str(path)))
-        self.buffers = Buffers(self.pieces)
+        self.chunks = list_chunks(_parsed(self.head, str(path)))
+        self.buffers = Buffers(self.chunks)
 
     def read(self, number: int) -> None:
-        """Get a piece into the buffers."""
-        piece = self.pieces[number]
-        path = self._path / check_file_name(piece.name)
+        """Get a chunk into the buffers."""
+        chunk = self.chunks[number]
+        path = self._path / check_file_name(chunk.name)
         fd, _ = open_existing(path)
         try:
-            read_into(fd, path, self.buffers.view(number), piece.span.start)
+            read_into(fd, path, self.buffers.view(number), chunk.span.start)
         finally:
             close_file(fd)
 
@@ -76,20 +76,20 @@ class Incoming:
         self._origin = origin
         record = _parsed(head, origin)
         self._digest = digest_function(record.digest_algorithm)
-        self.pieces = pieces_of(record)
-        self.buffers = Buffers(self.pieces)
+        self.chunks = list_chunks(record)
+        self.buffers = Buffers(self.chunks)
         self._waiting = list(record.files)
         self._file: NewFile | None = None
         self._stack = ExitStack()
         self._staging = self._stack.enter_context(staging_directory(target))
 
     def write(self, number: int) -> None:
-        """Check a piece that is in the buffers, and write it; pieces come in their order."""
-        piece = self.pieces[number]
+        """Check a chunk that is in the buffers, and write it; chunks come in their order."""
+        chunk = self.chunks[number]
         self._check(piece, self.buffers.view(number))
-        while self._file is None or self._file.path.name != piece.name:
+        while self._file is None or self._file.path.name != chunk.name:
             self._turn()
-        self._file.write(self.buffers.view(number), piece.span.start)
+        self._file.write(self.buffers.view(number), chunk.span.start)
 
     def complete(self) -> None:
         """Make all files durable."""
@@ -125,11 +125,11 @@ class Incoming:
             if record.size >= LARGE:
                 self._file.reserve(record.size)
 
-    def _check(self, piece: Piece, view: memoryview) -> None:
-        for start, stop, digest in piece.span.segments:
-            if self._digest(view[start - piece.span.start : stop - piece.span.start]) != digest:
+    def _check(self, chunk: Chunk, view: memoryview) -> None:
+        for start, stop, digest in chunk.span.segments:
+            if self._digest(view[start - chunk.span.start : stop - chunk.span.start]) != digest:
                 raise CorruptCheckpointError(
-                    f"bytes {start} to {stop} of {self._target.name}/{piece.name}, from {self._origin}, are not those "
+                    f"bytes {start} to {stop} of {self._target.name}/{chunk.name}, from {self._origin}, are not those "
                     "that were written (digest differs): they are damaged on its disk, or were on the way"
                 )
 
