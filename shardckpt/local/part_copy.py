@@ -86,7 +86,7 @@ class Incoming:
     def write(self, number: int) -> None:
         """Check a chunk that is in the buffers, and write it; chunks come in their order."""
         chunk = self.chunks[number]
-        self._check(piece, self.buffers.view(number))
+        self._check(chunk, self.buffers.view(number))
         while self._file is None or self._file.path.name != chunk.name:
             self._turn()
         self._file.write(self.buffers.view(number), chunk.span.start)
