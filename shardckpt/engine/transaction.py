@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,16 +20,15 @@ from shardckpt.storage import (
     CheckpointWriter,
     Owner,
     Upload,
+    check_target,
+    commit_staging,
     create_staging,
     digest_vote,
     discard_staging,
-    is_free,
     negotiate_digest,
     new_save_id,
     on_store,
-    publish_staging,
     refuse_unrecorded,
-    replace_target,
     staging_path,
 )
 
@@ -172,15 +172,9 @@ class Transaction:
         if self._upload is not None:
             self._upload.begin(self.save_id, overwrite=self._overwrite)
             return
-        self._check_target()
+        check_target(self.target, overwrite=self._overwrite)
         clear_leftovers(self.target, supersedes(self.operation.host), restore=self._overwrite)
         self.staging = create_staging(self.target, self.save_id)
-
-    def _check_target(self) -> None:
-        if not self._overwrite and not is_free(self.target):
-            raise StorageError(
-                f"{self.target} is not empty: give another directory, or pass overwrite=True to replace it"
-            )
 
     def _write_markers(self, writer: CheckpointWriter, everyone: list[Written], content: Any) -> None:
         backend, version, reader = self._identity
@@ -214,11 +208,8 @@ class Transaction:
             return
         staging = self.staging or Path()
         refuse_unrecorded(staging, known.union(file.name for file in writer.files))
-        if is_free(self.target):
-            publish_staging(staging, self.target)
-            return
-        self._check_target()  # another save may have come first
-        replace_target(staging, self.target, owned_files(self.target, self.operation.host))
+        owned = partial(owned_files, self.target, self.operation.host)
+        commit_staging(staging, self.target, owned, overwrite=self._overwrite)
 
 
 def commit_files(

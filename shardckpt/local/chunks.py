@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """How many bytes of its first page belong to the chunk before."""
+        """Where in its first page it begins, in bytes."""
         return self.span.start % PAGE
 
 
@@ -53,10 +53,6 @@ class Buffers:
         self._chunks = chunks
         nbytes = max((chunk.nbytes for chunk in chunks), default=0) + PAGE
         self._memory = [_page_aligned(nbytes) for _ in range(min(len(chunks), 2))]
-
-    def pages(self, number: int) -> memoryview:
-        """The memory of a chunk from the beginning of its first page on."""
-        return view_tensor(self._memory[number % 2])
 
     def view(self, number: int) -> memoryview:
         """The memory of a chunk."""

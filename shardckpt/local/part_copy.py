@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
@@ -11,16 +12,14 @@ from shardckpt.storage import (
     NewFile,
     check_file_name,
     close_file,
-    create_staging,
     digest_function,
-    discard_staging,
-    new_save_id,
     open_existing,
     publish_staging,
     read_file,
     read_into,
+    staging_directory,
 )
-from shardckpt.tensors import LARGE, PAGE
+from shardckpt.tensors import LARGE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,55 +79,51 @@ class Incoming:
         self.chunks = list_chunks(record)
         self.buffers = Buffers(self.chunks)
         self._waiting = list(record.files)
-        self._file: _PagedFile | None = None
-        self._staging: Path | None = create_staging(target, new_save_id())
+        self._file: NewFile | None = None
+        self._stack = ExitStack()
+        self._staging = self._stack.enter_context(staging_directory(target))
 
     def write(self, number: int) -> None:
         """Check a chunk that is in the buffers, and write it; chunks come in their order."""
         chunk = self.chunks[number]
         self._check(chunk, self.buffers.view(number))
-        while self._file is None or self._file.name != chunk.name:
+        while self._file is None or self._file.path.name != chunk.name:
             self._turn()
-        self._file.write(self.buffers.pages(number), chunk)
+        self._file.write(self.buffers.view(number), chunk.span.start)
 
     def complete(self) -> None:
         """Make all files durable."""
         while self._file is not None or self._waiting:
             self._turn()
         for name, content in ((RECORD_NAME, self._head.record), (MARKER_NAME, self._head.marker)):
-            file = _PagedFile(self._staging_path(name), len(content))
+            file = NewFile(self._staging / name)
             try:
-                file.finish(content)
+                file.write(memoryview(content), 0)
+                file.finish(len(content))
             finally:
                 file.close()
 
     def publish(self) -> None:
         """Make it the target, which is absent."""
-        if self._staging is not None:
-            publish_staging(self._staging, self._target)
-            self._staging = None
+        publish_staging(self._staging, self._target)
 
     def close(self) -> None:
-        """Give back what is open, and discard what was not published."""
+        """Close what is open, and discard what was not published."""
         if self._file is not None:
             self._file.close()
-        if self._staging is not None:
-            discard_staging(self._staging)
+        self._stack.close()
 
     def _turn(self) -> None:
         """Complete the file that is being written, and begin the next, in the order of the record."""
         if self._file is not None:
-            self._file.finish()
+            self._file.finish(self._file.expected)
             self._file.close()
             self._file = None
         if self._waiting:
             record = self._waiting.pop(0)
-            self._file = _PagedFile(self._staging_path(record.name), record.size)
-
-    def _staging_path(self, name: str) -> Path:
-        if self._staging is None:
-            raise CorruptCheckpointError(f"{self._target} was published before {name} was written to it")
-        return self._staging / check_file_name(name)
+            self._file = NewFile(self._staging / check_file_name(record.name), record.size)
+            if record.size >= LARGE:
+                self._file.reserve(record.size)
 
     def _check(self, chunk: Chunk, view: memoryview) -> None:
         for start, stop, digest in chunk.span.segments:
@@ -137,42 +132,6 @@ class Incoming:
                     f"bytes {start} to {stop} of {self._target.name}/{chunk.name}, from {self._origin}, are not those "
                     "that were written (digest differs): they are damaged on its disk, or were on the way"
                 )
-
-
-class _PagedFile:
-    """A new file that is written in chunks, whole pages at a time, past the page cache where it is large.
-
-    Args:
-        path: The file.
-        nbytes: What it will have.
-    """
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self.name = path.name
-        self._nbytes = nbytes
-        self._file = NewFile(path, nbytes)
-        #: What there is already of the page that the next chunk goes on with.
-        self._tail = b""
-        if nbytes >= LARGE:
-            self._file.reserve(nbytes)
-
-    def write(self, pages: memoryview, chunk: Chunk) -> None:
-        """Write the next chunk, in memory that begins with the first byte of the chunk's first page."""
-        stop = chunk.lead + chunk.nbytes
-        whole = stop // PAGE * PAGE
-        pages[: chunk.lead] = self._tail
-        self._file.write_pages(pages[:whole], chunk.span.start - chunk.lead)
-        self._tail = bytes(pages[whole:stop])
-
-    def finish(self, rest: bytes = b"") -> None:
-        """Write what is left, and make the file durable."""
-        last = self._tail + rest
-        self._file.write(memoryview(last), self._nbytes - len(last))
-        self._file.finish(self._nbytes)
-
-    def close(self) -> None:
-        """Close it."""
-        self._file.close()
 
 
 def _parsed(head: Head, origin: str) -> Record:

@@ -1,9 +1,11 @@
 """Bytes on disk: checked files, staging directories and the one rename that publishes them."""
 
 from shardckpt.storage.abilities import can_rename, has_local_files, on_store
-from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
+from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
 from shardckpt.storage.columns import Column, Columns, pack
 from shardckpt.storage.commit import (
+    check_target,
+    commit_staging,
     create_staging,
     discard_staging,
     is_free,
@@ -11,6 +13,7 @@ from shardckpt.storage.commit import (
     publish_staging,
     replace_target,
     replaced_of,
+    staging_directory,
     staging_of,
     staging_path,
 )
@@ -71,6 +74,7 @@ from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut
 from shardckpt.storage.staged_files import refuse_unrecorded
 from shardckpt.storage.staging_names import NAME_MAX, STAGING, new_save_id, parse_temporary, stem, temporary_name
+from shardckpt.storage.stream import FileStream, WriterPool
 from shardckpt.storage.upload import Upload, is_under_way, upload_files
 from shardckpt.storage.workers import Workers
 from shardckpt.storage.writer import CheckpointWriter, FileWriter
@@ -81,12 +85,15 @@ __all__ = [
     "SEGMENT_BYTES",
     "SMALL_RECORD",
     "STAGING",
+    "Buffer",
+    "BufferPool",
     "CheckpointReader",
     "CheckpointWriter",
     "Column",
     "Columns",
     "Digest",
     "Elements",
+    "FileStream",
     "FileWriter",
     "KeptItem",
     "Leftover",
@@ -103,14 +110,18 @@ __all__ = [
     "StoredArray",
     "Upload",
     "Workers",
+    "WriterPool",
     "allocated_bytes",
     "attempt",
+    "block_pool",
     "can_rename",
     "check_file_name",
     "check_pickle",
+    "check_target",
     "claim",
     "clear_tombstones",
     "close_file",
+    "commit_staging",
     "create_staging",
     "cut",
     "delete_checkpoint",
@@ -122,7 +133,6 @@ __all__ = [
     "find_leftovers",
     "find_spools",
     "freed_bytes",
-    "give_back",
     "has_changed",
     "has_local_files",
     "is_free",
@@ -132,7 +142,6 @@ __all__ = [
     "is_staging",
     "is_there",
     "is_under_way",
-    "lease",
     "make_tombstone",
     "masked",
     "naming",
@@ -160,6 +169,7 @@ __all__ = [
     "rewrite_file",
     "side_by_side",
     "spool_folder",
+    "staging_directory",
     "staging_of",
     "staging_path",
     "stem",
