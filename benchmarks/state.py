@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 #: From this size on an allocation has pages of its own.
 _LARGE = 128 << 10
-#: Values are compared in slabs of at most so many bytes.
-_SLAB = 32 << 20
+#: Values are compared in blocks of at most so many bytes.
+_BLOCK = 32 << 20
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 #: Odd, so that neighbours differ in whatever bits are kept.
 _FACTORS = (40_503, 30_011, 2_654_435_761)
@@ -80,7 +80,7 @@ class State:
     def fill(self) -> None:
         """Give every element the value that its place in its global tensor has."""
         for piece in self.pieces:
-            for view, lead, last in _slabs(piece):
+            for view, lead, last in _blocks(piece):
                 torch.add(lead, last, out=view)
 
     def blank(self) -> None:
@@ -92,7 +92,7 @@ class State:
         return [
             piece.key
             for piece in self.pieces
-            if not all(torch.equal(view, lead + last) for view, lead, last in _slabs(piece))
+            if not all(torch.equal(view, lead + last) for view, lead, last in _blocks(piece))
         ]
 
     def _piece(self, part: Part, place: int) -> Piece:
@@ -112,7 +112,7 @@ def slices(specs: Sequence[Spec], rank: int) -> list[Part]:
     return [Part(n, spec, 0, 17 + rank, SLICES) for n, spec in enumerate(specs) if spec.sliced]
 
 
-def _slabs(piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _blocks(piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Rows of a piece as integers of its width, and two tensors whose sum they are to hold."""
     part, dtype = piece.part, _INTEGERS[piece.tensor.itemsize]
     bits = piece.tensor.view(dtype)
@@ -120,7 +120,7 @@ def _slabs(piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Ten
     if not lead_axes:
         yield bits, torch.tensor(0, dtype=dtype), last_axis
         return
-    rows = max(1, _SLAB // max(1, bits[0].nbytes))
+    rows = max(1, _BLOCK // max(1, bits[0].nbytes))
     for start in range(0, part.shape[0], rows):
         lead = lead_axes[0][start : start + rows]
         for line in lead_axes[1:]:

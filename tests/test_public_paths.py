@@ -42,8 +42,8 @@ PUBLIC = {
     "shardckpt.optimizer_state": "load_sharded_optimizer_state_dict",
     "shardckpt.local": "CliqueReplication LocalCheckpointManager TensorAwareStateDict load_local save_local",
     "shardckpt.manager": (
-        "AsyncMode CheckpointConfig CheckpointManager FaultTolerance PerRank ReplicaManager Stateful "
-        "cleanup_old_checkpoints"
+        "AsyncMode CheckpointConfig CheckpointManager FaultTolerance KeepBest KeepEvery KeepLatest KeepPinned PerRank "
+        "ReplicaManager RetentionPolicy Stateful cleanup_old_checkpoints"
     ),
     "shardckpt.adapters": "load_into to_sharded_state_dict",
     "shardckpt.huggingface": (

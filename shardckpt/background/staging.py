@@ -9,39 +9,42 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.background.copying import Copies, Layout
-from shardckpt.background.slab import Slab, SlabPool, attach
+from shardckpt.background.staging_buffer import StagingBuffer, StagingBufferPool, attach
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardckpt.strategy import BackgroundWork
 
-_pool = SlabPool()
+_pool = StagingBufferPool()
 os.register_at_fork(after_in_child=_pool.forget)
 
 
 @dataclass
 class StagedWork:
-    """Work whose tensors are copies in a slab; it travels to a thread as it is, to a process by the slab's path."""
+    """Work whose tensors are copies in a staging buffer.
+
+    It travels to a thread as it is, and to a process by the path of the buffer.
+    """
 
     work: BackgroundWork
     layout: Layout
-    slab: Slab | None
+    buffer: StagingBuffer | None
     path: str
     nbytes: int
 
     def __post_init__(self) -> None:
-        if self.slab is not None:  # who is staged and then forgotten must not keep the memory from others
-            self._release = weakref.finalize(self, _pool.give_back, self.slab)
+        if self.buffer is not None:  # who is staged and then forgotten must not keep the memory from others
+            self._release = weakref.finalize(self, _pool.release, self.buffer)
             self._release.atexit = False
 
     @contextmanager
     def opened(self) -> Iterator[BackgroundWork]:
         """The work, with its tensors."""
-        if self.slab is None:
+        if self.buffer is None:
             self.work.tensors = self.layout.views(attach(self.path, self.nbytes))
         else:
-            self.work.tensors = self.slab.views(self.layout)
+            self.work.tensors = self.buffer.views(self.layout)
         try:
             yield self.work
         finally:
@@ -49,12 +52,12 @@ class StagedWork:
 
     def release(self) -> None:
         """The copies are no longer needed."""
-        if self.slab is not None:
-            self.slab = None
+        if self.buffer is not None:
+            self.buffer = None
             self._release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_release"} | {"slab": None}
+        return {name: value for name, value in vars(self).items() if name != "_release"} | {"buffer": None}
 
 
 def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
@@ -68,15 +71,15 @@ def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
     """
     tensors, work.tensors = work.tensors, []
     copies = Copies(work.keys, tensors, layout)
-    slab = _pool.take(copies.layout.nbytes)
+    buffer = _pool.acquire(copies.layout.nbytes)
     try:
         if copies.uses_cuda:
-            slab.pin()
-        copies.run(slab.views(copies.layout))
+            buffer.pin()
+        copies.run(buffer.views(copies.layout))
     except BaseException:
-        _pool.give_back(slab)
+        _pool.release(buffer)
         raise
-    return StagedWork(work, copies.layout, slab, slab.path, slab.nbytes)
+    return StagedWork(work, copies.layout, buffer, buffer.path, buffer.nbytes)
 
 
 def release_memory() -> None:

@@ -16,7 +16,7 @@ from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.transaction import Identity, Transaction, Written
 from shardckpt.plugins import choose_reader, hold_checkpoint, host
-from shardckpt.storage import CRC32, CheckpointReader, CheckpointWriter, preferred
+from shardckpt.storage import CheckpointReader, CheckpointWriter, digest_vote, negotiate_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -55,7 +55,7 @@ class HostedSave:
         world_size: Number of ranks that write.
         owner: The object whose life the save is bound to.
         overwrite: Whether an existing checkpoint, or other files, may stand at ``path``.
-        algorithms: What ranks prefer for digests; :func:`shardckpt.storage.digest.preferred` there.
+        digest_votes: What :func:`shardckpt.storage.digest_vote` returned on other ranks.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostedSave:
         owner: object,
         *,
         overwrite: bool,
-        algorithms: Collection[str] = (),
+        digest_votes: Collection[int] = (),
     ) -> None:
         target = locate_local(path, "let another library save to")
         self._operation = Operation("save", target, Comm(alone=True), host())
@@ -74,7 +74,7 @@ class HostedSave:
         identity = Identity(strategy.backend, strategy.version, strategy.reader)
         self._transaction = Transaction(self._operation, target, identity, overwrite=overwrite)
         self._transaction.world_size = world_size
-        self._transaction.algorithm = CRC32 if CRC32 in algorithms else preferred()
+        self._transaction.algorithm = negotiate_digest(digest_vote(), *digest_votes)
         self._leftover = weakref.finalize(owner, _abort_here, self._transaction, os.getpid())
 
     def parts(self) -> list[HostedPart]:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,19 +17,18 @@ from shardckpt.engine.pruning import clear_leftovers, owned_files, supersedes
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
 from shardckpt.storage import (
-    CRC32,
     CheckpointWriter,
     Owner,
     Upload,
+    check_target,
+    commit_staging,
     create_staging,
+    digest_vote,
     discard_staging,
-    is_free,
+    negotiate_digest,
     new_save_id,
     on_store,
-    preferred,
-    publish_staging,
     refuse_unrecorded,
-    replace_target,
     staging_path,
 )
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A save's name and owner, 128 bits each, travel as numbers of so many bits, which have these places in them.
+#: A save's name and owner, 128 bits each, travel as five numbers of 52 bits: what ranks compare are int64.
 _BITS = 52
 _PLACES = tuple(_BITS * number for number in range(5))
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -86,7 +86,7 @@ class Transaction:
         self.sha256 = sha256
         self.staging: Path | None = None
         self.save_id = ""
-        #: Of the digests in all files, of every rank: the preferred one, if every rank has it.
+        #: Of the digests in the files of every rank.
         self.algorithm = ""
         #: How many ranks write, for the record.
         self.world_size = operation.comm.world_size
@@ -98,7 +98,7 @@ class Transaction:
                 if operation.comm.is_main:
                     self.save_id = new_save_id()
                     self._take_target()
-            owner = self._tell()
+            owner = self._announce()
             if self._upload is not None:
                 self.staging, self._upload.save_id = self._upload.spool, self.save_id
             else:
@@ -155,33 +155,26 @@ class Transaction:
         elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
             discard_staging(self.staging)
 
-    def _tell(self) -> Owner:
-        """Let all ranks know the save's name and its owner, the main rank's process, which commits it.
+    def _announce(self) -> Owner:
+        """Collective: announce the save's name, and negotiate the digest of its files, in one message.
 
-        In the same message they learn whether one of them lacks the preferred digest.
+        Returns:
+            The owner of the save: the main rank's process, which commits it.
         """
-        number = int(self.save_id + Owner.current().text, 16) if self.save_id else 0
-        parts = (number >> place & (1 << _BITS) - 1 for place in _PLACES)
-        lacks, *found = self.operation.comm.largest(preferred() == CRC32, *parts)
-        number = sum(part << place for part, place in zip(found, _PLACES, strict=True))
-        self.save_id = f"{number >> 128:032x}"
-        self.algorithm = CRC32 if lacks else preferred()
-        return Owner.from_number(number & (1 << 128) - 1)
+        name = _pack_name(self.save_id, Owner.current()) if self.save_id else [0] * len(_PLACES)
+        vote, *name = self.operation.comm.largest(digest_vote(), *name)
+        self.algorithm = negotiate_digest(vote)
+        self.save_id, owner = _unpack_name(name)
+        return owner
 
     def _take_target(self) -> None:
         """On the main rank: see that the target may be saved to, and begin."""
         if self._upload is not None:
             self._upload.begin(self.save_id, overwrite=self._overwrite)
             return
-        self._check_target()
+        check_target(self.target, overwrite=self._overwrite)
         clear_leftovers(self.target, supersedes(self.operation.host), restore=self._overwrite)
         self.staging = create_staging(self.target, self.save_id)
-
-    def _check_target(self) -> None:
-        if not self._overwrite and not is_free(self.target):
-            raise StorageError(
-                f"{self.target} is not empty: give another directory, or pass overwrite=True to replace it"
-            )
 
     def _write_markers(self, writer: CheckpointWriter, everyone: list[Written], content: Any) -> None:
         backend, version, reader = self._identity
@@ -215,11 +208,8 @@ class Transaction:
             return
         staging = self.staging or Path()
         refuse_unrecorded(staging, known.union(file.name for file in writer.files))
-        if is_free(self.target):
-            publish_staging(staging, self.target)
-            return
-        self._check_target()  # another save may have come first
-        replace_target(staging, self.target, owned_files(self.target, self.operation.host))
+        owned = partial(owned_files, self.target, self.operation.host)
+        commit_staging(staging, self.target, owned, overwrite=self._overwrite)
 
 
 def commit_files(
@@ -253,6 +243,16 @@ def commit_files(
     except BaseException:
         transaction.abort()
         raise
+
+
+def _pack_name(save_id: str, owner: Owner) -> list[int]:
+    number = int(save_id + owner.text, 16)
+    return [number >> place & (1 << _BITS) - 1 for place in _PLACES]
+
+
+def _unpack_name(parts: list[int]) -> tuple[str, Owner]:
+    number = sum(part << place for part, place in zip(parts, _PLACES, strict=True))
+    return f"{number >> 128:032x}", Owner.from_number(number & (1 << 128) - 1)
 
 
 def as_json(content: Any) -> Any:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
-from shardckpt.storage import NewFile
-from shardckpt.tensors import PAGE
+from shardckpt.storage import BufferPool, FileStream, NewFile, WriterPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,18 +14,20 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from shardckpt.storage import Buffer
+
 #: Bytes that are filled at a time.
 BLOCK_BYTES = 8 << 20
-_BLOCKS = 3
+#: Threads that write. There is one more block than threads: it is filled meanwhile.
+_THREADS = 2
 
 
 class BlockWriter:
     """Writes files one after the other through the same few blocks of memory; a context manager."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_BLOCKS - 1, "shardckpt-export")
-        self._free = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(_BLOCKS)]
-        self._writes: deque[tuple[Future[None], mmap.mmap]] = deque()
+        self._pool = WriterPool(_THREADS)
+        self._blocks = BufferPool(BLOCK_BYTES)
 
     def write(self, path: Path, size: int, fill: Callable[[int, memoryview], None]) -> None:
         """A new file of ``size`` bytes, durable when this returns.
@@ -39,18 +38,24 @@ class BlockWriter:
             fill: ``fill(offset, memory)`` fills the memory with what the file has from the offset on; called by this
                 thread, from front to back.
         """
-        file = NewFile(path)
+        file = NewFile(path, size)
+        stream = FileStream(file, self._pool, algorithm=None)
         try:
-            file.reserve(size)
             for offset in range(0, size, BLOCK_BYTES):
-                block = self._block()
-                memory = memoryview(block)[: min(BLOCK_BYTES, size - offset)]
-                fill(offset, memory)
-                self._writes.append((self._pool.submit(_write, file, memory, offset), block))
-            self._wait()
-            file.finish(size)
+                if stream.error is not None:
+                    break  # finish() raises it
+                self._pool.records.acquire()
+                block = self._blocks.acquire()
+                memory = block.view[: size - offset]
+                try:
+                    fill(offset, memory)
+                except BaseException:
+                    self._release(block)
+                    raise
+                stream.put([memory], partial(self._release, block))
+            stream.finish()
         finally:
-            self._settle()
+            stream.stop()
             file.close()
 
     def __enter__(self) -> Self:
@@ -59,33 +64,11 @@ class BlockWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.shutdown()
+        self._pool.close()
 
-    def _block(self) -> mmap.mmap:
-        """A block that nothing is written from any more."""
-        if not self._free:
-            self._wait(1)
-        return self._free.pop()
-
-    def _wait(self, count: int | None = None) -> None:
-        """Wait for the oldest writes, by default for all; raises what one of them has failed with."""
-        for _ in range(len(self._writes) if count is None else count):
-            write, block = self._writes.popleft()
-            self._free.append(block)
-            write.result()
-
-    def _settle(self) -> None:
-        """Wait for what is left of a file that failed."""
-        while self._writes:
-            write, block = self._writes.popleft()
-            write.exception()
-            self._free.append(block)
-
-
-def _write(file: NewFile, memory: memoryview, offset: int) -> None:
-    whole = memory.nbytes // PAGE * PAGE
-    file.write_pages(memory[:whole], offset)
-    file.write(memory[whole:], offset + whole)
+    def _release(self, block: Buffer) -> None:
+        self._blocks.release(block)
+        self._pool.records.release()
 
 
 __all__ = ["BLOCK_BYTES", "BlockWriter"]

@@ -11,7 +11,7 @@ import torch
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, Operation, clear_leftovers, locate, locate_local, open_checkpoint
-from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.errors import CheckpointingException
 from shardckpt.huggingface.blocks import BlockWriter
 from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.folder import read_folder
@@ -20,19 +20,16 @@ from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, i
 from shardckpt.huggingface.planning import Choice, Plan, plan_export
 from shardckpt.huggingface.safetensors_file import SafetensorsFile
 from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
-from shardckpt.planning import deal
+from shardckpt.planning import assign_holders
 from shardckpt.plugins import host
 from shardckpt.storage import (
-    create_staging,
-    discard_staging,
-    is_free,
+    check_target,
+    commit_staging,
     is_there,
     naming,
-    new_save_id,
-    publish_staging,
-    replace_target,
     replaced_error,
     retry_if_replaced,
+    staging_directory,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +76,7 @@ def export_to_huggingface(
 
     ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` with ``model.safetensors.index.json``. They are read
     and written in blocks: about 64 MiB of memory a rank, whatever the size of tensors and files (``bin``: the largest
-    file). Every rank writes whole files, dealt by their bytes, so that more ranks than files are of no use. The folder
+    file). Every rank writes whole files, balanced by bytes, so that more ranks than files are of no use. The folder
     is whole at ``target`` when this returns, or nothing there has changed.
 
     Objects and what the mapping has no place for are left out, with a warning that names them.
@@ -149,40 +146,30 @@ class _Export:
         self._plan = plan
         self._checkpoint = checkpoint
         self._overwrite = overwrite
-        self._staging = Path()
 
     def run(self, extra: Sequence[Path]) -> None:
         """Stage, write and commit; ``extra`` are files to copy."""
-        try:
+        staging = Path()
+        with ExitStack() as stack:
             with self._operation.local_phase("staging"):
                 if self._comm.is_main:
-                    self._check_target()
+                    check_target(self._target, overwrite=self._overwrite)
                     clear_leftovers(self._target, _is_superseded, restore=self._overwrite)
-                    self._staging = create_staging(self._target, new_save_id())
-            staging = self._comm.broadcast(self._staging)
+                    staging = stack.enter_context(staging_directory(self._target))
+            staging = self._comm.broadcast(staging)
             with self._operation.local_phase("writing"):
                 self._write(staging)
                 self._checkpoint.context.reader.check_unchanged()  # before the commit: after it there is no way back
             self._comm.sync_errors()  # all have written
             with self._operation.local_phase("committing"):
                 if self._comm.is_main:
-                    self._finish(extra)
-        except BaseException:
-            if self._staging.name and self._staging.exists():
-                discard_staging(self._staging)
-            raise
-
-    def _check_target(self) -> None:
-        if not self._overwrite and not is_free(self._target):
-            raise StorageError(
-                f"{self._target} is not empty: give another folder, or pass overwrite=True to replace its weights"
-            )
+                    self._finish(staging, extra)
 
     def _write(self, staging: Path) -> None:
         """Write this rank's files."""
         everyone = tuple(range(self._comm.world_size))
         sizes = [sum(tensor.nbytes for tensor in tensors) for _, tensors in self._plan.files]
-        writers = deal([everyone] * len(sizes), sizes)
+        writers = assign_holders([everyone] * len(sizes), sizes)
         mine = [file for file, rank in zip(self._plan.files, writers, strict=True) if rank == self._comm.rank]
         if self._plan.form != SAFETENSORS:
             for name, tensors in mine:
@@ -205,19 +192,19 @@ class _Export:
             shards: list[ShardedBase] = list(wanted)
             self._checkpoint.values(shards)
 
-    def _finish(self, extra: Sequence[Path]) -> None:
+    def _finish(self, staging: Path, extra: Sequence[Path]) -> None:
         """On the main rank, when all have written: the index, the other files, and the commit."""
         if len(self._plan.files) > 1:
-            write_new(self._staging / index_name(self._plan.form), _index_json(self._plan))
+            write_new(staging / index_name(self._plan.form), _index_json(self._plan))
         for path in extra:
-            copy_new(path, self._staging / path.name)
-        if is_free(self._target):
-            publish_staging(self._staging, self._target)
-            return
-        self._check_target()  # something may have come meanwhile
-        with naming("list", self._target):
-            replaced = {path.name for path in self._target.iterdir() if is_weights(path.name)}
-        replace_target(self._staging, self._target, replaced)
+            copy_new(path, staging / path.name)
+        commit_staging(staging, self._target, lambda: _list_weights(self._target), overwrite=self._overwrite)
+
+
+def _list_weights(folder: Path) -> set[str]:
+    """Names of the files that an export replaces."""
+    with naming("list", folder):
+        return {path.name for path in folder.iterdir() if is_weights(path.name)}
 
 
 def _save_of(checkpoint: OpenCheckpoint) -> str:

@@ -19,7 +19,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manager import describe_form, describe_tensors, put_together, wanted_tensors
 from shardckpt.plugins import host
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.storage import clear_tombstones, delete_checkpoint, on_store, retire, retry_if_replaced, stem
+from shardckpt.storage import clear_tombstones, delete_checkpoint, make_tombstone, on_store, retry_if_replaced, stem
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _remove(directory: Path) -> None:
     if (remote := on_store(directory)) is not None:
         delete_checkpoint(remote.folder)
         return
-    retire(directory)
+    make_tombstone(directory)
     clear_tombstones(directory.parent, lambda name: name == stem(directory.name))
 
 

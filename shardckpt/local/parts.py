@@ -14,10 +14,10 @@ from shardckpt.storage import (
     Leftover,
     clear_tombstones,
     file_size,
+    make_tombstone,
     naming,
     parse_temporary,
     remove_free,
-    retire,
     why_kept,
 )
 
@@ -116,7 +116,7 @@ class PartFolder:
             path = self.path(part)
             try:
                 if path.exists():
-                    retire(path)
+                    make_tombstone(path)
             except (OSError, StorageError) as exc:
                 if path.exists():  # else another rank of this node was first
                     logger.warning("cannot remove %s, which is no longer needed: %s", path, exc)

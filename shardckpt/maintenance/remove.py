@@ -15,14 +15,12 @@ from shardckpt.storage import (
     CheckpointReader,
     CheckpointWriter,
     allocated_bytes,
-    create_staging,
-    discard_staging,
     is_there,
     naming,
-    new_save_id,
     replace_target,
     retry_if_replaced,
     rewrite_file,
+    staging_directory,
 )
 from shardckpt.strategy import RemovesKeys
 
@@ -133,8 +131,7 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
     if integrity is not None:
         _check_sources(reader.place, manifest, integrity, removal)
     opened = reader.place.stat()
-    staging = create_staging(directory, new_save_id())
-    try:
+    with staging_directory(directory) as staging:
         # what stays has digests of the old record's algorithm
         algorithm = None if manifest.record is None else manifest.record.digest_algorithm
         with CheckpointWriter(staging, 0, sha256=integrity is not None, algorithm=algorithm) as writer:
@@ -145,10 +142,6 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
         # All that is neither dropped nor written anew is linked. It must be of the save that was opened: writing takes
         # as long as a save, in which another may have come.
         replace_target(staging, directory, removal.dropped, opened)
-    except BaseException:
-        if staging.exists():
-            discard_staging(staging)
-        raise
 
 
 def _check_sources(directory: Path, manifest: Manifest, integrity: Integrity, removal: Removal) -> None:

@@ -6,6 +6,7 @@ from shardckpt.manager.manager import CheckpointManager
 from shardckpt.manager.per_rank import PerRank, Stateful
 from shardckpt.manager.plain_state import describe_form, describe_tensors, put_together, wanted_tensors
 from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
+from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepPinned, RetentionPolicy
 from shardckpt.manager.rng import RandomState
 from shardckpt.manager.steps import CONTENT_KEY
 
@@ -15,9 +16,14 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointManager",
     "FaultTolerance",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "KeepPinned",
     "PerRank",
     "RandomState",
     "ReplicaManager",
+    "RetentionPolicy",
     "Stateful",
     "cleanup_old_checkpoints",
     "describe_form",

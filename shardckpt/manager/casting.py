@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.huggingface import cast_to
+from shardckpt.huggingface import cast_to, parse_dtype
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import apply_factories, dict_list_map_outplace
 from shardckpt.tensors import is_quantized
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedStateDict
 
 
-def with_dtype(described: ShardedStateDict, dtype: torch.dtype | None) -> ShardedStateDict:
+def with_dtype(described: ShardedStateDict, dtype_name: str | None) -> ShardedStateDict:
     """The same shards, floating-point tensors of 16 bits and more cast; the argument and its tensors stay.
 
     Args:
         described: What a save takes.
-        dtype: None casts nothing.
+        dtype_name: Such as ``"bfloat16"``; None casts nothing.
     """
+    dtype = parse_dtype(dtype_name)
     if dtype is None:
         return described
     copied = dict_list_map_outplace(lambda leaf: leaf, described)

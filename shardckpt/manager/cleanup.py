@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException, listed
-from shardckpt.manager.purge import purge
-from shardckpt.manager.retention import Retention
+from shardckpt.manager.garbage_collection import collect_garbage
+from shardckpt.manager.retention import KeepLatest
 from shardckpt.manager.steps import STEPS, StepFolder, StepNames
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import host
@@ -104,7 +104,7 @@ def _clean(folders: list[str], limit: int) -> None:
     folder = with_steps[0] if with_steps else folders[-1]
     for names in _FAMILIES:
         steps = StepFolder(folder, host(), names)
-        purge(steps, Retention(keep_latest_k=limit), _tracked(steps.place))
+        collect_garbage(steps, [KeepLatest(limit)], _tracked(steps.place))
     left = _left(folder, all_directories=folder != folders[-1])
     left |= dict.fromkeys(with_steps[1:], f"{folder} is the one that is cleaned")
     if not with_steps:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
-from shardckpt.huggingface import parse_dtype
+from shardckpt.engine import find_saver
+from shardckpt.errors import CheckpointingException
+from shardckpt.huggingface import find_mapping, parse_dtype
+from shardckpt.manager.retention import (
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    RetentionPolicy,
+    describe_policy,
+    parse_policy,
+)
+from shardckpt.plugins import host
 from shardckpt.storage import masked
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -34,6 +48,10 @@ class CheckpointConfig(BaseModel):
         keep_best_k: So many with the best ``best_metric`` are kept as well.
         best_metric: A name among the ``metrics`` that are given to ``save``; who has none is never one of the best.
         best_mode: Whether the smallest (``min``) or the largest value is the best.
+        retention: Policies that take the place of the five options above: :class:`KeepLatest`, :class:`KeepEvery`,
+            :class:`KeepBest`, :class:`KeepPinned`, or a function that is given the metrics by step and returns the
+            steps to keep. A checkpoint that any of them keeps is kept, and so is the newest. The main rank calls them,
+            in another thread than the training's.
         async_mode: See :class:`AsyncMode`.
         on_busy: What a save does whose predecessor is still being written: ``wait`` for it, or ``skip`` itself.
         last_save_model_only: Whether the save of the last step has the model alone. (The seed's name for it,
@@ -73,6 +91,7 @@ class CheckpointConfig(BaseModel):
     keep_best_k: _Count = 0
     best_metric: str = ""
     best_mode: Literal["min", "max"] = "min"
+    retention: tuple[RetentionPolicy, ...] = ()
     async_mode: AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
     last_save_model_only: bool = True
@@ -112,6 +131,11 @@ class CheckpointConfig(BaseModel):
     def _as_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
 
+    @field_validator("retention", mode="before")
+    @classmethod
+    def _as_policies(cls, given: Any) -> Any:
+        return tuple(map(parse_policy, given if isinstance(given, (list, tuple)) else [given]))
+
     @field_validator("export_dtype", mode="before")
     @classmethod
     def _dtype_name(cls, dtype: Any) -> Any:
@@ -129,6 +153,43 @@ class CheckpointConfig(BaseModel):
     def _mode_name(self, mode: AsyncMode) -> str:
         return mode.value
 
+    @field_serializer("retention")
+    def _policy_descriptions(self, policies: tuple[RetentionPolicy, ...]) -> list[Any]:
+        return [describe_policy(policy) for policy in policies]
+
+    @property
+    def retention_policies(self) -> tuple[RetentionPolicy, ...]:
+        """The policies of ``retention``, or of the ``keep_`` options; none where all checkpoints are kept."""
+        if self.retention or not self.keep_latest_k:
+            return self.retention
+        policies: list[RetentionPolicy] = [KeepLatest(self.keep_latest_k)]
+        if self.keep_every_n_steps:
+            policies.append(KeepEvery(self.keep_every_n_steps))
+        if self.keep_best_k:
+            policies.append(KeepBest(self.best_metric, self.keep_best_k, self.best_mode))
+        return tuple(policies)
+
+    def is_seed(self, step: int) -> bool:
+        """Whether a step's checkpoint has the model alone, for runs that begin from it."""
+        return step == 0 and self.create_seed_checkpoint
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is one of those that are saved."""
+        first = step == 1 and self.enable_first_step_checkpoint
+        return first or self.is_seed(step) or (step > 0 and step % self.interval == 0)
+
+    def check_names(self, states: Collection[str]) -> None:
+        """Raise if there is no strategy, key mapping or state (of those in ``states``) that the configuration names."""
+        unknown = set(self.exclude_from_loading) - set(states)
+        if unknown:
+            raise CheckpointingException(
+                f"exclude_from_loading: {', '.join(sorted(map(repr, unknown)))} is no state; the states are "
+                f"{', '.join(map(repr, states))}"
+            )
+        find_mapping(self.hf_mapping)
+        if not self.load_only:
+            find_saver(self.strategy, host())
+
     def stored(self) -> dict[str, Any]:
         """What a checkpoint has of it: JSON, without the passwords of URLs."""
         places = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
@@ -137,9 +198,15 @@ class CheckpointConfig(BaseModel):
     def _contradictions(self) -> list[tuple[bool, str]]:
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
+        replaced = ("keep_latest_k", "keep_every_n_steps", "keep_best_k", "best_metric", "best_mode")
+        given = [name for name in replaced if getattr(self, name) != type(self).model_fields[name].default]
         return [
             (
-                self.keep_latest_k == 1 and is_async,
+                bool(self.retention and given),
+                f"retention takes the place of {', '.join(given)}: give KeepLatest, KeepEvery, KeepBest instead",
+            ),
+            (
+                (self.keep_latest_k == 1 or KeepLatest(1) in self.retention) and is_async,
                 "keep_latest_k=1 with an async_mode: there must be one to fall back on; keep 2 or more, or 0 for all",
             ),
             (bool(self.keep_best_k) != bool(self.best_metric), "keep_best_k and best_metric go together"),

@@ -13,6 +13,7 @@ from shardckpt.errors import (
     KeyMismatchError,
     ShapeMismatchError,
 )
+from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.plugins import host
@@ -21,7 +22,7 @@ from shardckpt.storage import retry_if_replaced
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.manager.states import TrainingStates
     from shardckpt.mapping import ShardedStateDict, StateDict
-
-#: Added by the manager itself: a checkpoint without it is no reason for an error.
-RNG = "rng"
 
 
 class Fetched(NamedTuple):
@@ -58,7 +56,7 @@ class StepReader:
         states: TrainingStates,
         process_group: ProcessGroup | None,
         allow_globals: Iterable[Any],
-        excluded: Sequence[str],
+        excluded: Collection[str],
     ) -> None:
         self._states = states
         self._group = process_group
@@ -152,4 +150,4 @@ def _load(wanted: ShardedStateDict, checkpoint: OpenCheckpoint, *, validate: boo
     return found
 
 
-__all__ = ["RNG", "Fetched", "StepReader"]
+__all__ = ["Fetched", "StepReader"]

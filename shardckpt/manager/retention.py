@@ -1,81 +1,173 @@
-"""Which checkpoints a folder keeps: a policy over steps and metrics, and nothing else."""
+"""Which checkpoints a folder keeps: a list of policies, each a function of the steps that are there."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Integral
+from typing import Annotated, Any, Literal, TypeGuard
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+#: The metrics of each checkpoint by its step, in ascending order of the steps.
+StepMetrics = Mapping[int, Mapping[str, Any]]
+#: Returns the steps to keep, of those that it is given. The main rank alone calls it, in the thread that removes
+#: checkpoints, after a save is durable.
+RetentionPolicy = Callable[[StepMetrics], Iterable[int]]
+
+_Count = Annotated[int, Field(ge=1)]
+_STRICT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
-class Retention:
-    """What is kept; a checkpoint that any of the rules keeps is kept.
+@dataclass(frozen=True, config=_STRICT)
+class KeepLatest:
+    """Keeps the highest steps.
 
     Attributes:
-        keep_latest_k: So many of the highest steps, at least the highest; 0 keeps all, whatever the other rules say.
-        keep_every_n_steps: Steps that this divides; 0 for none.
-        keep_best_k: So many with the best ``best_metric``; of equals the newer. Who has no such metric, or NaN, is
-            never one of the best.
-        best_metric: Its name.
-        best_mode: Whether the smallest or the largest is the best.
-
-    Raises:
-        CheckpointingException: a number is negative, or the rule of the best is incomplete.
+        count: How many.
     """
 
-    keep_latest_k: int = 0
-    keep_every_n_steps: int = 0
-    keep_best_k: int = 0
-    best_metric: str = ""
-    best_mode: Literal["min", "max"] = "min"
+    count: _Count
 
-    def __post_init__(self) -> None:
-        for name in ("keep_latest_k", "keep_every_n_steps", "keep_best_k"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise CheckpointingException(f"{name}={value!r}: expected a whole number, 0 or more")
-        if self.keep_best_k and not self.best_metric:
-            raise CheckpointingException("keep_best_k needs the name of a metric: give best_metric")
-        if self.best_mode not in ("min", "max"):
-            raise CheckpointingException(f"best_mode={self.best_mode!r}: expected 'min' or 'max'")
+    def __call__(self, steps: StepMetrics) -> list[int]:
+        """The last of the steps."""
+        return list(steps)[-self.count :]
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether nothing is ever removed."""
-        return self.keep_latest_k == 0
 
-    def to_remove(
-        self, checkpoints: Sequence[tuple[int, Mapping[str, Any]]], protected: Collection[int] = ()
-    ) -> list[int]:
-        """The steps that no rule keeps, in ascending order.
+@dataclass(frozen=True, config=_STRICT)
+class KeepEvery:
+    """Keeps the multiples of a number of steps.
 
-        Args:
-            checkpoints: Step and metrics of each that is whole; others neither count nor are removed.
-            protected: Steps that are kept whatever the rules say.
-        """
-        if self.keeps_all:
-            return []
-        steps = sorted(step for step, _ in checkpoints)
-        kept = {*steps[-self.keep_latest_k :], *self._best(checkpoints), *protected}
-        return [step for step in steps if step not in kept and not self._is_kept_by_number(step)]
+    Attributes:
+        interval: The number.
+    """
 
-    def _is_kept_by_number(self, step: int) -> bool:
-        return bool(self.keep_every_n_steps) and step % self.keep_every_n_steps == 0
+    interval: _Count
 
-    def _best(self, checkpoints: Sequence[tuple[int, Mapping[str, Any]]]) -> list[int]:
-        sign = -1 if self.best_mode == "min" else 1
-        values = [(step, metrics.get(self.best_metric)) for step, metrics in checkpoints]
+    def __call__(self, steps: StepMetrics) -> list[int]:
+        """The steps that the interval divides."""
+        return [step for step in steps if step % self.interval == 0]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class KeepBest:
+    """Keeps the steps with the best value of a metric; of equal values the newer step.
+
+    A step without the metric, or with one that is not a number, is never one of the best.
+
+    Attributes:
+        metric: A name among the ``metrics`` that ``CheckpointManager.save`` is given.
+        count: How many.
+        mode: Whether the smallest (``min``) or the largest value is the best.
+    """
+
+    metric: Annotated[str, Field(min_length=1)]
+    count: _Count = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __call__(self, steps: StepMetrics) -> list[int]:
+        """The steps with the best values."""
+        sign = -1 if self.mode == "min" else 1
+        values = [(step, metrics.get(self.metric)) for step, metrics in steps.items()]
         ranked = sorted(((sign * value, step) for step, value in values if _is_number(value)), reverse=True)
-        return [step for _, step in ranked[: self.keep_best_k]]
+        return [step for _, step in ranked[: self.count]]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class KeepPinned:
+    """Keeps certain steps.
+
+    Attributes:
+        steps: Their numbers.
+    """
+
+    steps: tuple[Annotated[int, Field(ge=0)], ...]
+
+    def __call__(self, steps: StepMetrics) -> list[int]:
+        """The pinned steps that are there."""
+        return [step for step in self.steps if step in steps]
+
+
+_BUILT_IN = {policy.__name__: policy for policy in (KeepLatest, KeepEvery, KeepBest, KeepPinned)}
+
+
+def steps_to_remove(
+    policies: Collection[RetentionPolicy], checkpoints: StepMetrics, protected: Collection[int] = ()
+) -> list[int]:
+    """Choose the steps that no policy keeps; the highest step is always kept.
+
+    Args:
+        policies: Without any, all steps are kept.
+        checkpoints: Step and metrics of each whole checkpoint.
+        protected: Steps that are kept whatever the policies return.
+
+    Returns:
+        The steps in ascending order.
+
+    Raises:
+        CheckpointingException: a policy returned something else than steps.
+    """
+    if not policies or not checkpoints:
+        return []
+    kept = {max(checkpoints), *protected}
+    for policy in policies:
+        kept |= _kept_by(policy, {step: checkpoints[step] for step in sorted(checkpoints)})
+    return sorted(checkpoints.keys() - kept)
+
+
+def parse_policy(given: Any) -> RetentionPolicy:
+    """Read a policy of a configuration: a callable, or what :func:`describe_policy` returned for a built-in one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(given, dict) and given.get("policy") in _BUILT_IN:
+        options = {name: value for name, value in given.items() if name != "policy"}
+        return _BUILT_IN[given["policy"]](**options)
+    if not callable(given) or isinstance(given, type):
+        raise ValueError(
+            f"{given!r:.100} is not a retention policy: give KeepLatest(3), KeepEvery(1000), KeepBest('loss', 2), "
+            "KeepPinned([500]), or a function that is given the metrics by step and returns the steps to keep"
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def describe_policy(policy: Any) -> Any:
+    """Describe a policy as JSON: a built-in one with its options, another by its name (it cannot be read back)."""
+    if type(policy) in _BUILT_IN.values():
+        return {"policy": type(policy).__name__, **dataclasses.asdict(policy)}
+    named = policy if hasattr(policy, "__qualname__") else type(policy)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:
+    returned: Any = policy(steps)
+    kept: list[Any] = list(returned) if isinstance(returned, Iterable) else [returned]
+    # A bool is no step: a policy that returns a mask would keep steps 0 and 1, and lose the others.
+    if not all(isinstance(step, Integral) and not isinstance(step, bool) for step in kept):
+        raise CheckpointingException(
+            f"the retention policy {describe_policy(policy)} returned {returned!r:.100}: return the steps to keep, a "
+            "list of whole numbers; until it does, no checkpoint is removed"
+        )
+    return set(kept)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-__all__ = ["Retention"]
+__all__ = [
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "KeepPinned",
+    "RetentionPolicy",
+    "StepMetrics",
+    "describe_policy",
+    "parse_policy",
+    "steps_to_remove",
+]

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from shardckpt.manager.per_rank import PerRank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: The name of their state; a checkpoint without it is no reason for an error.
+RNG = "rng"
 
 
 class RandomState:
@@ -38,6 +46,11 @@ class RandomState:
             numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
 
 
+def with_random_state(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The states and, as ``rng``, those of the random generators, unless the user has a state of that name."""
+    return dict(states) if RNG in states else {**states, RNG: PerRank(RandomState(), own_or_none)}
+
+
 def own_or_none(states: list[Any], rank: int, _: int) -> Any:
     """After a change of the number of ranks: what the rank of this number had; a new rank keeps its own seed."""
     return states[rank] if rank < len(states) else {}
@@ -48,4 +61,4 @@ def _device_type() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-__all__ = ["RandomState", "own_or_none"]
+__all__ = ["RNG", "RandomState", "with_random_state"]

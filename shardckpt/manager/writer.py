@@ -11,13 +11,13 @@ from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate
 from shardckpt.manager.config import AsyncMode
+from shardckpt.manager.part import ManagerPart
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import host
 from shardckpt.storage import RemotePath, delete_checkpoint, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
 
     from torch.distributed import ProcessGroup
 
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class StepWriter:
+class StepWriter(ManagerPart):
     """Saves, at most one of them behind the training at a time.
 
     Args:
         config: Which strategy, and who writes.
         process_group: The ranks.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
-        committed: Called on every rank when a checkpoint is durable.
     """
 
     def __init__(
@@ -42,12 +41,10 @@ class StepWriter:
         config: CheckpointConfig,
         process_group: ProcessGroup | None,
         allow_globals: Iterable[Any],
-        committed: Callable[[], None],
     ) -> None:
         self._strategy = config.strategy
         self._group = process_group
         self._allow_globals = tuple(allow_globals)
-        self._committed = committed
         self._queue: AsyncCallsQueue | None = None
         if config.async_mode is not AsyncMode.DISABLED:
             persistent = config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
@@ -60,14 +57,23 @@ class StepWriter:
         """Whether a checkpoint is on its way; the same on every rank."""
         return self._queue is not None and bool(self._queue.get_num_unfinalized_calls())
 
-    def write(self, state: ShardedStateDict, target: str, content: dict[str, Any], *, background: bool) -> None:
-        """Save; in the background, if that is wanted and there is one.
+    def write(
+        self,
+        state: ShardedStateDict,
+        target: str,
+        content: dict[str, Any],
+        on_commit: Callable[[], None],
+        *,
+        background: bool,
+    ) -> None:
+        """Collective: save; in the background, if that is wanted and there is one.
 
         Args:
             state: Described; its tensors may change when this returns.
             target: The checkpoint, which is replaced if it is there: a directory in one step, what is at a URL is
                 removed before.
             content: Its ``content_metadata``: the main rank's is stored, the others' may differ (their metrics).
+            on_commit: Called on every rank when the checkpoint is durable.
             background: Whether to return when the tensors are copied.
 
         Raises:
@@ -91,13 +97,13 @@ class StepWriter:
             process_group=self._group,
         )
         if queue is None or request is None:
-            self._committed()
+            on_commit()
             return
-        request.add_finalize_fn(self._committed)
+        request.add_finalize_fn(on_commit)
         queue.schedule_async_request(request)
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Commit what all ranks have written; ``blocking`` waits for that.
+        """Collective: commit what all ranks have written; ``blocking`` waits for that.
 
         Raises:
             CheckpointingException: the same on every rank: it could not be written, and is absent.
@@ -105,15 +111,14 @@ class StepWriter:
         if self._queue is not None and self.busy:
             self._queue.maybe_finalize_async_calls(blocking=blocking)
 
-    def close(self) -> None:
-        """Commit what is on its way, and end the background."""
-        if self._queue is not None:
-            self._queue.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Collective: commit what is on its way, and end the background.
 
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the background after an error of the training: what ranks would have to agree upon is given up."""
+        Args:
+            error: Of the training, where it ends by one: what ranks would have to agree upon is given up.
+        """
         if self._queue is not None:
-            self._queue.__exit__(kind, error, trace)
+            self._queue.__exit__(None if error is None else type(error), error, None)
 
 
 def _without_content(common: dict[str, Any]) -> dict[str, Any]:

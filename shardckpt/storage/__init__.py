@@ -1,9 +1,11 @@
 """Bytes on disk: checked files, staging directories and the one rename that publishes them."""
 
 from shardckpt.storage.abilities import can_rename, has_local_files, on_store
-from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
+from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
 from shardckpt.storage.columns import Column, Columns, pack
 from shardckpt.storage.commit import (
+    check_target,
+    commit_staging,
     create_staging,
     discard_staging,
     is_free,
@@ -11,10 +13,19 @@ from shardckpt.storage.commit import (
     publish_staging,
     replace_target,
     replaced_of,
+    staging_directory,
     staging_of,
     staging_path,
 )
-from shardckpt.storage.digest import CRC32, SEGMENT_BYTES, SMALL_RECORD, Digest, Segments, digest_function, preferred
+from shardckpt.storage.digest import (
+    SEGMENT_BYTES,
+    SMALL_RECORD,
+    Digest,
+    Segments,
+    digest_function,
+    digest_vote,
+    negotiate_digest,
+)
 from shardckpt.storage.direct import side_by_side
 from shardckpt.storage.directory import (
     RelativePath,
@@ -57,29 +68,32 @@ from shardckpt.storage.owner import Owner, claim, release
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.remote import ListsFolders, RemoteFolder, RemotePath, attempt, masked
-from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, retire
+from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
 from shardckpt.storage.rewrite import KeptItem, rewrite_file
 from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut
 from shardckpt.storage.staged_files import refuse_unrecorded
 from shardckpt.storage.staging_names import NAME_MAX, STAGING, new_save_id, parse_temporary, stem, temporary_name
+from shardckpt.storage.stream import FileStream, WriterPool
 from shardckpt.storage.upload import Upload, is_under_way, upload_files
 from shardckpt.storage.workers import Workers
 from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
 __all__ = [
     "BLOCK_BYTES",
-    "CRC32",
     "NAME_MAX",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
     "STAGING",
+    "Buffer",
+    "BufferPool",
     "CheckpointReader",
     "CheckpointWriter",
     "Column",
     "Columns",
     "Digest",
     "Elements",
+    "FileStream",
     "FileWriter",
     "KeptItem",
     "Leftover",
@@ -96,25 +110,29 @@ __all__ = [
     "StoredArray",
     "Upload",
     "Workers",
+    "WriterPool",
     "allocated_bytes",
     "attempt",
+    "block_pool",
     "can_rename",
     "check_file_name",
     "check_pickle",
+    "check_target",
     "claim",
     "clear_tombstones",
     "close_file",
+    "commit_staging",
     "create_staging",
     "cut",
     "delete_checkpoint",
     "detect_replacement",
     "digest_function",
+    "digest_vote",
     "discard_staging",
     "file_size",
     "find_leftovers",
     "find_spools",
     "freed_bytes",
-    "give_back",
     "has_changed",
     "has_local_files",
     "is_free",
@@ -124,9 +142,10 @@ __all__ = [
     "is_staging",
     "is_there",
     "is_under_way",
-    "lease",
+    "make_tombstone",
     "masked",
     "naming",
+    "negotiate_digest",
     "new_save_id",
     "on_store",
     "open_directory",
@@ -134,7 +153,6 @@ __all__ = [
     "open_new",
     "pack",
     "parse_temporary",
-    "preferred",
     "publish_staging",
     "read_box",
     "read_file",
@@ -147,11 +165,11 @@ __all__ = [
     "replace_target",
     "replaced_error",
     "replaced_of",
-    "retire",
     "retry_if_replaced",
     "rewrite_file",
     "side_by_side",
     "spool_folder",
+    "staging_directory",
     "staging_of",
     "staging_path",
     "stem",

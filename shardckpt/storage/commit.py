@@ -1,5 +1,8 @@
 """Whole or absent: a save fills a staging directory beside its target, and one rename publishes it.
 
+One process does it all in ``with staging_directory(target) as staging: ...; commit_staging(staging, target, ...)``; the
+ranks of a save use its parts (:mod:`shardckpt.engine.transaction`).
+
 The steps, in the order that a power cut asks for: every file fsynced by who wrote it; then the files that make the
 checkpoint valid; then the staging directory; then the rename, or the exchange with what stood there; then the parent.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
@@ -28,7 +32,7 @@ from shardckpt.storage.staging_names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from shardckpt.storage.owner import Owner
@@ -52,13 +56,28 @@ def create_staging(target: Path, save_id: str) -> Path:
     staging = staging_path(target, save_id)
     with naming("create the staging directory", staging):
         _make_directory(target.parent)
-        claim(staging.name)  # first: a purge in another thread removes what this process has and does not claim
+        claim(staging.name)  # first: garbage collection in another thread removes what is not claimed
         try:
             staging.mkdir()
         except BaseException:
             release(staging.name)
             raise
     return staging
+
+
+@contextmanager
+def staging_directory(target: Path) -> Iterator[Path]:
+    """A new staging directory, which the block fills and commits; if it does not, nothing of it remains.
+
+    Args:
+        target: What :func:`commit_staging`, :func:`publish_staging` or :func:`replace_target` makes of it.
+    """
+    staging = create_staging(target, new_save_id())
+    try:
+        yield staging
+    finally:
+        if staging.exists():
+            discard_staging(staging)
 
 
 def staging_of(target: Path) -> list[Path]:
@@ -83,7 +102,7 @@ def discard_staging(staging: Path) -> None:
         os.rename(staging, gone)  # who still writes there finds no directory, and cannot add to it while it is emptied
     except OSError:
         gone = staging
-    release(staging.name)  # not before: a purge in another thread would take it meanwhile
+    release(staging.name)  # not before: garbage collection in another thread would take it meanwhile
     try:
         remove_tree(gone)
     except StorageError as exc:
@@ -98,6 +117,38 @@ def is_free(target: Path) -> bool:
         if not target.is_dir():
             raise StorageError(f"{target} exists and is not a directory: give another path")
         return not any(target.iterdir())
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target that is not free, unless it may be overwritten.
+
+    Raises:
+        StorageError: it names the target and the way out.
+    """
+    if not overwrite and not is_free(target):
+        raise StorageError(
+            f"{target} is not empty: give another directory, or pass overwrite=True to replace the checkpoint in it; "
+            "other files in it stay"
+        )
+
+
+def commit_staging(staging: Path, target: Path, list_owned: Callable[[], Collection[str]], *, overwrite: bool) -> None:
+    """Make a staging directory the target, whatever stands there.
+
+    Args:
+        staging: All its files are durable.
+        target: The checkpoint's directory.
+        list_owned: Lists what of an existing target is replaced; see :func:`replace_target`.
+        overwrite: Whether an existing target may be replaced.
+
+    Raises:
+        StorageError: it may not, or a step fails.
+    """
+    if is_free(target):
+        publish_staging(staging, target)
+    else:
+        check_target(target, overwrite=overwrite)  # another save may have come since the first look
+        replace_target(staging, target, list_owned())
 
 
 def publish_staging(staging: Path, target: Path) -> None:
@@ -157,7 +208,7 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
 
 def _swap(staging: Path, target: Path, aside: Path) -> None:
     """Let ``target`` be what was ``staging``, and ``aside`` what was ``target``."""
-    os.rename(staging, aside)  # before the exchange: in no moment is the old checkpoint at a path that is discarded
+    os.rename(staging, aside)  # before the exchange: at no moment is the old checkpoint at a path that is discarded
     if exchange(aside, target):
         return
     os.rename(aside, staging)
@@ -231,6 +282,8 @@ def _link_or_copy(path: Path, kept: Path) -> None:
 
 
 __all__ = [
+    "check_target",
+    "commit_staging",
     "create_staging",
     "discard_staging",
     "is_free",
@@ -238,6 +291,7 @@ __all__ = [
     "publish_staging",
     "replace_target",
     "replaced_of",
+    "staging_directory",
     "staging_of",
     "staging_path",
 ]

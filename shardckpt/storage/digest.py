@@ -30,6 +30,8 @@ Digest = Callable[["memoryview | bytes"], int]
 
 CRC32 = "crc32"
 XXH3 = "xxh3_64"
+#: The best first. A rank that can compute one can compute all after it: a vote is one number.
+_PREFERENCE = (XXH3, CRC32)
 SEGMENT_BYTES = 1 << 20
 #: Longest segment of any checkpoint that is read.
 MAX_SEGMENT = 4 << 20
@@ -48,6 +50,23 @@ def preferred() -> str:
     except ImportError:
         return CRC32
     return XXH3
+
+
+def digest_vote() -> int:
+    """This rank's vote on the algorithm of a new checkpoint, for :func:`negotiate_digest`."""
+    return _PREFERENCE.index(preferred())
+
+
+def negotiate_digest(*votes: int) -> str:
+    """Choose the best algorithm that every voter can compute.
+
+    Args:
+        votes: What :func:`digest_vote` returned on each rank, or the largest of these.
+
+    Returns:
+        The algorithm's name.
+    """
+    return _PREFERENCE[max(votes)]
 
 
 def digest_function(algorithm: str) -> Digest:
@@ -174,5 +193,7 @@ __all__ = [
     "Digest",
     "Segments",
     "digest_function",
+    "digest_vote",
+    "negotiate_digest",
     "preferred",
 ]

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError
-from shardckpt.storage.buffers import BLOCK_BYTES, give_back, lease
+from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 from shardckpt.storage.direct import address, allocate, open_direct
 from shardckpt.storage.filesystem import naming, open_new, write_all, write_some
 from shardckpt.tensors import PAGE
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _CLOSED = -1
 #: Space that is set aside ahead of what is known to come, at most; others may need it meanwhile.
 _AHEAD = 16 << 20
+#: Fewer bytes than this go through the page cache at once: a write past it would take longer.
+DIRECT_BYTES = 64 << 10
 #: How a file system says that it has no direct writes, or not of this memory.
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -39,7 +41,7 @@ os.register_at_fork(after_in_child=_processors.renew)
 
 
 class NewFile:
-    """A file that did not exist before; any thread may write to it, each to pages of its own.
+    """A file that did not exist before; any thread may write to it, each bytes of its own.
 
     Args:
         path: The file.
@@ -58,7 +60,7 @@ class NewFile:
         self._allocates = True
 
     def reserve(self, size: int) -> None:
-        """Get ready for :meth:`write_pages` in a file of at least ``size`` bytes; for one thread at a time."""
+        """Get ready for direct writes to a file of at least ``size`` bytes; for one thread at a time."""
         if not self._asked:
             self._asked = True
             self._direct, self._alignment = open_direct(self.path, self._fd)
@@ -81,17 +83,20 @@ class NewFile:
         return start is None or not alignment or (start - offset) % alignment != 0
 
     def write(self, view: memoryview, offset: int, what: str = "") -> None:
-        """Write any bytes; ``what`` (a key) is named in errors."""
-        with _processors.turns:
-            write_all(self._fd, self.path, [view], offset, what)
+        """Write bytes: the whole pages among them past the page cache, if there are enough, the rest through it.
 
-    def write_pages(self, view: memoryview, offset: int, what: str = "") -> None:
-        """Write whole pages to whole pages: ``offset`` and the view's length are multiples of ``PAGE``."""
+        Args:
+            view: The bytes.
+            offset: Where they begin in the file, anywhere in a page.
+            what: What they are (a key), named in errors.
+        """
         done = 0
-        if self._alignment:
+        low, high = whole_pages(offset, view.nbytes)
+        if self._alignment and high - low >= DIRECT_BYTES:
             write = self._copied_write if self.copies(view, offset) else self._direct_write
-            done = write(view, offset, what)
-        self.write(view[done:], offset + done, what)
+            done = low + write(view[low:high], offset + low, what)
+            self._write_cached(view[:low], offset, what)
+        self._write_cached(view[done:], offset + done, what)
 
     def finish(self, size: int) -> None:
         """Make the file's bytes durable, which are ``size``: what was set aside behind them is given back."""
@@ -108,6 +113,11 @@ class NewFile:
             if fd != _CLOSED:
                 os.close(fd)
         self._fd = self._direct = _CLOSED
+
+    def _write_cached(self, view: memoryview, offset: int, what: str) -> None:
+        if view.nbytes:
+            with _processors.turns:
+                write_all(self._fd, self.path, [view], offset, what)
 
     def _allocate(self, size: int, needed: int) -> int:
         """The size that was set aside, or 0: what does not fit shows when it is written.
@@ -129,16 +139,13 @@ class NewFile:
 
     def _copied_write(self, view: memoryview, offset: int, what: str) -> int:
         """Write from memory whose address does not fit; how many bytes were written."""
-        block = lease()
-        try:
+        with block_pool.acquired() as block:
             for start in range(0, view.nbytes, BLOCK_BYTES):
                 piece = view[start : start + BLOCK_BYTES]
-                block.view[: piece.nbytes] = piece
-                done = self._direct_write(block.view[: piece.nbytes], offset + start, what)
+                block[: piece.nbytes] = piece
+                done = self._direct_write(block[: piece.nbytes], offset + start, what)
                 if done < piece.nbytes:
                     return start + done
-        finally:
-            give_back(block)
         return view.nbytes
 
     def _direct_write(self, view: memoryview, offset: int, what: str) -> int:
@@ -152,4 +159,9 @@ class NewFile:
         return done
 
 
-__all__ = ["NewFile"]
+def whole_pages(offset: int, nbytes: int) -> tuple[int, int]:
+    """First and last byte, of that many at an offset in the file, that make up whole pages."""
+    return -offset % PAGE, (offset + nbytes) // PAGE * PAGE - offset
+
+
+__all__ = ["DIRECT_BYTES", "NewFile", "whole_pages"]

@@ -159,8 +159,8 @@ class OpenFiles:
                 self._used(file)
             return file
 
-    def take(self, name: str) -> OpenFile:
-        """The file, which stays open until it is given back."""
+    def acquire(self, name: str) -> OpenFile:
+        """The file, which stays open until it is released."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
@@ -172,8 +172,8 @@ class OpenFiles:
             self._used(file)
             return file
 
-    def give_back(self, file: OpenFile) -> None:
-        """What :meth:`take` has given is not read any more."""
+    def release(self, file: OpenFile) -> None:
+        """What :meth:`acquire` has returned is not read any more."""
         with self._lock:
             file.users -= 1
             if not file.users and self._files.get(file.name) is not file:  # close() came before

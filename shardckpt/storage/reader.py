@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,12 +12,12 @@ from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.storage.abilities import has_local_files
+from shardckpt.storage.buffers import BufferPool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
 from shardckpt.storage.directory import real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
 from shardckpt.storage.identity import OpenedSave
 from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
-from shardckpt.storage.read_buffers import ReadBuffers
 from shardckpt.storage.spans import Elements, Span, batches, cut
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors import unfilled_bytes
@@ -83,7 +83,7 @@ class CheckpointReader:
         self._request_bytes = BLOCK_BYTES if self._by_requests else _READ_BYTES
         self._piece_bytes = BLOCK_BYTES if self._by_requests else _PIECE_READS * _READ_BYTES
         self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
-        self._buffers = ReadBuffers(self._piece_bytes + _ALIGNED)
+        self._buffers = BufferPool(self._piece_bytes + _ALIGNED)
         self._parsed: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
@@ -141,23 +141,23 @@ class CheckpointReader:
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Bytes of a range; ``what`` (a key) is named in errors."""
-        file = self._files.take(name)
+        file = self._files.acquire(name)
         try:
             _check_range(file, offset, nbytes, what)
             data, view = unfilled_bytes(nbytes)
             self._fill(file, offset, view, what)
         finally:
-            self._files.give_back(file)
+            self._files.release(file)
         return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
         """Fill writable memory from the range that begins at ``offset``; what is large is shared among threads."""
-        file = self._files.take(name)
+        file = self._files.acquire(name)
         try:
             _check_range(file, offset, buffer.nbytes, what)
             self._fill(file, offset, buffer.cast("B"), what)
         finally:
-            self._files.give_back(file)
+            self._files.release(file)
 
     def read_pieces(
         self,
@@ -179,7 +179,7 @@ class CheckpointReader:
             what: A key, named in errors.
             pinned: Whether a CUDA device shall copy from the memory behind the host's back.
         """
-        file = self._files.take(name)
+        file = self._files.acquire(name)
         try:
             _check_range(file, elements.start, elements.stop - elements.start, what)
 
@@ -188,7 +188,7 @@ class CheckpointReader:
 
             self._share(pieces, cut(file.segments, ranges, self._piece_bytes, elements))
         finally:
-            self._files.give_back(file)
+            self._files.release(file)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
         """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
@@ -280,7 +280,7 @@ class CheckpointReader:
     def _read_part(self, file: OpenFile, span: Span, offset: int, target: memoryview, what: str) -> None:
         """Read a span of which not all bytes are for memory that is filled from ``offset`` on."""
         low, high = max(span.start, offset), min(span.stop, offset + target.nbytes)
-        with self._buffers.lent(span.stop - span.start) as buffer:
+        with self._buffers.acquired(span.stop - span.start) as buffer:
             self._read(file, span, buffer[: span.stop - span.start], what)
             target[low - offset : high - offset] = buffer[low - span.start : high - span.start]
 
@@ -289,7 +289,8 @@ class CheckpointReader:
     ) -> None:
         """Read spans one by one into a buffer, or into two in turn where what takes them needs time for it."""
         nbytes = max(span.stop - span.start for span in batch) + _ALIGNED
-        with self._buffers.lent(nbytes, pinned=pinned) as one, self._buffers.lent(nbytes, pinned=pinned) as other:
+        acquired = partial(self._buffers.acquired, nbytes, pinned=pinned)
+        with acquired() as one, acquired() as other:
             ring = deque((one, other))
             wait: Callable[[], None] | None = None
             try:

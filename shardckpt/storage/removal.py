@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardckpt.storage.remote import RemoteFolder
 
 
-def retire(directory: Path) -> None:
+def make_tombstone(directory: Path) -> None:
     """Give a directory the name of a tombstone; :func:`clear_tombstones` removes it.
 
     Raises:
@@ -85,4 +85,4 @@ def _delete(folder: RemoteFolder, name: str) -> None:
     attempt("delete", RemotePath(folder) / name, deleted)
 
 
-__all__ = ["clear_tombstones", "delete_checkpoint", "is_half_deleted", "retire"]
+__all__ = ["clear_tombstones", "delete_checkpoint", "is_half_deleted", "make_tombstone"]

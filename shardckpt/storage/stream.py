@@ -11,22 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.storage.buffers import BLOCK_BYTES, Block, give_back, lease
-from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
-from shardckpt.tensors import LARGE, PAGE
+from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
+from shardckpt.storage.digest import CRC32, SEGMENT_BYTES, Segments, digest_function
+from shardckpt.storage.new_file import DIRECT_BYTES, whole_pages
+from shardckpt.tensors import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from shardckpt.storage.buffers import Buffer
     from shardckpt.storage.new_file import NewFile
 
 #: Parts from this size on are not joined with others; smaller ones are one segment.
 LARGE_PART = LARGE
 #: What one thread takes of a large part.
 PIECE_BYTES = 4 << 20
-#: Less than this goes through the page cache at once: a write past it would take longer.
-_WORTH_A_WRITE = 64 << 10
 
 
 class _Once:
@@ -53,8 +53,11 @@ def start(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Future[None] | 
     return None
 
 
-class Crew:
+class WriterPool:
     """The threads that write, and what they may have in hand: one more than they are, of records and of blocks.
+
+    The caller goes on while they write; where it waits for results, :class:`~shardckpt.storage.workers.Workers` share
+    the work with it.
 
     Args:
         threads: How many; 1 is none, and the caller writes.
@@ -70,14 +73,14 @@ class Crew:
         #: Blocks that wait to be written.
         self.blocks = threading.Semaphore(threads + 1)
 
-    def join(self) -> int:
-        """A file begins to be written by threads; the number of the one that is its own, if it is to have one."""
+    def add_file(self) -> int:
+        """Count a file that threads begin to write; return the number of its thread, for when one alone writes it."""
         number = self._files.index(min(self._files))
         self._files[number] += 1
         return number
 
-    def leave(self, number: int) -> None:
-        """A file with that number has ended."""
+    def remove_file(self, number: int) -> None:
+        """Count a file with that number no more: it has ended."""
         self._files[number] -= 1
 
     def start(self, task: Callable[[], None], own: int | None = None) -> Future[None] | None:
@@ -122,8 +125,8 @@ class _Piece(NamedTuple):
     what: str
 
 
-class Uses:
-    """Calls ``release`` when the last of ``count`` uses has ended."""
+class Countdown:
+    """Calls ``release`` when it was counted down ``count`` times."""
 
     def __init__(self, count: int, release: Callable[[], None]) -> None:
         self._left = count
@@ -132,8 +135,8 @@ class Uses:
         if not count:
             release()
 
-    def end(self) -> None:
-        """One use has ended."""
+    def count_down(self) -> None:
+        """Count one down."""
         with self._lock:
             self._left -= 1
             left = self._left
@@ -146,28 +149,28 @@ class FileStream:
 
     Args:
         file: The file.
-        crew: Who writes.
-        algorithm: Of the digests.
+        pool: The threads that write.
+        algorithm: Of the digests; None for digests of 0, which nothing computes.
     """
 
-    def __init__(self, file: NewFile, crew: Crew, algorithm: str) -> None:
+    def __init__(self, file: NewFile, pool: WriterPool, algorithm: str | None) -> None:
         self._file = file
-        self._crew = crew
-        self._digest = digest_function(algorithm)
-        self._algorithm = algorithm
-        self._table = Segments(algorithm=algorithm)
+        self._pool = pool
+        self._digest = _no_digest if algorithm is None else digest_function(algorithm)
+        self._algorithm = algorithm or CRC32
+        self._table = Segments(algorithm=self._algorithm)
         self._lengths, self._digests = self._table.lengths, self._table.digests
         #: Where the block begins in the file: on a page. All that comes before it is handed over.
         self._start = 0
-        self._block: Block | None = None
+        self._block: Buffer | None = None
         self._filled = 0
         self._room = 0
         #: The last key of which there are bytes in the block.
         self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
-        #: Its place in the crew, from when it is known to have work for threads.
-        self._number = crew.join() if file.expected >= LARGE_PART else None
+        #: Its number in the pool, from when it is known to have work for threads.
+        self._number = pool.add_file() if file.expected >= LARGE_PART else None
         #: What writing has failed with first.
         self.error: BaseException | None = None
 
@@ -195,9 +198,9 @@ class FileStream:
         except BaseException:
             release()
             raise
-        uses = Uses(len(pieces), release)
+        countdown = Countdown(len(pieces), release)
         for piece in pieces:
-            self._hand_over(partial(self._write_piece, [piece]), uses.end)
+            self._hand_over(partial(self._write_piece, [piece]), countdown.count_down)
 
     def end(self) -> None:
         """No more comes: write what is left, or begin to."""
@@ -225,10 +228,10 @@ class FileStream:
         self._wait()
         number, self._number = self._number, None
         if number is not None:
-            self._crew.leave(number)
+            self._pool.remove_file(number)
         block, self._block, self._filled, self._room = self._block, None, 0, 0
-        if block is not None:  # this no longer has it: given back twice, it would be two files' at the same time
-            give_back(block)
+        if block is not None:  # this no longer has it: released twice, it would be two files' at the same time
+            block_pool.release(block)
 
     def _put_medium(self, part: memoryview) -> list[_Piece]:
         if part.nbytes:
@@ -243,7 +246,7 @@ class FileStream:
         for start in range(0, nbytes, SEGMENT_BYTES):
             self._lengths.append(min(SEGMENT_BYTES, nbytes - start))
             self._digests.append(0)  # until its piece is written
-        low, high = _whole_pages(offset, nbytes)
+        low, high = whole_pages(offset, nbytes)
         self._fill(part[:low])
         self._flush()
         self._start = offset + high
@@ -259,7 +262,7 @@ class FileStream:
         """Put bytes into the block, and into as many new ones as it takes."""
         end = self._filled + len(data)
         if end <= self._room and self._block is not None:
-            self._block.memory[self._filled : end] = data
+            self._block.view[self._filled : end] = data
             self._filled = end
         else:
             view = memoryview(data)
@@ -269,7 +272,7 @@ class FileStream:
     def _fill_some(self, view: memoryview) -> int:
         if self._block is None or self._filled == self._room:
             self._flush()
-            self._block = self._block or lease()
+            self._block = self._block or block_pool.acquire()
             self._room = BLOCK_BYTES
         count = min(self._room - self._filled, view.nbytes)
         self._block.view[self._filled : self._filled + count] = view[:count]
@@ -278,14 +281,14 @@ class FileStream:
 
     def _flush(self) -> None:
         """Hand the block over; it ends on a page, or the file ends with it."""
-        if self._block is None or self._filled < _WORTH_A_WRITE:
+        if self._block is None or self._filled < DIRECT_BYTES:
             self._flush_small()
             return
         block, begin, filled = self._block, self._start, self._filled
         self._file.reserve(begin + filled)
-        self._crew.blocks.acquire()
+        self._pool.blocks.acquire()
         self._block, self._start, self._filled, self._room = None, begin + filled, 0, 0
-        write = partial(self._write_block, block.view[:filled], begin, self._named())
+        write = partial(self._file.write, block.view[:filled], begin, self._named())
         self._hand_over(write, partial(self._free, block))
 
     def _flush_small(self) -> None:
@@ -298,14 +301,14 @@ class FileStream:
         """What is in the block, for errors."""
         return self._what and f"{self._what} and what lies before it"
 
-    def _free(self, block: Block) -> None:
-        give_back(block)
-        self._crew.blocks.release()
+    def _free(self, block: Buffer) -> None:
+        block_pool.release(block)
+        self._pool.blocks.release()
 
     def _hand_over(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
         if self._number is None:
-            self._number = self._crew.join()
-        found = self._crew.start(partial(self._do, task, ended), self._number if self._file.is_cached else None)
+            self._number = self._pool.add_file()
+        found = self._pool.start(partial(self._do, task, ended), self._number if self._file.is_cached else None)
         if found is not None:
             self._tasks.append(found)
 
@@ -324,18 +327,13 @@ class FileStream:
         for task in tasks:
             task.exception()
 
-    def _write_block(self, view: memoryview, offset: int, what: str) -> None:
-        whole = view.nbytes // PAGE * PAGE
-        self._file.write_pages(view[:whole], offset, what)
-        self._file.write(view[whole:], offset + whole, what)
-
     def _write_piece(self, hand: list[_Piece]) -> None:
         """Digest and write a piece: at once, or in steps that stay in the cache where the processor copies it.
 
         It is taken out of the hand that the pool still holds: when this returns nothing refers to the bytes.
         """
         part, offset, begin, end, segment, what = hand.pop()
-        low, high = _whole_pages(offset, part.nbytes)
+        low, high = whole_pages(offset, part.nbytes)
         step = SEGMENT_BYTES if self._file.copies(part, offset) else PIECE_BYTES
         for start in range(begin, end, step):
             stop = min(start + step, end)
@@ -343,12 +341,11 @@ class FileStream:
                 number = segment + (at - begin) // SEGMENT_BYTES
                 self._digests[number] = self._digest(part[at : min(at + SEGMENT_BYTES, stop)])
             first, last = low + start, min(low + stop, high)
-            self._file.write_pages(part[first:last], offset + first, what)
+            self._file.write(part[first:last], offset + first, what)
 
 
-def _whole_pages(offset: int, nbytes: int) -> tuple[int, int]:
-    """First and last byte, of that many at an offset in the file, that make up whole pages."""
-    return -offset % PAGE, (offset + nbytes) // PAGE * PAGE - offset
+def _no_digest(_: memoryview | bytes) -> int:
+    return 0
 
 
-__all__ = ["LARGE_PART", "Crew", "FileStream", "Uses", "start"]
+__all__ = ["LARGE_PART", "Countdown", "FileStream", "WriterPool", "start"]

@@ -51,6 +51,9 @@ class _Job(Generic[_T, _R]):
 class Workers:
     """Threads that exist as long as there is work, and the thread that brings it as one of them.
 
+    A thread that waits for its items does pieces of the others' meanwhile. With the executors of concurrent.futures it
+    would idle: of two threads, the last large item would then keep only one busy, and take twice as long.
+
     Args:
         threads: How many work, the caller among them.
         name: Of the threads.

@@ -16,7 +16,7 @@ from shardckpt.storage.filesystem import check_file_name
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.staged_files import check_as_recorded, digest_file
-from shardckpt.storage.stream import Crew, FileStream, Uses, start
+from shardckpt.storage.stream import Countdown, FileStream, WriterPool, start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,23 +35,23 @@ Produce = Callable[[], Sequence[memoryview]]
 class FileWriter:
     """One new file, written as a sequence of records.
 
-    Records are placed, produced and put in order by the calling thread, and written by the crew, which also digests
-    large ones; of large records no more are produced than the crew may have in hand. Where the file's SHA-256 is
+    Records are placed, produced and put in order by the calling thread, and written by the pool, which also digests
+    large ones; of large records no more are produced than the pool may have in hand. Where the file's SHA-256 is
     wanted, a thread of its own does the caller's part and hashes: files are hashed side by side, each in its order.
 
     Args:
         path: The file, which must not exist.
-        crew: Who writes.
+        pool: The threads that write.
         algorithm: Of the digests.
         nbytes: What it will have at least, if that is known.
         sha256: Whether to hash the file.
     """
 
-    def __init__(self, path: Path, crew: Crew, algorithm: str, nbytes: int = 0, *, sha256: bool = False) -> None:
+    def __init__(self, path: Path, pool: WriterPool, algorithm: str, nbytes: int = 0, *, sha256: bool = False) -> None:
         self._path = path
-        self._crew = crew
+        self._pool = pool
         self._file = NewFile(path, nbytes)
-        self._stream = FileStream(self._file, crew, algorithm)
+        self._stream = FileStream(self._file, pool, algorithm)
         #: SHA-256 of the records that are written, where it is wanted.
         self.sha256 = hashlib.sha256() if sha256 else None
         self._lane = ThreadPoolExecutor(1, "shardckpt-sha256") if sha256 else None
@@ -166,23 +166,23 @@ class FileWriter:
 
     def _put_large(self, offset: int, nbytes: int, produce: Produce, what: str) -> None:
         """Produce a record when there are not too many already, and hand its parts over."""
-        self._crew.records.acquire()
+        self._pool.records.acquire()
         try:
             parts = [part.cast("B") for part in produce()]
             self._check_size(offset, nbytes, sum(part.nbytes for part in parts))
         except BaseException:
-            self._crew.records.release()
+            self._pool.records.release()
             raise
-        uses = Uses(2, self._crew.records.release)
+        countdown = Countdown(2, self._pool.records.release)
         try:
-            self._stream.put(parts, uses.end, what)
+            self._stream.put(parts, countdown.count_down, what)
             while parts:
                 part = parts.pop(0)
                 if self.sha256 is not None:
                     self.sha256.update(part)
                 del part
         finally:
-            uses.end()
+            countdown.count_down()
 
     def _check_size(self, offset: int, announced: int, found: int) -> None:
         if found != announced:
@@ -211,7 +211,7 @@ class CheckpointWriter:
         self._sha256 = sha256
         self._algorithm = algorithm or preferred()
         digest_function(self._algorithm)
-        self._crew = Crew(settings.io_threads())
+        self._pool = WriterPool(settings.io_threads())
         self._open: dict[str, FileWriter] = {}
         #: Records of the files that are complete.
         self.files: list[FileRecord] = []
@@ -228,7 +228,7 @@ class CheckpointWriter:
             nbytes: What it will have at least, if that is known: space for it is set aside in one go.
         """
         path = self.directory / check_file_name(name)
-        writer = FileWriter(path, self._crew, self._algorithm, nbytes, sha256=self._sha256)
+        writer = FileWriter(path, self._pool, self._algorithm, nbytes, sha256=self._sha256)
         self._open[name] = writer
         return writer
 
@@ -309,7 +309,7 @@ class CheckpointWriter:
         """End the threads; files that were not finished stay incomplete."""
         for writer in self._open.values():
             writer._stop()  # noqa: SLF001 - the writer's own half of the same machinery
-        self._crew.close()
+        self._pool.close()
 
     def __enter__(self) -> Self:
         return self

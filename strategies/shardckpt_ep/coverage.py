@@ -101,7 +101,7 @@ def _faults(key: str, claims: list[tuple[int, Claim]]) -> Iterator[str]:
 def _twice(key: str, whole: Claim, mains: list[tuple[int, Box]], overlap: Overlap) -> str:
     ranks = (mains[overlap.first][0], mains[overlap.second][0])
     axis = whole.expert_dim
-    twice = [expert for expert in range(whole.shape[axis]) if find_overlap(_parts(_slab(whole, expert), mains))]
+    twice = [expert for expert in range(whole.shape[axis]) if find_overlap(_parts(_expert_box(whole, expert), mains))]
     return (
         f"{_experts(twice)} of {key!r} are described by several ranks (rank {ranks[0]} and rank {ranks[1]}, which "
         "are not copies of each other): their expert-parallel ranks are not those of the mesh given for them, or a "
@@ -112,11 +112,11 @@ def _twice(key: str, whole: Claim, mains: list[tuple[int, Box]], overlap: Overla
 def _missing(key: str, whole: Claim, mains: list[tuple[int, Box]]) -> Iterator[str]:
     none, part = [], []
     for expert in range(whole.shape[whole.expert_dim]):
-        slab = _slab(whole, expert)
-        found = _parts(slab, mains)
-        if not found and slab.volume:
+        expert_box = _expert_box(whole, expert)
+        found = _parts(expert_box, mains)
+        if not found and expert_box.volume:
             none.append(expert)
-        elif _has_hole(slab, found):
+        elif _has_hole(expert_box, found):
             part.append(expert)
     if none:
         yield f"{_experts(none)} of {key!r} are described by no rank"
@@ -124,19 +124,19 @@ def _missing(key: str, whole: Claim, mains: list[tuple[int, Box]]) -> Iterator[s
         yield f"{_experts(part)} of {key!r} are described in part: some of their elements by no rank"
 
 
-def _parts(slab: Box, mains: list[tuple[int, Box]]) -> list[Box]:
-    """What the boxes have of a slab."""
-    return [common for _, box in mains if (common := intersect(box, slab))]
+def _parts(expert_box: Box, mains: list[tuple[int, Box]]) -> list[Box]:
+    """What the boxes have of an expert's box."""
+    return [common for _, box in mains if (common := intersect(box, expert_box))]
 
 
-def _has_hole(slab: Box, found: Sequence[Box]) -> bool:
+def _has_hole(expert_box: Box, found: Sequence[Box]) -> bool:
     if find_overlap(found) is not None:
         return False  # said already
-    back = tuple(-offset for offset in slab.offset)
-    return find_hole(slab.shape, [box.moved(back) for box in found]) is not None
+    back = tuple(-offset for offset in expert_box.offset)
+    return find_hole(expert_box.shape, [box.moved(back) for box in found]) is not None
 
 
-def _slab(whole: Claim, expert: int) -> Box:
+def _expert_box(whole: Claim, expert: int) -> Box:
     """All of one expert."""
     axis = whole.expert_dim
     offset = tuple(expert if dim == axis else 0 for dim in range(len(whole.shape)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.parallel import share_out
+from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import check_file_name, side_by_side
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.archive import pickled
@@ -35,7 +35,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     Args:
         backend: Must be ``torch_dist``: Megatron's callers name it.
         version: Must be 1.
-        keep_only_main_replica: Write the main replicas; False lets any holder of a copy write it, dealt out by bytes
+        keep_only_main_replica: Write the main replicas; False lets any holder of a copy write it, balanced by bytes
             over all ranks.
         thread_count: Files a rank, filled evenly. By default one; on a file system that is known to write through the
             page cache alone, as many as can be written at a time, of 32 MiB at least.
@@ -80,7 +80,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         """Plan together; objects and the common state are pickled here."""
         comm = context.comm
         if not self._main_only:
-            shards = share_out(shards, comm)
+            shards = assign_main_replicas(shards, comm)
         stored_common = _common(common, context)
         with comm.local_phase("planning"):
             items = local_items(shards)

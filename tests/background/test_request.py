@@ -14,9 +14,9 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
-from shardckpt.background import slab as slabs
-from shardckpt.background.slab import SlabPool
+from shardckpt.background import staging_buffer
 from shardckpt.background.staging import release_memory, stage
+from shardckpt.background.staging_buffer import StagingBufferPool
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.strategy import SaveStrategy
@@ -167,14 +167,14 @@ def test_staged_work_that_is_forgotten_gives_its_memory_back(monkeypatch: pytest
 def test_waiting_for_memory_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A save that waits for another's memory says so from time to time, and goes on when it is free."""
     monkeypatch.setenv("SHARDCKPT_STAGED_SAVES", "1")
-    monkeypatch.setattr(slabs, "_PATIENCE", 0.05)
-    pool = SlabPool()
-    first = pool.take(10)
+    monkeypatch.setattr(staging_buffer, "_PATIENCE", 0.05)
+    pool = StagingBufferPool()
+    first = pool.acquire(10)
     with ThreadPoolExecutor(1) as threads:
-        second = threads.submit(pool.take, 10)
+        second = threads.submit(pool.acquire, 10)
         while "has waited" not in caplog.text:
             assert not second.done()
-        pool.give_back(first)
+        pool.release(first)
         assert second.result(10) is first
 
 
@@ -187,16 +187,16 @@ def test_a_tensor_without_memory_is_named() -> None:
 
 
 def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more slabs exist than saves may be staged; one that is too small goes before a larger one comes."""
+    """No more buffers exist than saves may be staged; one that is too small goes before a larger one comes."""
     monkeypatch.setenv("SHARDCKPT_STAGED_SAVES", "1")
-    pool = SlabPool()
-    small = pool.take(10)
-    pool.give_back(small)
-    large = pool.take(small.nbytes + 1)
+    pool = StagingBufferPool()
+    small = pool.acquire(10)
+    pool.release(small)
+    large = pool.acquire(small.nbytes + 1)
     assert large is not small
-    pool.give_back(large)
-    assert pool.take(5) is large
-    pool.give_back(large)
+    pool.release(large)
+    assert pool.acquire(5) is large
+    pool.release(large)
     pool.clear()
 
 

@@ -427,16 +427,16 @@ def test_an_export_of_two_saves_is_not_committed(tmp_path: Path, monkeypatch: py
 
 
 def test_a_step_removed_while_it_is_looked_at_is_no_refusal(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that another process purges is not there: a restart takes the one before it."""
+    """A step that another process removes is not there: a restart takes the one before it."""
     scene.reset()
     scene.target.rename(scene.place / "step-1")
     check = steps._check_files
 
-    def check_what_is_purged(place: Path, manifest: Any) -> None:
+    def check_what_is_removed(place: Path, manifest: Any) -> None:
         shutil.rmtree(scene.place / "step-1", ignore_errors=True)
         check(place, manifest)
 
-    monkeypatch.setattr(steps, "_check_files", check_what_is_purged)
+    monkeypatch.setattr(steps, "_check_files", check_what_is_removed)
     found = steps.StepFolder(scene.place, host()).look(1)
     assert (found.refusal, type(found.error)) == (None, NotACheckpointError)
 

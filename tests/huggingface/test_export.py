@@ -245,7 +245,7 @@ def test_an_overwrite_replaces_weights_and_keeps_the_rest(checkpoint: Path, tmp_
         "pytorch_model.bin",
     ):
         (target / name).write_text("old")
-    with pytest.raises(StorageError, match="pass overwrite=True to replace its weights"):
+    with pytest.raises(StorageError, match="pass overwrite=True to replace"):
         export_to_huggingface(checkpoint, target)
     assert len(list(target.iterdir())) == 4
     export_to_huggingface(checkpoint, target, overwrite=True)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CheckpointConfig, CheckpointManager
-from shardckpt.manager import purge as purging
+from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection
 from tests.manager.training import Progress
 
 if TYPE_CHECKING:
@@ -55,20 +54,20 @@ def test_the_last_step_without_a_model(tmp_path: Path, caplog: pytest.LogCapture
     assert "no state is named 'model'" in caplog.text
 
 
-def test_a_purge_leaves_what_is_saved_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that a purge has chosen to remove, and that is saved again before it is removed, stays."""
+def test_garbage_collection_leaves_what_is_saved_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that garbage collection has chosen to remove, and that is saved again before it is removed, stays."""
     state = _progress()
     with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=0), {"train_state": state}) as manager:
         _saved(manager, state, 2, 4, 6, 8)
     begun, go_on = threading.Event(), threading.Event()
-    remove = purging._is_removed
+    remove = garbage_collection._is_removed
 
     def slow(*arguments: Any) -> bool:
         begun.set()
         go_on.wait(10)
         return remove(*arguments)
 
-    monkeypatch.setattr(purging, "_is_removed", slow)
+    monkeypatch.setattr(garbage_collection, "_is_removed", slow)
     with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=2), {"train_state": state}) as manager:
         assert manager.load(2)
         _saved(manager, state, 3)
@@ -77,6 +76,49 @@ def test_a_purge_leaves_what_is_saved_anew(tmp_path: Path, monkeypatch: pytest.M
         _saved(manager, state, 4)
         manager.wait()
         assert manager.steps() == [3, 4, 6, 8]
+
+
+def test_a_load_waits_for_removals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint is removed while it is read: one that is to go is gone before the load looks for it."""
+    state = _progress()
+    begun, go_on = threading.Event(), threading.Event()
+    remove = garbage_collection._is_removed
+
+    def slow(*arguments: Any) -> bool:
+        begun.set()
+        go_on.wait(10)
+        return remove(*arguments)
+
+    monkeypatch.setattr(garbage_collection, "_is_removed", slow)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=2), {"train_state": state}) as manager:
+        _saved(manager, state, 2, 4, 6)
+        assert begun.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        with pytest.raises(CheckpointingException, match="step 2 cannot be loaded"):
+            manager.load(2)
+        assert manager.load()
+        assert manager.loaded_step == 6
+
+
+def test_a_policy_that_fails_removes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A function that raises, or returns no steps, is named in a warning; every checkpoint stays, and saves go on."""
+    answers: list[Any] = [lambda _: 1 / 0, lambda _: None, lambda steps: [max(steps)]]
+
+    def policy(steps: Any) -> Any:
+        return answers[0](steps)
+
+    config = CheckpointConfig(folder=tmp_path, retention=[policy])
+    state = _progress()
+    with CheckpointManager(config, {"train_state": state}) as manager:
+        for step, text in ((1, "ZeroDivisionError"), (2, "returned None: return the steps to keep")):
+            _saved(manager, state, step)
+            manager.wait()
+            assert text in caplog.text
+            assert answers.pop(0)
+        assert manager.steps() == [1, 2]
+        _saved(manager, state, 3)
+        manager.wait()
+        assert manager.steps() == [3]
 
 
 @pytest.mark.parametrize("value", [None, "low", [1.0], torch.ones(2)], ids=["None", "text", "a list", "two"])
@@ -186,7 +228,7 @@ def test_a_metric_that_is_never_given_is_named(tmp_path: Path, caplog: pytest.Lo
             manager.save(step, force=True, metrics={"loss": 1.0})
         with pytest.raises(CheckpointingException, match="give them by name"):
             manager.save(4, force=True, metrics=1.0)  # type: ignore[arg-type]
-    assert caplog.text.count("best_metric='los' is not among the metrics that save was given ('loss')") == 1
+    assert caplog.text.count("by the metric 'los', which is not among those that save was given ('loss')") == 1
 
 
 @pytest.mark.parametrize(("wrong", "message"), [({"strategy": "zarrr"}, "zarrr"), ({"hf_mapping": "llamaa"}, "llamaa")])

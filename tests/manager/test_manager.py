@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CheckpointConfig, CheckpointManager
+from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, KeepPinned
 from tests.manager import jobs
 from tests.manager.folders import names_in
-from tests.manager.training import Training
+from tests.manager.training import Progress, Training
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tests.ranks import RankPool
@@ -222,6 +224,27 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
             manager.save(step, metrics={} if loss is None else {"loss": loss})
             manager.wait()
     assert names_in(tmp_path) == {"step-2", "step-5", "step-7"}
+
+
+def _every_third(steps: Mapping[int, Any]) -> list[int]:
+    return [step for step in steps if step % 3 == 0]
+
+
+def _retained(folder: str, steps: list[int]) -> list[int]:
+    """What is left when a new run saves each step, with a loss of its own on every rank."""
+    policies = [KeepLatest(1), KeepBest("loss", 1), KeepPinned([2]), _every_third]
+    config = CheckpointConfig(folder=folder, retention=policies)
+    for step in steps:
+        with CheckpointManager(config, {"train_state": Progress()}) as manager:
+            loss = abs(step - 4) if dist.get_rank() == 0 else step
+            manager.save(step, force=True, metrics={"loss": loss})
+            manager.wait()
+    return manager.steps()
+
+
+def test_policies_keep_over_restarts(ranks: RankPool, tmp_path: Path) -> None:
+    """Pinned, best and chosen steps outlive the runs that saved them: the main rank's metrics come from the disk."""
+    assert ranks.run(2, _retained, str(tmp_path), list(range(1, 9))) == [[2, 3, 4, 6, 8]] * 2
 
 
 def test_when_it_saves(tmp_path: Path) -> None:

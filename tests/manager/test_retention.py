@@ -1,102 +1,175 @@
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager.retention import Retention
+from shardckpt.manager import CheckpointConfig
+from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepPinned, describe_policy, steps_to_remove
+
+if TYPE_CHECKING:
+    from shardckpt.manager.retention import RetentionPolicy, StepMetrics
 
 STEPS = st.lists(st.integers(0, 200), unique=True, max_size=20)
 METRIC = st.one_of(st.none(), st.just(math.nan), st.integers(-5, 5), st.floats(allow_nan=False), st.text(max_size=2))
-CHECKPOINTS = STEPS.flatmap(
-    lambda steps: st.tuples(
-        *(st.tuples(st.just(step), st.fixed_dictionaries({}, optional={"loss": METRIC})) for step in steps)
-    )
-)
-RETENTIONS = st.builds(
-    Retention,
-    keep_latest_k=st.integers(0, 6),
-    keep_every_n_steps=st.integers(0, 20),
-    keep_best_k=st.integers(0, 4),
-    best_metric=st.just("loss"),
-    best_mode=st.sampled_from(["min", "max"]),
-)
+CHECKPOINTS = st.dictionaries(st.integers(0, 200), st.fixed_dictionaries({}, optional={"loss": METRIC}), max_size=20)
+LATEST = st.builds(KeepLatest, st.integers(1, 6))
+EVERY = st.builds(KeepEvery, st.integers(1, 20))
+BEST = st.builds(KeepBest, st.just("loss"), st.integers(1, 4), st.sampled_from(["min", "max"]))
+PINNED = st.builds(KeepPinned, st.lists(st.integers(0, 200), max_size=4))
+NOTHING: RetentionPolicy = lambda _: ()  # noqa: E731 - as users write them
 
 
-def _without_metrics(*steps: int) -> list[tuple[int, dict[str, Any]]]:
-    return [(step, {}) for step in steps]
+def _without_metrics(*steps: int) -> dict[int, dict[str, Any]]:
+    return {step: {} for step in steps}
 
 
-@given(CHECKPOINTS, RETENTIONS, st.sets(st.integers(0, 200), max_size=4))
-def test_every_rule_keeps_what_it_promises(
-    checkpoints: tuple[tuple[int, dict[str, Any]], ...], retention: Retention, protected: set[int]
+@given(CHECKPOINTS, st.lists(st.one_of(LATEST, EVERY, BEST, PINNED), min_size=1), st.sets(st.integers(0, 200)))
+def test_what_any_policy_keeps_is_kept(
+    checkpoints: dict[int, dict[str, Any]], policies: list[RetentionPolicy], protected: set[int]
 ) -> None:
-    """The latest k, every n-th, the best k and the protected are kept; all else goes, if anything does."""
-    removed = retention.to_remove(checkpoints, protected)
-    steps = sorted(step for step, _ in checkpoints)
-    assert removed == sorted(set(removed) & set(steps))
-    if retention.keep_latest_k == 0:
-        assert not removed
-        return
-    kept = set(steps) - set(removed)
-    latest = set(steps[-retention.keep_latest_k :])
-    nth = {step for step in steps if retention.keep_every_n_steps and step % retention.keep_every_n_steps == 0}
-    others = kept - latest - nth - protected
-    assert latest | nth | (protected & set(steps)) <= kept
-    assert len(others) <= retention.keep_best_k
-    values = {step: metrics.get("loss") for step, metrics in checkpoints}
+    """The union of what the policies keep stays, the protected and the highest step too; all else goes."""
+    removed = steps_to_remove(policies, checkpoints, protected)
+    ordered = dict(sorted(checkpoints.items()))
+    kept = {step for policy in policies for step in policy(ordered)} | protected | set(list(ordered)[-1:])
+    assert removed == sorted(checkpoints.keys() - kept)
+
+
+@given(CHECKPOINTS, BEST)
+def test_the_best_are_the_first_in_order(checkpoints: dict[int, dict[str, Any]], policy: KeepBest) -> None:
+    """No step that is not kept has a better value than one that is, nor the same and is newer."""
+    kept = policy(checkpoints)
+    values = {step: metrics.get("loss") for step, metrics in checkpoints.items()}
     numbers = {step: value for step, value in values.items() if isinstance(value, int | float)}
     numbers = {step: value for step, value in numbers.items() if not math.isnan(value)}
-    assert others <= numbers.keys()
-    sign = 1 if retention.best_mode == "max" else -1
-    best = sorted(numbers, key=lambda step: (sign * numbers[step], step))[-retention.keep_best_k or len(numbers) :]
-    assert set(best) <= kept
+    sign = 1 if policy.mode == "max" else -1
+    ranked = sorted(numbers, key=lambda step: (sign * numbers[step], step), reverse=True)
+    assert kept == ranked[: policy.count]
 
 
 @given(STEPS, st.integers(1, 5), st.randoms())
-def test_the_newest_is_never_removed(steps: list[int], k: int, shuffle: Any) -> None:
-    """In whatever order they are listed, the highest step stays."""
+def test_the_newest_is_never_removed(steps: list[int], count: int, shuffle: Any) -> None:
+    """In whatever order they are listed the highest step stays, also where no policy keeps anything."""
     listed = list(steps)
     shuffle.shuffle(listed)
-    removed = Retention(k).to_remove(_without_metrics(*listed))
+    removed = steps_to_remove([KeepLatest(count)], _without_metrics(*listed))
     assert max(steps, default=None) not in removed
-    assert len(removed) == max(0, len(steps) - k)
+    assert len(removed) == max(0, len(steps) - count)
+    assert steps_to_remove([NOTHING], _without_metrics(*listed)) == sorted(steps)[:-1]
 
 
 def test_numbers_are_compared_and_not_names() -> None:
     """Step 1000 is newer than step 999."""
-    assert Retention(2).to_remove(_without_metrics(1000, 20, 999)) == [20]
+    assert steps_to_remove([KeepLatest(2)], _without_metrics(1000, 20, 999)) == [20]
 
 
-def test_zero_keeps_all() -> None:
-    """``keep_latest_k=0`` keeps all checkpoints, whatever else is asked for."""
-    retention = Retention(0, keep_every_n_steps=7, keep_best_k=1, best_metric="loss")
-    assert retention.to_remove(_without_metrics(1, 2, 3)) == []
+def test_without_a_policy_all_are_kept() -> None:
+    """An empty list of policies keeps every checkpoint, and so does ``keep_latest_k=0`` whatever else is given."""
+    assert steps_to_remove([], _without_metrics(1, 2, 3)) == []
+    config = CheckpointConfig(keep_latest_k=0, keep_every_n_steps=7, keep_best_k=1, best_metric="loss")
+    assert config.retention_policies == ()
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("min", {4, 9}), ("max", {5, 9})])
 def test_of_equals_the_newer_is_the_best(mode: Any, kept: set[int]) -> None:
     """Ties go to the newer; who has no number, or NaN, is never the best."""
     losses: dict[int, Any] = {1: 0.5, 2: math.nan, 3: None, 4: 0.5, 5: 0.9, 6: "0.1", 7: True, 9: 0.7}
-    checkpoints = [(step, {} if loss is None else {"loss": loss}) for step, loss in losses.items()]
-    removed = Retention(1, keep_best_k=1, best_metric="loss", best_mode=mode).to_remove(checkpoints)
+    checkpoints: StepMetrics = {step: {} if loss is None else {"loss": loss} for step, loss in losses.items()}
+    removed = steps_to_remove([KeepLatest(1), KeepBest("loss", mode=mode)], checkpoints)
     assert losses.keys() - set(removed) == kept
 
 
+def test_the_options_are_policies() -> None:
+    """Each of the ``keep_`` options is the policy of the same meaning; those that are 0 are none."""
+    assert CheckpointConfig().retention_policies == (KeepLatest(10),)
+    config = CheckpointConfig(
+        keep_latest_k=2, keep_every_n_steps=100, keep_best_k=3, best_metric="loss", best_mode="max"
+    )
+    assert config.retention_policies == (KeepLatest(2), KeepEvery(100), KeepBest("loss", 3, "max"))
+
+
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("make", "message"),
     [
-        ({"keep_latest_k": -1}, "keep_latest_k=-1: expected a whole number, 0 or more"),
-        ({"keep_every_n_steps": 1.5}, r"keep_every_n_steps=1\.5: expected a whole number"),
-        ({"keep_best_k": 1}, "give best_metric"),
-        ({"best_mode": "least"}, "best_mode='least': expected 'min' or 'max'"),
+        (lambda: KeepLatest(0), "KeepLatest(.|\n)*greater than or equal to 1"),
+        (lambda: KeepEvery(1.5), "KeepEvery(.|\n)*valid integer"),  # type: ignore[arg-type]
+        (lambda: KeepBest(""), "KeepBest(.|\n)*at least 1 character"),
+        (lambda: KeepBest("loss", mode="least"), "mode(.|\n)*'min' or 'max'"),  # type: ignore[arg-type]
+        (lambda: KeepPinned([-1]), "KeepPinned(.|\n)*greater than or equal to 0"),  # type: ignore[arg-type]
     ],
 )
-def test_a_policy_that_cannot_be_kept_is_an_error(options: dict[str, Any], text: str) -> None:
-    """Wrong numbers, a rule without its metric and an unknown mode are refused when the policy is made."""
-    with pytest.raises(CheckpointingException, match=text):
-        Retention(**options)
+def test_a_policy_that_cannot_be_kept_is_an_error(make: Any, message: str) -> None:
+    """Wrong numbers, an empty metric and an unknown mode are refused when the policy is made."""
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retention": 3}, "3 is not a retention policy: give KeepLatest"),
+        ({"retention": [KeepLatest]}, "is not a retention policy"),
+        ({"retention": [{"policy": "KeepNone"}]}, "is not a retention policy"),
+        ({"retention": [{"policy": "KeepLatest", "counts": 2}]}, "counts"),
+        ({"retention": ["tests.manager.some_function"]}, "is not a retention policy"),
+        ({"retention": [KeepLatest(2)], "keep_best_k": 1, "best_metric": "loss"}, "the place of keep_best_k, best_met"),
+        ({"retention": [KeepLatest(1)], "async_mode": "async"}, "keep 2 or more"),
+    ],
+)
+def test_a_configuration_refuses_what_is_no_policy(options: dict[str, Any], message: str) -> None:
+    """What is neither a policy nor a function is refused with what to give, and so is a policy beside an option."""
+    with pytest.raises(ValueError, match=message):
+        CheckpointConfig(**options)
+
+
+def test_policies_are_stored_and_read_back() -> None:
+    """A stored configuration has the built-in policies as JSON that makes them again, and a function by its name."""
+    policies = (KeepLatest(2), KeepEvery(50), KeepBest("loss", 3, "max"), KeepPinned((4, 7)))
+    config = CheckpointConfig(retention=policies)
+    stored = json.loads(json.dumps(config.stored()))
+    assert stored["retention"][1] == {"policy": "KeepEvery", "interval": 50}
+    assert CheckpointConfig(**stored) == config
+    assert CheckpointConfig(retention=KeepLatest(2)).retention == (KeepLatest(2),)
+    named = CheckpointConfig(retention=[test_policies_are_stored_and_read_back]).stored()["retention"]
+    assert named == ["tests.manager.test_retention.test_policies_are_stored_and_read_back"]
+
+
+class _Odd:
+    """A policy with a state of its own."""
+
+    def __call__(self, steps: StepMetrics) -> set[int]:
+        """The odd steps."""
+        return {step for step in steps if step % 2}
+
+
+def test_any_callable_is_a_policy() -> None:
+    """It is given metrics by step in ascending order, and may return any iterable of whole numbers."""
+    checkpoints = {30: {"loss": 1.0}, 4: {}, 5: {"loss": 0.5}, 12: {}}
+    seen: list[Any] = []
+
+    def policy(steps: StepMetrics) -> Any:
+        seen.append(dict(steps))
+        return (np.int64(step) for step in (4, 999))
+
+    assert steps_to_remove([policy], checkpoints) == [5, 12]
+    assert [list(each) for each in seen] == [[4, 5, 12, 30]]
+    assert seen[0][5] == {"loss": 0.5}
+    assert steps_to_remove([_Odd(), policy], checkpoints) == [12]
+    assert describe_policy(_Odd()) == "tests.manager.test_retention._Odd"
+
+
+@pytest.mark.parametrize("returned", [None, 3.0, "12", [True, False], [1.5], [[1]]])
+def test_what_is_no_list_of_steps_is_an_error(returned: Any) -> None:
+    """A policy that returns something else is named, with what it returned and what to return: nothing is removed."""
+
+    def policy(_: StepMetrics) -> Any:
+        return returned
+
+    with pytest.raises(CheckpointingException, match=r"policy tests\..*\.policy returned .* return the steps to keep"):
+        steps_to_remove([policy], _without_metrics(1, 2))

@@ -38,7 +38,7 @@ def _boxes(pieces: list[tuple[int, Box]]) -> Boxes:
     return collected
 
 
-@pytest.mark.parametrize("pairs", [1 << 20, 7], ids=["at once", "in slabs"])
+@pytest.mark.parametrize("pairs", [1 << 20, 7], ids=["at once", "in blocks"])
 @pytest.mark.parametrize("seed", range(25))
 def test_overlaps_are_those_of_every_pair(seed: int, pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of two random cuts of the same tensors share what comparing each pair says, equal boxes among them."""

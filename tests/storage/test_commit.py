@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,37 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (target / "kept").read_bytes() == b"kept"
     assert (target / "link").readlink() == Path("kept")
     assert synced == [b"kept"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_staging_directory_is_committed_or_removed(tmp_path: Path, fails: bool) -> None:
+    """What the block commits is the target; of what it does not commit, raise or return, nothing remains."""
+    target = tmp_path / "ckpt"
+    with commit.staging_directory(target) as staging:
+        (staging / "data").write_bytes(b"old")
+        commit.commit_staging(staging, target, list, overwrite=False)
+    with contextlib.suppress(KeyError), commit.staging_directory(target) as staging:
+        (staging / "data").write_bytes(b"new")
+        if fails:
+            raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+    assert (target / "data").read_bytes() == b"old"
+
+
+def test_a_commit_replaces_only_what_it_may(tmp_path: Path) -> None:
+    """A target that is there when a save commits is refused without overwrite; with it, other files in it stay."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    for name in ("data", "other"):
+        (target / name).write_bytes(b"old")
+    staging = staged(target)
+    for check in (commit.check_target, partial(commit.commit_staging, staging, list_owned=lambda: {"data"})):
+        with pytest.raises(StorageError, match=f"{target} is not empty: .* overwrite=True"):
+            check(target=target, overwrite=False)
+    commit.check_target(target, overwrite=True)
+    commit.commit_staging(staging, target, lambda: {"data"}, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == {"data": b"new", "other": b"old"}
 
 
 def test_is_free(tmp_path: Path) -> None:

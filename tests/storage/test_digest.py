@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.storage import digest
-from shardckpt.storage.digest import CRC32, MAX_SEGMENT, XXH3, Segments, digest_function, preferred
+from shardckpt.storage.digest import (
+    CRC32,
+    MAX_SEGMENT,
+    XXH3,
+    Segments,
+    digest_function,
+    digest_vote,
+    negotiate_digest,
+    preferred,
+)
 
 WIDTHS = {CRC32: 4, XXH3: 8}
 LENGTHS = st.lists(st.integers(1, MAX_SEGMENT), max_size=30)
@@ -131,10 +140,21 @@ def test_without_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where xxhash cannot be imported CRC-32 is preferred, and XXH3 is an error that says what to install."""
     monkeypatch.setitem(sys.modules, "xxhash", None)
     assert preferred() == CRC32
+    assert negotiate_digest(digest_vote()) == CRC32
     with pytest.raises(CheckpointingException, match=r"pip install 'shardckpt\[xxhash\]'.* SHARDCKPT_VERIFY_READS=0"):
         digest_function(XXH3)
     table = Segments([3], [1 << 63], XXH3)
     assert list(Segments.unpack(table.pack(), table.root(), 3, XXH3).digests) == [1 << 63]
+
+
+def test_ranks_choose_what_all_can_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save has the best algorithm that every rank has: one rank without xxhash makes it CRC-32."""
+    pytest.importorskip("xxhash")
+    with_xxhash = digest_vote()
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    without = digest_vote()
+    assert negotiate_digest(with_xxhash, with_xxhash) == XXH3
+    assert negotiate_digest(with_xxhash, without) == negotiate_digest(max(with_xxhash, without)) == CRC32
 
 
 def test_unknown_algorithms() -> None:

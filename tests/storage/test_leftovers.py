@@ -49,14 +49,14 @@ def _all(folder: Path) -> Any:
 def test_a_save_that_begins_while_others_are_cleared_away_keeps_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A purge in another thread does not take a staging directory for a leftover, from its first moment on."""
+    """Garbage collection in another thread never takes a staging directory for a leftover, from the first moment on."""
     make = pathlib.Path.mkdir
 
-    def make_and_purge(path: Path, *args: Any, **kwargs: Any) -> None:
+    def make_and_collect(path: Path, *args: Any, **kwargs: Any) -> None:
         make(path, *args, **kwargs)
         remove_free(_all(tmp_path))
 
-    monkeypatch.setattr(pathlib.Path, "mkdir", make_and_purge)
+    monkeypatch.setattr(pathlib.Path, "mkdir", make_and_collect)
     staging = commit.create_staging(tmp_path / "step-1", new_save_id())
     assert staging.is_dir()
     commit.discard_staging(staging)

@@ -338,10 +338,10 @@ def test_close_while_a_file_is_read(tmp_path: Path, file: FileRecord) -> None:
     """A reader that is closed while a thread reads keeps that thread's file open until it has read it."""
     before = _descriptors()
     reader = CheckpointReader(tmp_path, manifest(file))
-    opened = reader._files.take("data")
+    opened = reader._files.acquire("data")
     reader.close()
     assert os.pread(opened.fd, 5, 0) == b"first"
-    reader._files.give_back(opened)
+    reader._files.release(opened)
     assert _descriptors() == before
     assert not opened.is_open
     assert reader.read("data") == b"firstsecond"

@@ -143,7 +143,8 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "LARGE_PART", 2 * PAGE)
     monkeypatch.setattr(stream, "PIECE_BYTES", 4 * PAGE)
     monkeypatch.setattr(stream, "BLOCK_BYTES", 4 * PAGE)
-    monkeypatch.setattr(stream, "_WORTH_A_WRITE", PAGE)
+    for module in (stream, new_file):
+        monkeypatch.setattr(module, "DIRECT_BYTES", PAGE)
     monkeypatch.setattr(new_file, "BLOCK_BYTES", 2 * PAGE)
 
 
@@ -353,22 +354,22 @@ def test_memory_is_used_again(direct_directory: Path, threads: str, monkeypatch:
     """However much is copied on its way to the disk, few blocks of memory are taken for it, and all are given back."""
     made = []
 
-    class Counted(buffers.Block):
-        def __init__(self) -> None:
+    class Counted(buffers.Buffer):
+        def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
             made.append(1)
-            super().__init__()
+            super().__init__(nbytes, pinned=pinned)
 
-    monkeypatch.setattr(buffers, "Block", Counted)
-    monkeypatch.setattr(buffers, "_free", [])
+    monkeypatch.setattr(buffers, "Buffer", Counted)
+    monkeypatch.setattr(buffers.block_pool, "_free", {False: []})
     records = [[memory(4 * MIB, 1)], [memory(500_000, 0)]] * 10
     save(direct_directory, {"data": records})
     assert 1 <= len(made) <= 2 * (int(threads) + 1) + 1
-    assert len(buffers._free) == len(made)
+    assert len(buffers.block_pool._free[False]) == len(made)
 
 
 def test_a_forked_child_has_blocks_of_its_own() -> None:
     """What a child of fork() writes into a block does not reach the parent's."""
-    block = buffers.lease()
+    block = buffers.block_pool.acquire()
     block.view[:6] = b"parent"
     child = os.fork()
     if not child:
@@ -376,7 +377,7 @@ def test_a_forked_child_has_blocks_of_its_own() -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert bytes(block.view[:6]) == b"parent"
-    buffers.give_back(block)
+    buffers.block_pool.release(block)
 
 
 def test_abandoned_files(direct_directory: Path) -> None:
@@ -392,16 +393,16 @@ def test_abandoned_files(direct_directory: Path) -> None:
 
 
 def test_whole_pages_only(direct_directory: Path) -> None:
-    """NewFile writes pages to pages from any memory, and the rest of a page through the cache."""
+    """NewFile writes pages to pages from any memory, and the rest of a page, at either end, through the cache."""
     path = direct_directory / "pages"
     file = NewFile(path)
     file.reserve(MIB)
-    content = memory(3 * PAGE, 5)
-    file.write_pages(content[: 2 * PAGE], PAGE)
-    file.write(content[2 * PAGE : 2 * PAGE + 10], 3 * PAGE)
-    file.finish(3 * PAGE + 10)
+    content = memory(40 * PAGE, 5)
+    for start, stop in ((30, 20 * PAGE + 10), (20 * PAGE + 10, 20 * PAGE + 20), (20 * PAGE + 20, 40 * PAGE)):
+        file.write(content[start:stop], PAGE + start)
+    file.finish(41 * PAGE)
     file.close()
-    assert path.read_bytes() == bytes(PAGE) + bytes(content[: 2 * PAGE + 10])
+    assert path.read_bytes() == bytes(PAGE + 30) + bytes(content[30:])
 
 
 @pytest.mark.parametrize("extra", [0, 8 * MIB])
@@ -487,13 +488,13 @@ def test_files_in_the_page_cache_have_a_thread_each(
     """Of several files that one write at a time may go to, each is written by one thread, so that none waits."""
     monkeypatch.setenv("SHARDCKPT_DIRECT_IO", "0")
     writers: dict[str, set[int]] = {}
-    write_pages = NewFile.write_pages
+    write = NewFile.write
 
     def watched(self: NewFile, *args: Any) -> None:
         writers.setdefault(self.path.name, set()).add(threading.get_ident())
-        write_pages(self, *args)
+        write(self, *args)
 
-    monkeypatch.setattr(NewFile, "write_pages", watched)
+    monkeypatch.setattr(NewFile, "write", watched)
     data = memoryview(bytearray(os.urandom(9 * MIB)))
     with CheckpointWriter(tmp_path, 0) as writer:
         files = [writer.create(f"f{n}", data.nbytes) for n in range(3)]
@@ -510,13 +511,13 @@ def test_files_in_the_page_cache_have_a_thread_each(
 def test_a_file_alone_has_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
     """Of files that are written one after the other, each is written by several threads at a time."""
     monkeypatch.setenv("SHARDCKPT_DIRECT_IO", "0")
-    together, write_pages = threading.Barrier(min(2, int(threads))), NewFile.write_pages
+    together, write = threading.Barrier(min(2, int(threads))), NewFile.write
 
     def meeting(self: NewFile, *args: Any) -> None:
         together.wait(10)
-        write_pages(self, *args)
+        write(self, *args)
 
-    monkeypatch.setattr(NewFile, "write_pages", meeting)
+    monkeypatch.setattr(NewFile, "write", meeting)
     monkeypatch.setattr(stream, "PIECE_BYTES", MIB)
     data = memoryview(bytearray(os.urandom(4 * MIB)))
     with CheckpointWriter(tmp_path, 0) as writer:
@@ -527,14 +528,14 @@ def test_a_file_alone_has_all_threads(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_interrupt_leaves_no_threads() -> None:
     """Ctrl-C while the threads are waited for ends them all the same."""
-    crew = stream.Crew(2)
-    for own in (None, crew.join(), crew.join()):
-        crew.start(lambda: time.sleep(0.6), own)
+    pool = stream.WriterPool(2)
+    for own in (None, pool.add_file(), pool.add_file()):
+        pool.start(lambda: time.sleep(0.6), own)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            crew.close()
+            pool.close()
     finally:
         signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 10

@@ -1,8 +1,9 @@
-"""What a replica saves of its own, after every step: places in the data, random generators."""
+"""Replica checkpoints: what a replica saves of its own, after every step: places in the data, random generators."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -10,30 +11,31 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.distributed import Comm
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manager.config import AsyncMode
-from shardckpt.manager.purge import Purger, purge
+from shardckpt.manager.garbage_collection import GarbageCollector, remove_steps
 from shardckpt.manager.reader import StepReader
-from shardckpt.manager.replicas.retention import NEWEST_KEPT, Abandoned, OwnRetention
 from shardckpt.manager.steps import CONTENT_KEY
 from shardckpt.manager.writer import StepWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
     from torch.distributed import ProcessGroup
 
     from shardckpt.manager.config import CheckpointConfig
     from shardckpt.manager.reader import Fetched
+    from shardckpt.manager.retention import StepMetrics
     from shardckpt.manager.states import TrainingStates
     from shardckpt.manager.steps import StepFolder
 
 logger = logging.getLogger(__name__)
 
-#: Saves between two looks at what may go.
-_PURGED_AFTER = 10
+#: Saves between two garbage collections.
+_COLLECTED_AFTER = 10
+#: How many of the newest stay: one to fall back on.
+NEWEST_KEPT = 2
 
 
-class OwnCheckpoints:
+class ReplicaCheckpoints:
     """Saves and loads the states that each rank of one replica has its own of; collective in the replica.
 
     With an async mode a thread writes them; the writer is never that of the steps' checkpoints.
@@ -62,12 +64,12 @@ class OwnCheckpoints:
         self._reader = StepReader(states, process_group, allow_globals, others)
         self._skips = config.on_busy == "skip"
         self._last: int | None = None
-        self._unpurged = 0
+        self._uncollected = 0
         #: Those of steps whose checkpoint another replica may be writing.
         self._due: deque[int] = deque(maxlen=2)
         self._loaded: dict[int, Fetched] = {}
         self._writer: StepWriter | None = None
-        self._purger: Purger | None = None
+        self._collector: GarbageCollector | None = None
         if not config.load_only:
             self._begin_saving(config, allow_globals)
 
@@ -96,7 +98,9 @@ class OwnCheckpoints:
             state = self._states.describe(names, comm)
         self._loaded = {}
         content = {"step": step, "states": names, "model_only": False, "metrics": {}}
-        self._writer.write(state, self._folder.location(step), {CONTENT_KEY: content}, background=True)
+        self._writer.write(
+            state, self._folder.location(step), {CONTENT_KEY: content}, self._collect_sometimes, background=True
+        )
         self._last = step
 
     def load(self, step: int | None) -> None:
@@ -108,7 +112,6 @@ class OwnCheckpoints:
         Raises:
             CheckpointingException: the same on every rank: what there is does not fit the states.
         """
-        self.advance(blocking=True)
         self._loaded = {}
         if not self._wanted:
             return
@@ -136,51 +139,43 @@ class OwnCheckpoints:
             self._states.restore(*copy.deepcopy(self._loaded[found]))
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Commit what all ranks of the replica have written."""
+        """Commit what all ranks of the replica have written; ``blocking`` waits for that, and for removals."""
         if self._writer is not None:
             self._writer.advance(blocking=blocking)
+        if self._collector is not None and blocking:
+            self._collector.wait()
 
-    def wait(self) -> None:
-        """Wait for what is written, and for what is removed."""
-        self.advance(blocking=True)
-        if self._purger is not None:
-            self._purger.wait()
-
-    def close(self) -> None:
-        """Commit what is on its way, and end the background."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Commit what is on its way, unless the training ends by an error, and end the background."""
         try:
             if self._writer is not None:
-                self._writer.close()
+                self._writer.close(error)
         finally:
-            self._end()
-
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the background after an error of the training."""
-        try:
-            if self._writer is not None:
-                self._writer.leave(kind, error, trace)
-        finally:
-            self._end()
+            if self._collector is not None:
+                if self._uncollected:
+                    self._collector.submit(self._due)
+                self._collector.close()
 
     def _begin_saving(self, config: CheckpointConfig, allow_globals: Iterable[Any]) -> None:
         if Comm(self._group).is_main:
-            self._purger = Purger(self._folder, OwnRetention(steps=self._steps, interval=config.interval))
+            policy = functools.partial(keep_replica_steps, steps=self._steps, interval=config.interval)
+            self._collector = GarbageCollector(self._folder, [policy])
         is_async = config.async_mode is not AsyncMode.DISABLED
         threaded = config.model_copy(update={"async_mode": AsyncMode.ASYNC}) if is_async else config
-        self._writer = StepWriter(threaded, self._group, allow_globals, self._committed)
+        self._writer = StepWriter(threaded, self._group, allow_globals)
 
     def _abandon(self, step: int, comm: Comm) -> None:
         """Remove what an earlier run has saved at this step and later: this one did not go on from it."""
         comm.main_runs(
             "removing what a run that was given up has left",
-            lambda: purge(self._folder, Abandoned(steps=self._steps, since=step)),
+            lambda: remove_steps(self._folder, lambda own: abandoned_steps(own, self._steps, step)),
         )
 
-    def _committed(self) -> None:
-        self._unpurged += 1
-        if self._purger is not None and self._unpurged >= _PURGED_AFTER:
-            self._unpurged = 0
-            self._purger.submit(self._due)
+    def _collect_sometimes(self) -> None:
+        self._uncollected += 1
+        if self._collector is not None and self._uncollected >= _COLLECTED_AFTER:
+            self._uncollected = 0
+            self._collector.submit(self._due)
 
     def _fetch(self, step: int) -> bool:
         """Read one, without handing it back; whether it is whole."""
@@ -198,11 +193,25 @@ class OwnCheckpoints:
         else:
             logger.warning("%s has nothing of step %d: %s go on from step %d", self._folder, step, names, base)
 
-    def _end(self) -> None:
-        if self._purger is not None:
-            if self._unpurged:
-                self._purger.submit(self._due)
-            self._purger.close()
+
+def keep_replica_steps(own: StepMetrics, steps: StepFolder, interval: int) -> list[int]:
+    """A retention policy: the newest, and each step that has a checkpoint, or may be getting one from another replica.
+
+    Args:
+        own: A replica's own checkpoints.
+        steps: The folder of the steps' checkpoints.
+        interval: Steps between these.
+    """
+    full = steps.steps()
+    newest = max(full, default=-1)
+    coming = [step for step in own if step >= newest and step % interval == 0]
+    return [*sorted(own)[-NEWEST_KEPT:], *full, *coming]
 
 
-__all__ = ["OwnCheckpoints"]
+def abandoned_steps(own: StepMetrics, steps: StepFolder, since: int) -> list[int]:
+    """The replica's own steps that a run made which was given up at ``since``; not those that have a checkpoint."""
+    full = set(steps.steps())
+    return [step for step in own if step >= since and step not in full]
+
+
+__all__ = ["NEWEST_KEPT", "ReplicaCheckpoints", "abandoned_steps", "keep_replica_steps"]

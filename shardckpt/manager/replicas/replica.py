@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager.replicas.checkpoints import OwnCheckpoints
+from shardckpt.manager.part import ManagerPart
+from shardckpt.manager.replicas.checkpoints import ReplicaCheckpoints
 from shardckpt.manager.replicas.healing import Healing
 from shardckpt.manager.steps import StepFolder
 from shardckpt.plugins import host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
     from torch.distributed import ProcessGroup
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DATALOADER = "dataloader"
 
 
-class Replica:
+class Replica(ManagerPart):
     """What a CheckpointManager does besides, where it is that of one replica of several.
 
     The states that each rank has its own of (data loaders, random generators) are the replica's own, the others are
@@ -55,33 +55,30 @@ class Replica:
     ) -> None:
         #: The steps made, as far as the manager knows.
         self.step = 0
-        #: The names of the states that are not in the steps' checkpoints.
-        self.own: tuple[str, ...] = tuple(states.per_rank) if config.enable_ft_dataloader_checkpoints else ()
+        self.own_states = tuple(states.per_rank) if config.enable_ft_dataloader_checkpoints else ()
         self._tolerance = fault_tolerance
         self._group = process_group
-        self._checkpoints: OwnCheckpoints | None = None
+        self._checkpoints: ReplicaCheckpoints | None = None
         comm = Comm(process_group)
         with comm.collective_phase("registering with the replica manager"):
             _check_loader(states)
             self._healing = Healing(states)
             fault_tolerance.register(self._take, self._give)
-        if self.own and config.enable_checkpoint:
+        if self.own_states and config.enable_checkpoint:
             with comm.collective_phase("opening the replica's own folder"):
                 comm.agree(replica_id=fault_tolerance.replica_id)
                 folders = (
                     StepFolder(f"{config.folder}/{fault_tolerance.folder}", host()),
                     StepFolder(config.folder, host()),
                 )
-                self._checkpoints = OwnCheckpoints(*folders, states, config, process_group, allow_globals)
+                self._checkpoints = ReplicaCheckpoints(*folders, states, config, process_group, allow_globals)
 
-    def save(self, step: int, *, due: bool) -> bool:
-        """Save what is the replica's own; whether it is this replica that saves the rest.
-
-        Args:
-            step: Steps made.
-            due: Whether the rest is to be saved.
-        """
+    def on_step(self, step: int) -> None:
+        """Remember how far the training has come: a replica that joins is told."""
         self.step = step
+
+    def joins_step(self, step: int, *, due: bool) -> bool:
+        """Collective: save what is the replica's own; whether it is this replica that saves the rest."""
         comm = Comm(self._group)
         rank = comm.main_runs("asking which replicas take part", self._tolerance.manager.participating_rank)
         if due or self._healing.has_copies:
@@ -93,37 +90,23 @@ class Replica:
             self._checkpoints.save(step, due=due)
         return rank == 0
 
-    def load(self, step: int | None) -> None:
-        """Load what is the replica's own, after the rest.
-
-        Args:
-            step: Of the checkpoint that was loaded, if it is this training's.
-        """
+    def after_load(self, step: int | None) -> None:
+        """Collective: load what is the replica's own."""
         self.step = step or 0
         with Comm(self._group).collective_phase("looking at the modules"):
             self._healing.refresh()
         if self._checkpoints is not None:
             self._checkpoints.load(step)
 
-    def advance(self) -> None:
-        """Commit what is written of the replica's own."""
+    def advance(self, *, blocking: bool = False) -> None:
+        """Collective: commit what is written of the replica's own."""
         if self._checkpoints is not None:
-            self._checkpoints.advance()
+            self._checkpoints.advance(blocking=blocking)
 
-    def wait(self) -> None:
-        """Wait until the replica's own is durable."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Collective: end the background."""
         if self._checkpoints is not None:
-            self._checkpoints.wait()
-
-    def close(self) -> None:
-        """Wait, and end the background."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the background after an error of the training."""
-        if self._checkpoints is not None:
-            self._checkpoints.leave(kind, error, trace)
+            self._checkpoints.close(error)
 
     def _give(self) -> dict[str, Any]:
         return {"step": self.step, "states": self._healing.give()}

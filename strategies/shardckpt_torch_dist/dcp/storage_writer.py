@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from shardckpt.engine import HostedPart, HostedSave, write_part
 from shardckpt.errors import CheckpointingException, ShardingError, listed
-from shardckpt.storage import preferred
+from shardckpt.storage import digest_vote
 from shardckpt.tensors import page_place, synchronize_devices
 from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, check_loadable, fitted, load_metadata
 from shardckpt_torch_dist.dialects import METADATA_FILE
@@ -92,7 +92,7 @@ class CheckpointStorageWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Tell the coordinator which digests this rank has."""
-        return dataclasses.replace(plan, storage_data=preferred())
+        return dataclasses.replace(plan, storage_data=digest_vote())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: make the staging directory, and say where it is in every rank's plan."""
@@ -102,7 +102,8 @@ class CheckpointStorageWriter(StorageWriter):
             len(plans),
             self,
             overwrite=self._overwrite,
-            algorithms=[plan.storage_data for plan in plans],
+            # a plan that DCP has cached comes without a vote
+            digest_votes=[plan.storage_data for plan in plans if isinstance(plan.storage_data, int)],
         )
         parts = self._save.parts()
         _told.part = parts[0]  # where DCP runs in one process, no plan travels

@@ -6,7 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage import BLOCK_BYTES, give_back, lease
+from shardckpt.storage import BLOCK_BYTES, block_pool
 from shardckpt_torch_dist.plan.regions import SMALL_ITEM, our_archive
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class ReadAhead:
     def __init__(self, reader: CheckpointReader, run: Run) -> None:
         self._reader = reader
         self._file, self._start = run.file, run.start
-        self._block = lease()
+        self._block = block_pool.acquire()
         self._data = self._block.view[: run.stop - run.start]
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._block.memory))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._block.view))
         try:
             reader.read_into(run.file, run.start, self._data, "small items")
         except CorruptCheckpointError:  # each item by itself, then: the damaged one is named
@@ -93,7 +93,7 @@ class ReadAhead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        give_back(self._block)
+        block_pool.release(self._block)
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
         """Bytes of a range."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,8 @@ import torch
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank, ReplicaManager
-from shardckpt.manager.replicas.retention import Abandoned, OwnRetention
+from shardckpt.manager.replicas.checkpoints import abandoned_steps, keep_replica_steps
+from shardckpt.manager.retention import steps_to_remove
 from tests.manager.folders import steps_of
 from tests.manager.replicas import jobs as replicas
 from tests.manager.replicas.jobs import Manager, OldManager
@@ -81,7 +83,7 @@ def test_an_older_torchft(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @ASYNC
-def test_both_folders_are_purged(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+def test_garbage_of_both_folders_is_collected(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """The newest stay, and of every step that stays for all, the loaders' places at that step; nothing foreign goes."""
     for name in ("ft-replicat-0", "ft-replicat-1"):
         (tmp_path / name / "notes").mkdir(parents=True)
@@ -98,12 +100,13 @@ def test_what_of_its_own_may_go(tmp_path: Path) -> None:
     """Of a step that another replica may still be writing, a replica's own stays: a due one, or one that was forced."""
     for step in (4, 8):
         (tmp_path / f"step-{step}").mkdir()
-    retention = OwnRetention(steps=steps_of(tmp_path), interval=4)
-    own: list[tuple[int, dict[str, Any]]] = [(step, {}) for step in range(1, 19)]
-    assert retention.to_remove(own, [14]) == [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 15]
+    steps = steps_of(tmp_path)
+    policies = [functools.partial(keep_replica_steps, steps=steps, interval=4)]
+    own: dict[int, dict[str, Any]] = {step: {} for step in range(1, 19)}
+    assert steps_to_remove(policies, own, [14]) == [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 15]
     (tmp_path / "step-16").mkdir()
-    assert retention.to_remove(own) == [1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15]
-    assert Abandoned(steps=steps_of(tmp_path), since=7).to_remove(own[5:]) == [7, 9, 10, 11, 12, 13, 14, 15, 17, 18]
+    assert steps_to_remove(policies, own) == [1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15]
+    assert abandoned_steps(own, steps, 7) == [7, 9, 10, 11, 12, 13, 14, 15, 17, 18]
 
 
 def test_a_run_that_was_given_up_leaves_nothing_newer(ranks: RankPool, tmp_path: Path) -> None:

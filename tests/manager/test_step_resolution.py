@@ -13,7 +13,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     UnknownBackendError,
 )
-from shardckpt.manager.agreement import agreed_step
+from shardckpt.manager.step_resolution import resolve_step
 from tests.manager import folders
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ NODES = 4
 
 def _agree(folder: str, step: int = -1, **options: Any) -> int | None:
     """The answer of this rank, which sees ``folder``."""
-    return agreed_step(folders.steps_of(folder), Comm(), step, **options)
+    return resolve_step(folders.steps_of(folder), Comm(), step, **options)
 
 
 def _agree_alone(folder: str, step: int = -1) -> int | None:

@@ -1,7 +1,7 @@
-"""Program: kill a purge before each change that it makes, and say what is left.
+"""Program: kill a garbage collection before each change that it makes, and say what is left.
 
-``python -m tests.manager.purge_killer local|store FOLDER`` prints a line of JSON for each kill. torch is imported
-once; every purge and load is a fork.
+``python -m tests.manager.garbage_collection_killer local|store FOLDER`` prints a line of JSON for each kill.
+torch is imported once; every collection and load is a fork.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.manager.purge import purge
-from shardckpt.manager.retention import Retention
+from shardckpt.manager.garbage_collection import collect_garbage
+from shardckpt.manager.retention import KeepLatest
 from tests.faults.forks import fork, wait
 from tests.manager import folders
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS = (1, 2, 3, 4)
-RETENTION = Retention(2)
+POLICIES = [KeepLatest(2)]
 #: Python's own events for the system calls by which a directory changes.
 CHANGES = {"os.rename", "os.remove", "os.rmdir"}
 
@@ -55,7 +55,7 @@ def _one(place: Path, number: int, kind: str) -> dict[str, Any]:
     for rules in run.glob("faults"):
         rules.unlink()
     report = _said(place, lambda: _seen(location))
-    _said(place, lambda: purge(folders.steps_of(location), RETENTION))
+    _said(place, lambda: collect_garbage(folders.steps_of(location), POLICIES))
     after = _said(place, lambda: _seen(location))
     names = sorted(folders.names_in(run) - {"journal"})
     killed = status is not None and os.WIFSIGNALED(status)
@@ -63,7 +63,7 @@ def _one(place: Path, number: int, kind: str) -> dict[str, Any]:
 
 
 def _die_at(number: int, location: str) -> None:
-    """Purge, and die before the change of that number."""
+    """Collect garbage, and die before the change of that number."""
     changes = 0
 
     def on_event(event: str, _: Any) -> None:
@@ -73,14 +73,14 @@ def _die_at(number: int, location: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(on_event)
-    purge(folders.steps_of(location), RETENTION)
+    collect_garbage(folders.steps_of(location), POLICIES)
 
 
 def _die_at_store(run: Path, number: int, location: str) -> None:
     """The same before that deletion on a store."""
     rules = run / "faults"
     rules.write_text(json.dumps(["delete", number, number, "kill-before"]) + "\n")
-    purge(folders.steps_of(location), RETENTION)
+    collect_garbage(folders.steps_of(location), POLICIES)
 
 
 def _seen(location: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which step all ranks load: one decides for all, or, where each has a disk of its own, all decide together."""
+"""Step resolution: the step that all ranks load. The main rank chooses; where each has its own disk, all do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from shardckpt.distributed import Comm
+    from shardckpt.manager.reader import StepReader
     from shardckpt.manager.steps import StepCheckpoint, StepFolder
 
 logger = logging.getLogger(__name__)
@@ -19,10 +20,32 @@ NEWEST = -1
 _LISTED = 20
 
 
-def agreed_step(
+def read_step(folder: StepFolder, reader: StepReader, comm: Comm, step: int = NEWEST) -> int | None:
+    """Collective: load the step that :func:`resolve_step` chooses; the one before it, if the newest proves damaged.
+
+    Returns:
+        The step that was loaded; None if there is none.
+    """
+    damaged: list[int] = []
+    while (found := resolve_step(folder, comm, step, without=damaged)) is not None:
+        try:
+            reader.read(folder.path(found))
+        except CorruptCheckpointError as exc:  # noqa: PERF203 - a load takes longer
+            if step != NEWEST:
+                raise
+            if comm.is_main:
+                logger.warning("step %d in %s is skipped, damaged: %s", found, folder, exc)
+            damaged.append(found)
+        else:
+            logger.info("loaded step %d of %s", found, folder)
+            return found
+    return None
+
+
+def resolve_step(
     folder: StepFolder, comm: Comm, step: int = NEWEST, *, shared: bool = True, without: Collection[int] = ()
 ) -> int | None:
-    """The step to load, the same on all ranks, all of which call; None if there is none.
+    """Collective: choose the step to load, the same on all ranks; None if there is none.
 
     What is damaged, or was never committed, is skipped with a warning that names it. What is whole, but can be read
     by no installed strategy, is not: to go on from an older step would lose what was trained since.
@@ -132,4 +155,4 @@ def _shortened(numbers: Iterable[int]) -> str:
     return ("..., " if len(ordered) > _LISTED else "") + ", ".join(map(str, ordered[-_LISTED:]))
 
 
-__all__ = ["NEWEST", "agreed_step"]
+__all__ = ["NEWEST", "read_step", "resolve_step"]

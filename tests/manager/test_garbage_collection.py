@@ -17,8 +17,8 @@ import pytest
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError
-from shardckpt.manager.purge import Purger, purge
-from shardckpt.manager.retention import Retention
+from shardckpt.manager.garbage_collection import GarbageCollector, collect_garbage
+from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest
 from shardckpt.plugins.manager import host
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.commit import create_staging
@@ -29,14 +29,18 @@ from tests.names import SHARED
 from tests.storage import owners
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardckpt.manager.retention import RetentionPolicy
     from tests.remote.store import Store
 
 ROOT = Path(__file__).parents[2]
-LATEST = Retention(2)
+LATEST = [KeepLatest(2)]
+KEEP_ALL: list[RetentionPolicy] = []
 
 
-def _purge(folder: Path | str, retention: Retention = LATEST, **options: Any) -> list[int]:
-    return purge(folders.steps_of(folder), retention, **options)
+def _collect(folder: Path | str, policies: Collection[RetentionPolicy] = LATEST, **options: Any) -> list[int]:
+    return collect_garbage(folders.steps_of(folder), policies, **options)
 
 
 def _tombstone(name: str) -> str:
@@ -46,7 +50,7 @@ def _tombstone(name: str) -> str:
 def test_the_latest_are_kept_and_the_rest_leaves_nothing(tmp_path: Path) -> None:
     """Of four checkpoints the two with the highest steps stay, intact, and of the others nothing does."""
     folders.save_all(tmp_path, 9, 10, 100, 8)
-    assert _purge(tmp_path) == [8, 9]
+    assert _collect(tmp_path) == [8, 9]
     assert folders.names_in(tmp_path) == {"step-10", "step-100"}
     assert folders.is_intact(tmp_path / "step-10", 10)
     assert folders.is_intact(tmp_path / "step-100", 100)
@@ -57,7 +61,7 @@ def test_times_say_nothing(tmp_path: Path) -> None:
     folders.save_all(tmp_path, 1, 2, 3)
     os.utime(tmp_path / "step-1")
     os.utime(tmp_path / "step-3", (1, 1))
-    assert _purge(tmp_path, Retention(1)) == [1, 2]
+    assert _collect(tmp_path, [KeepLatest(1)]) == [1, 2]
 
 
 def test_foreign_names_are_never_touched(tmp_path: Path) -> None:
@@ -70,7 +74,7 @@ def test_foreign_names_are_never_touched(tmp_path: Path) -> None:
     (tmp_path / _tombstone("notes")).mkdir()
     (tmp_path / ".step-1.shardckpt-removed-old").mkdir()
     before = folders.names_in(tmp_path)
-    assert _purge(tmp_path, Retention(1)) == [1, 2]
+    assert _collect(tmp_path, [KeepLatest(1)]) == [1, 2]
     assert folders.names_in(tmp_path) == before - {"step-1", "step-2"}
 
 
@@ -82,7 +86,7 @@ def test_what_does_not_count_is_not_removed(tmp_path: Path) -> None:
     folders.say_backend(tmp_path / "step-4", "nobodys", 1)
     folders.damage(tmp_path / "step-1")
     before = folders.names_in(tmp_path)
-    assert _purge(tmp_path) == []
+    assert _collect(tmp_path) == []
     assert folders.names_in(tmp_path) == before
 
 
@@ -91,7 +95,7 @@ def test_the_last_whole_checkpoint_stays(tmp_path: Path) -> None:
     folders.save_all(tmp_path, 1, 2, 3, 4, 5)
     for step in (3, 4, 5):
         folders.damage(tmp_path / f"step-{step}")
-    assert _purge(tmp_path, Retention(1)) == [1]
+    assert _collect(tmp_path, [KeepLatest(1)]) == [1]
     assert folders.is_intact(tmp_path / "step-2", 2)
 
 
@@ -100,8 +104,8 @@ def test_a_save_under_way_neither_counts_nor_is_removed(tmp_path: Path) -> None:
     folders.save_all(tmp_path, 1, 2)
     staging = create_staging(tmp_path / "step-3", new_save_id())
     (staging / "__0_0.distcp").write_bytes(b"so far")
-    assert _purge(tmp_path) == []
-    assert _purge(tmp_path, Retention(1)) == [1]
+    assert _collect(tmp_path) == []
+    assert _collect(tmp_path, [KeepLatest(1)]) == [1]
     assert (staging / "__0_0.distcp").read_bytes() == b"so far"
 
 
@@ -113,7 +117,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (run / "step-1").symlink_to(tmp_path / "elsewhere/step-1")
     (run / "step-9").symlink_to(tmp_path / "elsewhere/step-9")
     (run / "step-2/link").symlink_to(tmp_path / "elsewhere")
-    assert _purge(run) == [2]
+    assert _collect(run) == [2]
     assert folders.names_in(run) == {"step-1", "step-3", "step-4", "step-9"}
     assert folders.is_intact(tmp_path / "elsewhere/step-1", 1)
     assert folders.is_intact(tmp_path / "elsewhere/step-9", 9)
@@ -123,33 +127,33 @@ def test_the_best_and_every_nth_stay(tmp_path: Path) -> None:
     """The metrics that were saved decide, and the steps that a number divides stay."""
     for step, loss in ((1, 0.3), (2, 0.1), (3, 0.2), (10, 0.9), (11, 0.8)):
         folders.save(tmp_path, step, loss=loss)
-    assert _purge(tmp_path, Retention(1, 5, 1, "loss")) == [1, 3]
+    assert _collect(tmp_path, [KeepLatest(1), KeepEvery(5), KeepBest("loss")]) == [1, 3]
 
 
 def test_protected_steps_stay(tmp_path: Path) -> None:
     """A step that was saved after going back stays, though newer ones fill the number to keep."""
     folders.save_all(tmp_path, 5, 6, 100, 200)
-    assert _purge(tmp_path, protected={6}) == [5]
+    assert _collect(tmp_path, protected={6}) == [5]
 
 
 def test_all_are_kept_where_nothing_is_to_be_removed(tmp_path: Path) -> None:
     """``keep_latest_k=0`` removes nothing; a folder that is not there yet is no error."""
     folders.save_all(tmp_path, 1, 2, 3)
-    assert _purge(tmp_path, Retention(0)) == []
+    assert _collect(tmp_path, KEEP_ALL) == []
     assert folders.names_in(tmp_path) == {"step-1", "step-2", "step-3"}
-    assert _purge(tmp_path / "new") == []
+    assert _collect(tmp_path / "new") == []
     assert not (tmp_path / "new").exists()
 
 
 def test_what_a_crash_left_is_removed_and_is_no_checkpoint(tmp_path: Path) -> None:
-    """A tombstone, whole or in part, is no step, cannot be loaded, and goes with the next purge."""
+    """A tombstone, whole or in part, is no step, cannot be loaded, and goes with the next collection."""
     folders.save_all(tmp_path, 1, 2)
     tombstone = tmp_path / _tombstone("step-1")
     (tmp_path / "step-1").rename(tombstone)
     with pytest.raises(IncompleteCheckpointError, match="of a checkpoint being removed"):
         read_manifest(tombstone, host())
     assert folders.steps_of(tmp_path).steps() == [2]
-    assert _purge(tmp_path, Retention(0)) == []
+    assert _collect(tmp_path, KEEP_ALL) == []
     assert folders.names_in(tmp_path) == {"step-2"}
 
 
@@ -166,19 +170,19 @@ def test_leavings_of_killed_saves_are_removed(tmp_path: Path, monkeypatch: pytes
         others = owners.leave(tmp_path / "other", owners.dead())
         strange = tmp_path / f"{dead.name}-mine"
         strange.mkdir()
-        purger = Purger(folders.steps_of(tmp_path), Retention(0))
-        purger.submit()
-        purger.wait()
+        collector = GarbageCollector(folders.steps_of(tmp_path), KEEP_ALL)
+        collector.submit()
+        collector.wait()
         left = {"step-1", alive.name, own.name, others.name, strange.name}
         assert folders.names_in(tmp_path) == left | {far.name, older.name}
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
-        purger.submit()
-        purger.close()
+        collector.submit()
+        collector.close()
         assert folders.names_in(tmp_path) == left
     finally:
         owners.end(process)
-    assert _purge(tmp_path, Retention(0)) == []
+    assert _collect(tmp_path, KEEP_ALL) == []
     assert folders.names_in(tmp_path) == left - {alive.name}
 
 
@@ -188,74 +192,74 @@ def test_a_checkpoint_set_aside_beside_a_whole_one_goes(tmp_path: Path) -> None:
     name = temporary_name("step-1", REPLACED, new_save_id(), owners.dead())
     shutil.copytree(tmp_path / "step-1", tmp_path / name)
     folders.damage(tmp_path / "step-1")
-    _purge(tmp_path)
+    _collect(tmp_path)
     assert folders.names_in(tmp_path) == {"step-1", name}
     (tmp_path / "step-1").rename(tmp_path / "damaged")
     shutil.copytree(tmp_path / name, tmp_path / "step-1")
-    _purge(tmp_path)
+    _collect(tmp_path)
     assert folders.names_in(tmp_path) == {"step-1", "damaged"}
 
 
 def test_a_checkpoint_set_aside_by_an_overwrite_stays(tmp_path: Path) -> None:
-    """What an interrupted overwrite has moved aside may be the only copy: no purge removes it."""
+    """What an interrupted overwrite has moved aside may be the only copy: no collection removes it."""
     folders.save_all(tmp_path, 1, 2)
     aside = tmp_path / temporary_name("step-1", REPLACED, new_save_id(), owners.dead())
     (tmp_path / "step-1").rename(aside)
-    purger = Purger(folders.steps_of(tmp_path), Retention(1))
-    purger.submit()
-    purger.close()
+    collector = GarbageCollector(folders.steps_of(tmp_path), [KeepLatest(1)])
+    collector.submit()
+    collector.close()
     assert folders.is_intact(tmp_path / "step-2", 2)
     assert (aside / "metadata.json").exists()
 
 
 def test_what_cannot_be_renamed_stays_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the system refuses, the checkpoint is as it was, a warning says so, and the next purge tries again."""
+    """Where the system refuses, the checkpoint is as it was, a warning says so, and the next collection tries again."""
     with small_disk(tmp_path / "disk", "8m") as disk:
         folders.save_all(disk, 1, 2, 3)
         make_read_only(disk)
-        purger = Purger(folders.steps_of(disk), LATEST)
-        purger.submit()
-        purger.close()
+        collector = GarbageCollector(folders.steps_of(disk), LATEST)
+        collector.submit()
+        collector.close()
         assert "step 1 in" in caplog.text
         assert "Read-only file system (EROFS)" in caplog.text
         assert [found.step for found in folders.steps_of(disk).committed()] == [1, 2, 3]
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], timeout=20, check=True)
-        assert _purge(disk) == [1]
+        assert _collect(disk) == [1]
         assert folders.names_in(disk) == {"step-2", "step-3"}
 
 
 def test_what_cannot_be_deleted_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A busy file keeps a tombstone there, and nothing else; when it is free the next purge ends the removal."""
+    """A busy file keeps a tombstone there, and nothing else; when it is free the next collection ends the removal."""
     run = tmp_path / "run"
     folders.save_all(run, 1, 2, 3)
     with small_disk(run / "step-1/busy", "1m"):
-        assert _purge(run) == [1]
+        assert _collect(run) == [1]
         steps = folders.steps_of(run).steps()
         (tombstone,) = run.glob(".step-1.shardckpt-removed-*")
         left = folders.names_in(tombstone)
-        assert _purge(run) == []
+        assert _collect(run) == []
         tombstone.rename(run / "step-1")  # where it is unmounted
     assert steps == [2, 3]
     assert left == {"busy"}
     assert caplog.text.count(f"cannot remove {tombstone}, which is no longer needed") == 2
     assert "Device or resource busy" in caplog.text
     (run / "step-1").rename(tombstone)
-    assert _purge(run) == []
+    assert _collect(run) == []
     assert folders.names_in(run) == {"step-2", "step-3"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone who may not rename")
 def test_who_may_not_remove_is_warned() -> None:
-    """In a folder of someone else's with the sticky bit, where rename is EPERM, a purge warns and changes nothing."""
+    """In a folder of someone else's with the sticky bit, where rename is EPERM, it warns and changes nothing."""
     program = (
         "import logging, os, sys\n"
-        "from shardckpt.manager.purge import purge\n"
-        "from tests.manager import folders, test_purge\n"
+        "from shardckpt.manager.garbage_collection import collect_garbage\n"
+        "from tests.manager import folders, test_garbage_collection\n"
         "logging.basicConfig()\n"
         "folder = folders.steps_of(sys.argv[1])\n"
         "folder.committed()\n"  # imports what nobody may not read
         "os.seteuid(65534)\n"
-        "print(purge(folder, test_purge.LATEST))\n"
+        "print(collect_garbage(folder, test_garbage_collection.LATEST))\n"
     )
     with tempfile.TemporaryDirectory() as name:
         folders.save_all(name, 1, 2, 3)
@@ -276,7 +280,7 @@ def test_who_may_not_remove_is_warned() -> None:
 
 
 def test_submitting_does_not_wait(tmp_path: Path) -> None:
-    """A purge is done by another thread than that which submits it, and close() waits for all of them."""
+    """A collection is done by another thread than that which submits it, and close() waits for all of them."""
     folders.save_all(tmp_path, 1, 2, 3)
     seen: list[str] = []
     folder = folders.steps_of(tmp_path)
@@ -288,41 +292,41 @@ def test_submitting_does_not_wait(tmp_path: Path) -> None:
             seen.append(threading.current_thread().name)
             return super().steps()  # type: ignore[no-any-return]
 
-    purger = Purger(Watched(tmp_path, host()), LATEST)
-    purger.submit()
-    purger.submit()
+    collector = GarbageCollector(Watched(tmp_path, host()), LATEST)
+    collector.submit()
+    collector.submit()
     assert seen == []
     hold.set()
-    purger.close()
-    assert seen == ["shardckpt-purge"] * 2
+    collector.close()
+    assert seen == ["shardckpt-gc"] * 2
     assert folders.names_in(tmp_path) == {"step-2", "step-3"}
 
 
 def test_the_thread_survives_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A purge that fails is a warning with its reason; the next one works."""
+    """A collection that fails is a warning with its reason; the next one works."""
     run = tmp_path / "run"
     run.write_text("a file where the folder should be")
-    purger = Purger(folders.steps_of(run), Retention(1))
-    purger.submit()
-    purger.wait()
+    collector = GarbageCollector(folders.steps_of(run), [KeepLatest(1)])
+    collector.submit()
+    collector.wait()
     assert f"cannot remove old checkpoints from {run}" in caplog.text
     assert "Not a directory" in caplog.text
     run.unlink()
     folders.save_all(run, 1, 2)
-    purger.submit()
-    purger.close()
+    collector.submit()
+    collector.close()
     assert folders.names_in(run) == {"step-2"}
 
 
 def test_closing(tmp_path: Path) -> None:
-    """close() can be called twice, and without any purge; what is submitted after it is an error."""
-    purger = Purger(folders.steps_of(tmp_path), LATEST)
-    purger.wait()
-    purger.close()
-    purger.close()
+    """close() can be called twice, and without any collection; what is submitted after it is an error."""
+    collector = GarbageCollector(folders.steps_of(tmp_path), LATEST)
+    collector.wait()
+    collector.close()
+    collector.close()
     with pytest.raises(CheckpointingException, match="is closed"):
-        purger.submit()
-    worked = Purger(folders.steps_of(tmp_path), LATEST)
+        collector.submit()
+    worked = GarbageCollector(folders.steps_of(tmp_path), LATEST)
     worked.submit()
     worked.close()
     worked.close()
@@ -330,7 +334,7 @@ def test_closing(tmp_path: Path) -> None:
 
 
 def test_close_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A removal that hangs is left to a later purge, with a warning."""
+    """A removal that hangs is left to a later collection, with a warning."""
     hold = threading.Event()
 
     class Hanging(type(folders.steps_of(tmp_path))):  # type: ignore[misc]
@@ -338,22 +342,22 @@ def test_close_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureF
             hold.wait(60)
             return super().steps()  # type: ignore[no-any-return]
 
-    purger = Purger(Hanging(tmp_path, host()), LATEST)
-    purger.submit()
-    purger.close(timeout=0.01)
-    assert "a later purge will end them" in caplog.text
+    collector = GarbageCollector(Hanging(tmp_path, host()), LATEST)
+    collector.submit()
+    collector.close(timeout=0.01)
+    assert "a later one will end them" in caplog.text
     hold.set()
-    purger.wait()
+    collector.wait()
 
 
-def test_a_url_in_memory_is_purged(memory: str) -> None:
+def test_garbage_of_a_url_is_collected(memory: str) -> None:
     """On a store the same steps go, object by object, and others stay."""
     folders.save_all(memory, 1, 20, 3)
     files = fsspec.filesystem("memory")
     files.pipe_file("/bucket/run/backup-step-100.old/metadata.json", b"x")
     files.pipe_file("/bucket/run/step-4/.shardckpt-uploading-0", b"x")
     files.pipe_file("/bucket/run/step-4/__0_0.distcp", b"x")
-    assert _purge(memory) == [1]
+    assert _collect(memory) == [1]
     names = {name.split("/")[3] for name in files.find("/bucket/run")}
     assert names == {"step-3", "step-20", "step-4", "backup-step-100.old"}
     assert folders.is_intact(f"{memory}/step-20", 20)
@@ -364,16 +368,16 @@ def test_no_empty_folder_is_left(tmp_path: Path) -> None:
     url = f"local://{tmp_path}/run"
     folders.save_all(url, 1, 2, 3)
     (tmp_path / "run/step-2/below").mkdir()
-    assert _purge(url, Retention(1)) == [1, 2]
+    assert _collect(url, [KeepLatest(1)]) == [1, 2]
     assert folders.names_in(tmp_path / "run") == {"step-2", "step-3"}
     assert folders.names_in(tmp_path / "run/step-2") == {"below"}
-    assert _purge(url, Retention(1)) == []
+    assert _collect(url, [KeepLatest(1)]) == []
 
 
 def test_a_removal_from_a_store_that_fails_is_tried_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever request fails, what is there loads or is no checkpoint, and the next purge ends the removal."""
+    """Whatever request fails, what is there loads or is no checkpoint, and the next collection ends the removal."""
     monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "1")
     url = f"faulty://{tmp_path}/store"
     folders.save_all(url, 2, 3)
@@ -382,14 +386,14 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
         folders.save(url, 1)
         store.forget()
         store.fails(kind, number)
-        assert _purge(url) == []
+        assert _collect(url) == []
         assert f"step 1 in {url} is to be removed, and stays for now" in caplog.text
         caplog.clear()
         store.works()
         look = folders.steps_of(url).look(1)
         assert not look.is_damaged
         assert look.counts == folders.is_intact(f"{url}/step-1", 1) == (number == 1)
-        _purge(url)
+        _collect(url)
         assert folders.steps_of(url).steps() == [2, 3]
 
 
@@ -398,7 +402,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What the killer program found."""
     place = tmp_path_factory.mktemp("kill")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.manager.purge_killer", request.param, str(place)],
+        [sys.executable, "-m", "tests.manager.garbage_collection_killer", request.param, str(place)],
         cwd=ROOT,
         env={**os.environ, settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1", settings.SPOOL_DIR: str(place)},
         capture_output=True,
@@ -410,8 +414,8 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_killed_purge_leaves_nothing_that_looks_valid(reports: list[dict[str, Any]]) -> None:
-    """A process that dies at any of a purge's changes leaves whole checkpoints and what is none, never a part."""
+def test_a_killed_collection_leaves_nothing_that_looks_valid(reports: list[dict[str, Any]]) -> None:
+    """A process that dies at any of a collection's changes leaves whole checkpoints and what is none, never a part."""
     assert len([report for report in reports if report["killed"]]) >= 8
     assert not reports[-1]["killed"]
     for report in reports:
@@ -420,14 +424,14 @@ def test_a_killed_purge_leaves_nothing_that_looks_valid(reports: list[dict[str, 
         assert {3, 4} <= set(report["counts"]), report
 
 
-def test_the_next_purge_ends_what_a_killed_one_began(reports: list[dict[str, Any]]) -> None:
+def test_the_next_collection_ends_what_a_killed_one_began(reports: list[dict[str, Any]]) -> None:
     """After it only the two that are kept are in the folder, and they load."""
     for report in reports:
         assert report["after"] == ["step-3", "step-4"], report
         assert report["intact_after"] == [3, 4], report
 
 
-def test_a_killed_purge_was_caught_in_the_middle(reports: list[dict[str, Any]]) -> None:
+def test_a_killed_collection_was_caught_in_the_middle(reports: list[dict[str, Any]]) -> None:
     """Some kills came before any checkpoint was gone, some between, some after all were."""
     assert {tuple(report["counts"]) for report in reports} == {(1, 2, 3, 4), (2, 3, 4), (3, 4)}
 
@@ -436,5 +440,5 @@ def test_removals_are_logged_by_name(tmp_path: Path, caplog: pytest.LogCaptureFi
     """Who asks what became of a checkpoint finds the step and the folder in the log."""
     folders.save_all(tmp_path, 1, 2, 3)
     with caplog.at_level(logging.INFO, "shardckpt"):
-        _purge(tmp_path)
+        _collect(tmp_path)
     assert f"removed step 1 from {tmp_path}" in caplog.text

@@ -16,8 +16,6 @@ from shardckpt import settings
 from shardckpt.storage import naming
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardckpt.background.copying import Layout
 
 logger = logging.getLogger(__name__)
@@ -27,7 +25,7 @@ _ROUND = 2 << 20
 _PATIENCE = 30.0
 
 
-class Slab:
+class StagingBuffer:
     """A run of memory that another process can map by its path.
 
     Args:
@@ -83,7 +81,7 @@ class Slab:
 
 
 def attach(path: str, nbytes: int) -> torch.Tensor:
-    """The memory of another process's slab."""
+    """The memory of another process's staging buffer."""
     fd = os.open(path, os.O_RDWR)
     try:
         return _mapped(fd, nbytes)
@@ -91,16 +89,20 @@ def attach(path: str, nbytes: int) -> torch.Tensor:
         os.close(fd)
 
 
-class SlabPool:
-    """At most so many slabs as saves may be staged at a time; who wants one more waits for the first that is free."""
+class StagingBufferPool:
+    """At most as many buffers as saves may be staged at a time; a save that wants one more waits for a free one.
+
+    Not a :class:`shardckpt.storage.BufferPool`: another process maps these buffers by their paths, and each may have
+    all bytes of a rank. So their number is bounded, and one that is too small goes before a larger one comes.
+    """
 
     def __init__(self) -> None:
-        self._free: list[Slab] = []
+        self._free: list[StagingBuffer] = []
         self._taken = 0
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int) -> Slab:
-        """A slab of at least this size; :meth:`give_back` ends its use."""
+    def acquire(self, nbytes: int) -> StagingBuffer:
+        """Return a buffer of at least this size; :meth:`release` ends its use."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._taken < settings.staged_saves(), _PATIENCE):
                 logger.warning(
@@ -110,41 +112,38 @@ class SlabPool:
                     self._taken,
                 )
             self._taken += 1
-            fitting = sorted((slab for slab in self._free if slab.nbytes >= nbytes), key=lambda slab: slab.nbytes)
+            fitting = sorted((free for free in self._free if free.nbytes >= nbytes), key=lambda free: free.nbytes)
             if fitting:
                 self._free.remove(fitting[0])
                 return fitting[0]
-            return self._made(lambda: Slab(max(_ROUND, -(-nbytes // _ROUND) * _ROUND)))
+            while self._free:  # all too small: what replaces them must not come on top of them
+                self._free.pop().close()
+            try:
+                return StagingBuffer(max(_ROUND, -(-nbytes // _ROUND) * _ROUND))
+            except BaseException:
+                self._taken -= 1
+                raise
 
-    def give_back(self, slab: Slab) -> None:
-        """The slab's contents are no longer needed; in a fork, whose parent goes on using them, nothing happens."""
-        if slab.owner != os.getpid():
+    def release(self, buffer: StagingBuffer) -> None:
+        """The buffer's contents are no longer needed; in a fork, whose parent goes on using them, nothing happens."""
+        if buffer.owner != os.getpid():
             return
         with self._changed:
             self._taken -= 1
-            self._free.append(slab)
+            self._free.append(buffer)
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Give the memory of the slabs that nothing uses back to the system."""
+        """Give the memory of the buffers that nothing uses back to the system."""
         with self._changed:
             while self._free:
                 self._free.pop().close()
 
     def forget(self) -> None:
         """In a fork: what it has inherited is still its parent's, who goes on writing there."""
-        for slab in self._free:
-            slab.forget()
+        for buffer in self._free:
+            buffer.forget()
         self.__init__()  # type: ignore[misc]
-
-    def _made(self, make: Callable[[], Slab]) -> Slab:
-        while self._free:  # all too small: what replaces them must not come on top of them
-            self._free.pop().close()
-        try:
-            return make()
-        except BaseException:
-            self._taken -= 1
-            raise
 
 
 def _memory_file() -> tuple[int, str]:
@@ -162,4 +161,4 @@ def _mapped(fd: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-__all__ = ["Slab", "SlabPool", "attach"]
+__all__ = ["StagingBuffer", "StagingBufferPool", "attach"]

@@ -1,0 +1,144 @@
+"""The two ends of a copy of a stored part: read from one disk, checked and written to another."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.local.chunks import Buffers, Chunk, list_chunks
+from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
+from shardckpt.storage import (
+    NewFile,
+    check_file_name,
+    close_file,
+    digest_function,
+    open_existing,
+    publish_staging,
+    read_file,
+    read_into,
+    staging_directory,
+)
+from shardckpt.tensors import LARGE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Head(NamedTuple):
+    """A checkpoint's JSON files."""
+
+    marker: bytes
+    record: bytes
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Their bytes."""
+        return len(self.marker), len(self.record)
+
+
+class Outgoing:
+    """A part on this rank's disk, as others get it.
+
+    Args:
+        path: Its directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.head = Head(read_file(path / MARKER_NAME, MARKER_LIMIT), read_file(path / RECORD_NAME, RECORD_LIMIT))
+        self.chunks = list_chunks(_parsed(self.head, str(path)))
+        self.buffers = Buffers(self.chunks)
+
+    def read(self, number: int) -> None:
+        """Get a chunk into the buffers."""
+        chunk = self.chunks[number]
+        path = self._path / check_file_name(chunk.name)
+        fd, _ = open_existing(path)
+        try:
+            read_into(fd, path, self.buffers.view(number), chunk.span.start)
+        finally:
+            close_file(fd)
+
+
+class Incoming:
+    """A part on its way to this rank's disk: in a staging directory until it is whole and checked.
+
+    Args:
+        target: Its directory.
+        head: Its JSON files.
+        origin: Where it comes from, for errors.
+    """
+
+    def __init__(self, target: Path, head: Head, origin: str) -> None:
+        self._target = target
+        self._head = head
+        self._origin = origin
+        record = _parsed(head, origin)
+        self._digest = digest_function(record.digest_algorithm)
+        self.chunks = list_chunks(record)
+        self.buffers = Buffers(self.chunks)
+        self._waiting = list(record.files)
+        self._file: NewFile | None = None
+        self._stack = ExitStack()
+        self._staging = self._stack.enter_context(staging_directory(target))
+
+    def write(self, number: int) -> None:
+        """Check a chunk that is in the buffers, and write it; chunks come in their order."""
+        chunk = self.chunks[number]
+        self._check(chunk, self.buffers.view(number))
+        while self._file is None or self._file.path.name != chunk.name:
+            self._turn()
+        self._file.write(self.buffers.view(number), chunk.span.start)
+
+    def complete(self) -> None:
+        """Make all files durable."""
+        while self._file is not None or self._waiting:
+            self._turn()
+        for name, content in ((RECORD_NAME, self._head.record), (MARKER_NAME, self._head.marker)):
+            file = NewFile(self._staging / name)
+            try:
+                file.write(memoryview(content), 0)
+                file.finish(len(content))
+            finally:
+                file.close()
+
+    def publish(self) -> None:
+        """Make it the target, which is absent."""
+        publish_staging(self._staging, self._target)
+
+    def close(self) -> None:
+        """Close what is open, and discard what was not published."""
+        if self._file is not None:
+            self._file.close()
+        self._stack.close()
+
+    def _turn(self) -> None:
+        """Complete the file that is being written, and begin the next, in the order of the record."""
+        if self._file is not None:
+            self._file.finish(self._file.expected)
+            self._file.close()
+            self._file = None
+        if self._waiting:
+            record = self._waiting.pop(0)
+            self._file = NewFile(self._staging / check_file_name(record.name), record.size)
+            if record.size >= LARGE:
+                self._file.reserve(record.size)
+
+    def _check(self, chunk: Chunk, view: memoryview) -> None:
+        for start, stop, digest in chunk.span.segments:
+            if self._digest(view[start - chunk.span.start : stop - chunk.span.start]) != digest:
+                raise CorruptCheckpointError(
+                    f"bytes {start} to {stop} of {self._target.name}/{chunk.name}, from {self._origin}, are not those "
+                    "that were written (digest differs): they are damaged on its disk, or were on the way"
+                )
+
+
+def _parsed(head: Head, origin: str) -> Record:
+    try:
+        return Record.parse(head.record)
+    except (ValueError, RecursionError) as exc:
+        raise CorruptCheckpointError(f"{RECORD_NAME} of {origin} is damaged: {exc!s:.500}") from exc
+
+
+__all__ = ["Head", "Incoming", "Outgoing"]

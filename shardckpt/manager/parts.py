@@ -1,0 +1,142 @@
+"""The parts of a CheckpointManager that a configuration asks for."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.distributed import Comm
+from shardckpt.huggingface import export_to_huggingface
+from shardckpt.manager.garbage_collection import GarbageCollector
+from shardckpt.manager.part import ManagerPart
+from shardckpt.manager.preemption import Preemption
+from shardckpt.manager.replicas import Replica
+from shardckpt.manager.retention import KeepBest, KeepLatest
+from shardckpt.manager.states import MODEL
+from shardckpt.manager.steps import StepFolder
+from shardckpt.manager.writer import StepWriter
+from shardckpt.plugins import host
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch.distributed import ProcessGroup
+
+    from shardckpt.manager.config import CheckpointConfig
+    from shardckpt.manager.replicas import FaultTolerance
+    from shardckpt.manager.retention import RetentionPolicy
+    from shardckpt.manager.states import TrainingStates
+
+logger = logging.getLogger(__name__)
+
+
+def make_parts(
+    config: CheckpointConfig,
+    states: TrainingStates,
+    process_group: ProcessGroup | None,
+    allow_globals: tuple[Any, ...],
+    fault_tolerance: FaultTolerance | None,
+) -> tuple[StepWriter | None, list[ManagerPart]]:
+    """Collective: the writer, None where nothing is ever saved; and all parts, the writer first."""
+    comm = Comm(process_group)
+    replica: list[ManagerPart] = []
+    if fault_tolerance is not None:
+        replica = [Replica(fault_tolerance, config, states, process_group, allow_globals)]
+    if config.load_only or not config.enable_checkpoint:
+        return None, replica
+    parts: list[ManagerPart] = []
+    with comm.collective_phase("beginning to save checkpoints"):
+        folder = StepFolder(config.folder, host())
+        if comm.is_main:
+            parts.append(Retention(folder, config.retention_policies))
+        if config.save_on_sigterm:
+            parts.append(Preemption(process_group))
+        if config.last_save_in_hf:
+            parts.append(HuggingFaceExport(config, folder, states, process_group))
+        writer = StepWriter(config, process_group, allow_globals)
+    return writer, [writer, *parts, *replica]
+
+
+class Retention(ManagerPart):
+    """Has the checkpoints removed that no policy keeps; a part of the main rank alone."""
+
+    def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
+        self._folder = folder
+        self._collector = GarbageCollector(folder, policies)
+        self._metrics = [policy.metric for policy in policies if isinstance(policy, KeepBest)]
+        #: How many steps of this run are kept whatever the policies return: after a load of an earlier step, those that
+        #: lie ahead of it are higher than what this run saves, and KeepLatest would keep them alone.
+        self._protected = max((policy.count for policy in policies if isinstance(policy, KeepLatest)), default=1)
+        #: The steps of this run, oldest first: what it began with, and what it saved.
+        self._own: list[int] = []
+        self._warned: set[str] = set()
+
+    def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Mind what stands in the step's place, and warn of what the user may not expect."""
+        there = self._folder.steps()
+        if step in there:
+            self._collector.wait()  # it may have found that what was there before is to go
+        if there and there[-1] > step:
+            self._warn_once(
+                f"{self._folder} has steps after {step}, the newest is {there[-1]}: a later load takes that one, "
+                "unless they are moved away"
+            )
+        for metric in self._metrics:
+            if metric not in metrics:
+                given = ", ".join(map(repr, metrics)) or "none"
+                self._warn_once(
+                    f"the best checkpoints are kept by the metric {metric!r}, which is not among those that save was "
+                    f"given ({given})"
+                )
+
+    def after_commit(self, step: int) -> None:
+        """Have garbage collected."""
+        self._own = [*(each for each in self._own if each != step), step][-self._protected :]
+        self._collector.submit(protected=self._own)
+
+    def after_load(self, step: int | None) -> None:
+        """Begin a run with what was loaded."""
+        if step is not None:
+            self._own = [step]
+
+    def advance(self, *, blocking: bool = False) -> None:
+        """Wait for removals: before a load they would race with the reader."""
+        if blocking:
+            self._collector.wait()
+
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - as every part's
+        """End the removals."""
+        self._collector.close()
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
+
+
+class HuggingFaceExport(ManagerPart):
+    """Exports the last step to ``step-<n>-hf``."""
+
+    def __init__(
+        self, config: CheckpointConfig, folder: StepFolder, states: TrainingStates, process_group: ProcessGroup | None
+    ) -> None:
+        self._config, self._folder, self._states, self._group = config, folder, states, process_group
+
+    def after_save(self, step: int, *, last_step: bool) -> None:
+        """Collective: export the model."""
+        if not last_step:
+            return
+        path = self._folder.location(step)
+        export_to_huggingface(
+            path,
+            f"{path}-hf",
+            prefix=f"{MODEL}." if self._states.has_modules else None,
+            mapping=self._config.hf_mapping,
+            dtype=self._config.export_dtype,
+            assets=self._config.hf_assets_path,
+            overwrite=True,
+            process_group=self._group,
+        )
+
+
+__all__ = ["HuggingFaceExport", "Retention", "make_parts"]
