@@ -43,7 +43,7 @@ def run(options: Any) -> int:
 
 
 def _report(runs: Sequence[Run], steps: int) -> str:
-    """Losses and states of the groups, side by side."""
+    """Return the losses and states of all groups as tables."""
     from shardckpt.demo import TOLERANCE, differences
 
     first, *others = runs

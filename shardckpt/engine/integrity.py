@@ -67,7 +67,7 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
         CorruptCheckpointError: names every file that is missing or not as it was written.
         CheckpointingException: there are no digests.
     """
-    files = comm.main_runs("reading the digests", lambda: expected_files(directory, manifest))
+    files = comm.main_runs("reading the digests", lambda: list_expected_files(directory, manifest))
     owners = assign_holders([tuple(range(comm.world_size))] * len(files), [file.nbytes for file in files])
     with comm.local_phase("checking files"):
         mine = [file for file, owner in zip(files, owners, strict=True) if owner == comm.rank]
@@ -81,7 +81,7 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
             raise CorruptCheckpointError(f"{directory}: of {len(files)} files {len(bad)} are not as written:{listed}")
 
 
-def expected_files(directory: Path, manifest: Manifest) -> list[ExpectedFile]:
+def list_expected_files(directory: Path, manifest: Manifest) -> list[ExpectedFile]:
     """Return the files of which ``shardckpt.json`` or ``integrity.json`` has a digest, sorted by name.
 
     Raises:
@@ -333,11 +333,11 @@ __all__ = [
     "ExpectedFile",
     "IncompleteFile",
     "Integrity",
-    "expected_files",
     "find_faults",
     "find_incomplete_files",
     "is_damage",
     "list_digested_files",
+    "list_expected_files",
     "named_files",
     "read_integrity",
     "save_integrity_manifest",

@@ -78,11 +78,11 @@ def prune_leftovers(
         StorageError: neither ``path`` nor a leftover of it exists, or a folder cannot be listed.
     """
     place = locate_local(path, "prune")
-    beside = find_leftovers(place.parent, _belongs_to(place))
-    if not beside and not place.is_dir():
+    siblings = find_leftovers(place.parent, _belongs_to(place))
+    if not siblings and not place.is_dir():
         raise StorageError(f"{place} is no directory, and has no leftovers next to it: give a checkpoint's folder")
     inside = find_leftovers(place, lambda _: True) if place.is_dir() else []
-    return [_prune(leftover, older_than, dry_run=dry_run) for leftover in [*beside, *inside]]
+    return [_prune(leftover, older_than, dry_run=dry_run) for leftover in [*siblings, *inside]]
 
 
 def prune_spools(

@@ -145,8 +145,8 @@ def check_state(
     with operation.local_phase("preparing the state dict"):
         saver = find_saver(strategy, operation.host)
         operation.dispatched(saver)
-        nest, common = take_apart(sharded_state_dict)
-        shards = list(nested_values(nest))
+        nested, common = take_apart(sharded_state_dict)
+        shards = list(nested_values(nested))
         if options.content_metadata is not None:
             common["content_metadata"] = options.content_metadata
         lookup = look_up_plan(shards, saver, comm, validate=options.validate)

@@ -1,4 +1,4 @@
-"""From a staging directory to a commit: what stands at the target changes in one step, or not at all."""
+"""The transaction of a save: from staging to commit. The target changes in one step, or not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Identity(NamedTuple):
-    """What a checkpoint says of itself: backend, version, and the oldest release that reads it."""
+    """The header of a checkpoint: backend, version, and the oldest release that reads it."""
 
     backend: str
     version: int
@@ -55,24 +55,24 @@ class Identity(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Files that a rank has completed: their records, and their SHA-256 where the save asks for it."""
+    """The files that a rank has written: their records, and by name their SHA-256, if the save asks for it."""
 
     files: list[FileRecord]
     sha256: dict[str, str]
 
 
 class Transaction:
-    """A save between its staging directory and its commit; all ranks begin one together.
+    """A save from staging to commit. Collective: all ranks make one together.
 
-    A target of this machine has one staging directory for all ranks; for a store each rank has its own, from which it
-    uploads.
+    If the target is a directory, all ranks write to one staging directory next to it. If it is a URL, each rank writes
+    to a local directory of its own, and uploads from there.
 
     Args:
         operation: The save or migration.
         target: The checkpoint's directory or URL.
-        identity: What it will say of itself.
-        overwrite: Whether an existing checkpoint, or other files, may stand at ``target``; at a URL only the leavings
-            of a save that never ended.
+        identity: The checkpoint's header.
+        overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, only what an interrupted save has
+            left.
         sha256: Whether to write ``integrity.json``.
     """
 
@@ -86,9 +86,9 @@ class Transaction:
         self.sha256 = sha256
         self.staging: Path | None = None
         self.save_id = ""
-        #: Of the digests in the files of every rank.
+        #: Digest algorithm of the files of every rank.
         self.algorithm = ""
-        #: How many ranks write, for the record.
+        #: Number of ranks that write, for the record.
         self.world_size = operation.comm.world_size
         self._upload: Upload | None = None
         try:
@@ -109,24 +109,27 @@ class Transaction:
 
     @property
     def url(self) -> str:
-        """Where files of the staging directory are to be uploaded when they are written; ``""`` for nowhere."""
+        """URL to which files are uploaded after they are written; ``""`` if they are not uploaded."""
         remote = on_store(self.target)
         return "" if remote is None else remote.url
 
     def writer(self) -> CheckpointWriter:
-        """A writer of this rank's files."""
+        """Return a new writer of this rank's files; it may fail on one rank, as in :meth:`Comm.local_phase`."""
         with self.operation.comm.local_phase("starting the file threads"):
             rank, staging = self.operation.comm.rank, self.staging or Path()
             writer = CheckpointWriter(staging, rank, sha256=self.sha256, algorithm=self.algorithm)
         return writer
 
     def commit(self, writer: CheckpointWriter, before: Written | None = None, content: Any = None) -> None:
-        """Make the files of all ranks the checkpoint; it is one after the next sync of errors.
+        """Collective: commit the files of all ranks; other ranks know that it succeeded after the next sync of errors.
 
         Args:
-            writer: Has written this rank's files; writes those that make them valid.
-            before: What was written for this rank by another writer.
+            writer: Has written this rank's files; on the main rank it writes the record and ``metadata.json``.
+            before: Files of this rank that another writer has written.
             content: The caller's ``content_metadata``.
+
+        Raises:
+            CheckpointingException: on every rank, if any failed; the target is unchanged then.
         """
         comm = self.operation.comm
         with comm.local_phase("looking at the files of this rank"):
@@ -149,7 +152,7 @@ class Transaction:
             self._upload.close()
 
     def abort(self) -> None:
-        """Give up: nothing of the save remains."""
+        """Remove all that the save has written."""
         if self._upload is not None:
             self._upload.abort(main=self.operation.comm.is_main)
         elif self.operation.comm.is_main and self.staging is not None and self.staging.exists():
@@ -168,7 +171,7 @@ class Transaction:
         return owner
 
     def _take_target(self) -> None:
-        """On the main rank: see that the target may be saved to, and begin."""
+        """Check, on the main rank, that the target may be saved to; remove leftovers, and create staging."""
         if self._upload is not None:
             self._upload.begin(self.save_id, overwrite=self._overwrite)
             return
@@ -194,6 +197,7 @@ class Transaction:
         contents = {RECORD_NAME: record.dump(), MARKER_NAME: marker.model_dump_json().encode()}
         for file in [writer.begin(name, content, keys=0) for name, content in contents.items()]:
             writer.finish(file)
+        # after the markers: integrity.json lists them, too
         if self.sha256:
             hashes = {name: digest for part in everyone for name, digest in part.sha256.items()}
             writer.write(INTEGRITY_NAME, Integrity(files={**hashes, **writer.sha256}).dump(), keys=0)
@@ -207,6 +211,7 @@ class Transaction:
             self._upload.commit(files + added)
             return
         staging = self.staging or Path()
+        # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
         refuse_unrecorded(staging, known.union(file.name for file in writer.files))
         owned = partial(owned_files, self.target, self.operation.host)
         commit_staging(staging, self.target, owned, overwrite=self._overwrite)
@@ -222,21 +227,24 @@ def commit_files(
     sha256: bool = False,
     content: Any = None,
 ) -> None:
-    """Let all ranks write into a staging directory, and make it the target if every one of them succeeded.
+    """Collective: write files on all ranks, and commit them if every rank has succeeded.
 
     Args:
         operation: The save or migration.
         target: The checkpoint's directory or URL.
-        identity: What it will say of itself.
+        identity: The checkpoint's header.
         write: Writes this rank's files; gets the writer and the save's id.
-        overwrite: Whether an existing checkpoint, or other files, may stand at ``target``.
+        overwrite: As for :class:`Transaction`.
         sha256: Whether to write ``integrity.json``.
         content: The caller's ``content_metadata``.
+
+    Raises:
+        CheckpointingException: on every rank, if any failed; the target is unchanged then.
     """
     transaction = Transaction(operation, target, identity, overwrite=overwrite, sha256=sha256)
     try:
         with transaction.writer() as writer:
-            operation.comm.sync_errors()  # ranks may meet in smaller groups now, and write for hours
+            operation.comm.sync_errors()  # the strategy may use smaller groups, and write for hours
             with operation.local_phase("writing"):
                 write(writer, transaction.save_id)
             transaction.commit(writer, content=content)
@@ -256,7 +264,7 @@ def _unpack_name(parts: list[int]) -> tuple[str, Owner]:
 
 
 def as_json(content: Any) -> Any:
-    """A copy of the value as JSON gives it back, if that is the same; else None."""
+    """Return the value as JSON would read it back, if that equals it; else None."""
     try:
         copy = json.loads(json.dumps(content))
     except (TypeError, ValueError, RecursionError):
@@ -265,7 +273,7 @@ def as_json(content: Any) -> Any:
 
 
 def _check_records(files: list[FileRecord]) -> None:
-    """Whether every file of all ranks has one record, with digests."""
+    """Raise unless every file of all ranks has one record, with digests."""
     counts = Counter(file.name for file in files)
     twice = [f"{file.name!r} by rank {file.rank}" for file in files if counts[file.name] > 1]
     if twice:

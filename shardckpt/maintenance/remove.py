@@ -132,15 +132,15 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
         _check_sources(reader.place, manifest, integrity, removal)
     opened = reader.place.stat()
     with staging_directory(directory) as staging:
-        # what stays has digests of the old record's algorithm
+        # one record has one algorithm, and the files that are linked keep their digests
         algorithm = None if manifest.record is None else manifest.record.digest_algorithm
         with CheckpointWriter(staging, 0, sha256=integrity is not None, algorithm=algorithm) as writer:
             for name, items in removal.rewritten.items():
                 rewrite_file(name, items, reader, writer)
             _write(writer, manifest.record, integrity, removal)
-        reader.close()  # what is open while it is removed stays there under another name on NFS
-        # All that is neither dropped nor written anew is linked. It must be of the save that was opened: writing takes
-        # as long as a save, in which another may have come.
+        reader.close()  # NFS keeps a file that is removed while it is open, under another name
+        # Files that are neither dropped nor rewritten are linked. They must be of the save that was opened: rewriting
+        # takes as long as a save, and another save may have replaced the checkpoint meanwhile.
         replace_target(staging, directory, removal.dropped, opened)
 
 
