@@ -58,7 +58,7 @@ def _lines(directory: str, prefix: str) -> list[str]:
     rows += [(key, "common", "", "") for key in common]
     summary = f"{len(tensors)} tensors of {sum(map(_nbytes, tensors)):,} bytes, {len(objects)} objects"
     faults = [f"the common state cannot be read: {fault}"] if fault else []
-    faults += [f"not whole: {file.name} {file.fault}{_affected(file, prefix)}" for file in incomplete]
+    faults += [f"incomplete: {file.name} {file.fault}{_affected(file, prefix)}" for file in incomplete]
     return [title, table(("key", "kind", "shape", "bytes"), rows), summary, *faults]
 
 

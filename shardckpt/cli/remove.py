@@ -32,7 +32,7 @@ def run(options: Any) -> int:
         )
     verb, freed = ("would be removed", "would be free") if options.dry_run else ("removed", "are free")
     print(f"{options.directory}: {len(report.keys)} of {len(before)} keys {verb}: {listed(report.keys)}")
-    for what, files in (("files that go", report.dropped), ("files written anew", report.rewritten)):
+    for what, files in (("deleted files", report.dropped), ("rewritten files", report.rewritten)):
         if files:
             print(f"{what}: {listed(files)}")
     sizes = f"{report.bytes_before:,} bytes on disk before, {'about ' * options.dry_run}{report.bytes_after:,} after"

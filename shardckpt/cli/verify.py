@@ -16,15 +16,15 @@ have no digest (Megatron's and plain DCP's) the structure is checked: that they 
 which the index names and nothing after them, and that those are complete archives of the right dtypes and sizes.
 
 exit codes:
-  0  whole: all bytes are as their digests say
+  0  intact: all bytes match their digests
   1  damaged: a file is missing, or not what was written
-  2  not a checkpoint, or no answer: nothing installed reads it, or a file cannot be read
-  3  whole as far as can be told without digests: values were not checked
+  2  not a checkpoint, or it cannot be checked: no installed strategy reads it, or a file cannot be read
+  3  intact as far as can be checked without digests: values were not checked
 """
 
 _STRUCTURE = (
-    "they are there; what the index names lies in them, and nothing behind it; the archives are whole, of the dtypes "
-    "and sizes that the index says. Not checked: their values"
+    "they exist; they contain the ranges that the index names, and nothing after them; the archives are complete, of "
+    "the dtypes and sizes that the index says. Not checked: their values"
 )
 
 
@@ -63,24 +63,24 @@ def run(options: Any) -> int:
 def _said(result: FileResult) -> str:
     if result.foreign:
         return "not a file of this checkpoint"
-    return result.fault or ("as written" if result.checked == "digests" else "sound in structure; it has no digest")
+    return result.fault or ("as written" if result.checked == "digests" else "its structure is valid; it has no digest")
 
 
 def _summary(results: Sequence[FileResult], code: int) -> str:
-    from shardckpt.maintenance import DAMAGED, NO_ANSWER, WHOLE
+    from shardckpt.maintenance import DAMAGED, INTACT, NO_ANSWER
 
     own = [result for result in results if not result.foreign]
     bad = [result for result in own if result.fault]
-    if code == WHOLE:
-        return f"whole: every byte of {len(own)} files was read, and is what its digest says"
+    if code == INTACT:
+        return f"intact: every byte of {len(own)} files was read, and matches its digest"
     if code == NO_ANSWER:
-        return f"no answer: {len(bad)} of {len(own)} files could not be read"
+        return f"cannot be checked: {len(bad)} of {len(own)} files could not be read"
     compared = sum(result.checked == "digests" for result in own)
     some = f"{compared} of {len(own)} files were compared with digests; checked of the others"
     how = "" if compared == len(own) else f". {some if compared else 'Checked'}: {_STRUCTURE}"
     if code == DAMAGED:
         return f"damaged: {len(bad)} of {len(own)} files{how}"
-    return f"whole as far as can be told without digests{how}"
+    return f"intact as far as can be checked without digests{how}"
 
 
 __all__ = ["add", "run"]

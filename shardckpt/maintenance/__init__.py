@@ -2,12 +2,12 @@
 
 from shardckpt.maintenance.migrate import migrate_checkpoint
 from shardckpt.maintenance.remove import RemovalReport, remove_keys
-from shardckpt.maintenance.verify import DAMAGED, NO_ANSWER, WHOLE, FileResult, get_exit_code, verify_checkpoint
+from shardckpt.maintenance.verify import DAMAGED, INTACT, NO_ANSWER, FileResult, get_exit_code, verify_checkpoint
 
 __all__ = [
     "DAMAGED",
+    "INTACT",
     "NO_ANSWER",
-    "WHOLE",
     "FileResult",
     "RemovalReport",
     "get_exit_code",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import Manifest
 
 #: Exit codes of ``shardckpt verify``.
-WHOLE, DAMAGED, NO_ANSWER, WHOLE_WITHOUT_DIGESTS = 0, 1, 2, 3
+INTACT, DAMAGED, NO_ANSWER, INTACT_WITHOUT_DIGESTS = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def _verify(directory: Path) -> list[FileResult]:
 def get_exit_code(results: Sequence[FileResult]) -> int:
     """Return the exit code of ``shardckpt verify`` for the results.
 
-    It is ``WHOLE``, ``WHOLE_WITHOUT_DIGESTS``, ``DAMAGED`` if any file is, else ``NO_ANSWER`` if one could not be read.
+    It is ``INTACT``, ``INTACT_WITHOUT_DIGESTS``, ``DAMAGED`` if any file is, or ``NO_ANSWER`` if one was not readable.
     """
     own = [result for result in results if not result.foreign]
     if any(result.fault and result.checked != "nothing" for result in own):
         return DAMAGED
     if any(result.fault for result in own):
         return NO_ANSWER
-    return WHOLE if all(result.checked == "digests" for result in own) else WHOLE_WITHOUT_DIGESTS
+    return INTACT if all(result.checked == "digests" for result in own) else INTACT_WITHOUT_DIGESTS
 
 
 def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> list[FileResult]:
@@ -139,9 +139,9 @@ def _size(path: Path) -> int:
 
 __all__ = [
     "DAMAGED",
+    "INTACT",
+    "INTACT_WITHOUT_DIGESTS",
     "NO_ANSWER",
-    "WHOLE",
-    "WHOLE_WITHOUT_DIGESTS",
     "FileResult",
     "get_exit_code",
     "verify_checkpoint",

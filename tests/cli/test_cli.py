@@ -114,8 +114,8 @@ def test_verify_judges_what_has_no_digests(tmp_path: Path, capsys: pytest.Captur
     assert said.keys() == {file.name for file in path.iterdir()}
     foreign = {name for name, text in said.items() if text == "not a file of this checkpoint"}
     assert foreign == {"notes.txt", "__9_0.distcp"}
-    assert {said[name] for name in said.keys() - foreign} == {"sound in structure; it has no digest"}
-    assert "whole as far as can be told without digests. Checked: they are there" in last
+    assert {said[name] for name in said.keys() - foreign} == {"its structure is valid; it has no digest"}
+    assert "intact as far as can be checked without digests. Checked: they exist" in last
     assert "Not checked: their values" in last
 
 
@@ -147,7 +147,7 @@ def test_verify_finds_damage_without_digests(
         assert main(["verify", str(path)]) == 1, file.name
         shown = "".join(capsys.readouterr())
         assert str(file) in shown
-        assert "whole as far as" not in shown
+        assert "intact as far as" not in shown
         file.write_bytes(content)
     assert main(["verify", str(path)]) == 3
 
@@ -222,7 +222,7 @@ def test_verify_has_no_answer_where_a_file_cannot_be_read(
     assert main(["verify", str(path)]) == 2
     out = capsys.readouterr().out
     assert "__0_0.distcp: Permission denied (EACCES)" in out
-    assert "no answer: 1 of" in out
+    assert "cannot be checked: 1 of" in out
 
 
 def test_verify_of_a_file_without_digest_among_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,12 +230,12 @@ def test_verify_of_a_file_without_digest_among_others(tmp_path: Path, capsys: py
     path = golden("0.16.1", tmp_path)
     save_integrity_manifest(path)
     assert main(["verify", str(path)]) == 0
-    assert "whole: every byte of 9 files was read" in capsys.readouterr().out
+    assert "intact: every byte of 9 files was read" in capsys.readouterr().out
     content = json.loads((path / "integrity.json").read_text())
     del content["files"]["common.pt"]
     (path / "integrity.json").write_text(json.dumps(content))
     assert main(["verify", str(path)]) == 3
-    assert "8 of 9 files were compared with digests; checked of the others: they are there" in capsys.readouterr().out
+    assert "8 of 9 files were compared with digests; checked of the others: they exist" in capsys.readouterr().out
     (path / "common.pt").unlink()
     assert main(["verify", str(path)]) == 1
     assert f"{path / 'common.pt'}: No such file" in capsys.readouterr().out
@@ -273,17 +273,19 @@ def test_inspect_works_where_a_data_file_is_missing(
     key = {"ours": "w", "dcp": "a"}.get(version, "decoder.final_layernorm.weight")
     assert main(["inspect", str(path)]) == 0
     before = capsys.readouterr().out
-    assert "not whole" not in before
+    assert "incomplete" not in before
     spoil(path / "__0_0.distcp", how)
     assert main(["inspect", str(path)]) == 0
     out = capsys.readouterr().out
     has_common = version in ("ours", "0.16.1") or how != "missing"
     rows = [line.split() for line in before.splitlines()[3:]]
     assert [row for row in rows if has_common or row[-1] != "common"] == [
-        line.split() for line in out.splitlines()[3 : 3 + len(rows)] if not line.startswith(("the common", "not whole"))
+        line.split()
+        for line in out.splitlines()[3 : 3 + len(rows)]
+        if not line.startswith(("the common", "incomplete"))
     ]
     assert ("the common state cannot be read: " in out) != has_common
-    (said,) = [line for line in out.splitlines() if line.startswith("not whole: __0_0.distcp ")]
+    (said,) = [line for line in out.splitlines() if line.startswith("incomplete: __0_0.distcp ")]
     assert ("is missing" if how == "missing" else "bytes, ") in said
     assert key in said
     assert main(["inspect", str(path), key]) == 0
@@ -299,7 +301,7 @@ def test_inspect_works_where_the_common_state_is_lost(tmp_path: Path, capsys: py
     out = capsys.readouterr().out
     assert "decoder.final_layernorm.weight" in out
     assert f"the common state cannot be read: {path / 'common.pt'} is missing" in out
-    assert "not whole: common.pt is missing" in out
+    assert "incomplete: common.pt is missing" in out
 
 
 def test_a_prefix_that_nothing_begins_with(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -407,7 +407,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["remove", str(path), "optimizer"]) == 0
     out = capsys.readouterr().out
     assert "2 of 14 keys removed: optimizer.state" in out
-    assert "files written anew: __0_1.distcp, __1_1.distcp, __2_0.distcp, __3_0.distcp" in out
+    assert "rewritten files: __0_1.distcp, __1_1.distcp, __2_0.distcp, __3_0.distcp" in out
     assert main(["remove", str(path), "optimizer"]) == 1
     assert "0 of 12 keys removed: no tensor or object has a key that begins with 'optimizer'" in capsys.readouterr().err
 
@@ -479,7 +479,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["remove", str(path), "optim", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "66 of 120 keys would be removed" in out
-    assert "files written anew: __0_0.distcp" in out
+    assert "rewritten files: __0_0.distcp" in out
     assert f"about {planned.bytes_after:,} after: {planned.bytes_before - planned.bytes_after:,} would be free" in out
     assert main(["remove", str(path), "nothing", "--dry-run"]) == 1
     assert files_of(path) == before
