@@ -1,4 +1,4 @@
-"""``torch.save`` archives and pickles: written, and read by an allow-list."""
+"""Write ``torch.save`` archives, and read them without ``torch.load``: pickles go through an allow-list."""
 
 from shardckpt_torch_dist.archive.pickle_policy import brief
 from shardckpt_torch_dist.archive.pickling import archived, check_loadable, pickled
