@@ -20,7 +20,7 @@ from shardckpt_torch_dist.dialects import (
     read_index,
 )
 from shardckpt_torch_dist.plan import LoadPlan, read_object
-from shardckpt_torch_dist.remove import leave_out
+from shardckpt_torch_dist.remove import plan_removal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
         """What changes without some keys, in any dialect."""
-        return leave_out(prefix, reader)
+        return plan_removal(prefix, reader)
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
         """The files that the checkpoint must have, in any dialect."""

@@ -10,7 +10,16 @@ from shardckpt.parallel import share_out
 from shardckpt.storage import check_file_name, side_by_side
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.archive import pickled
-from shardckpt_torch_dist.plan import LocalPlan, Names, archives_of, local_items, local_plan, merged, place, tensors_of
+from shardckpt_torch_dist.plan import (
+    LocalPlan,
+    Names,
+    archives_of,
+    lay_out,
+    local_items,
+    local_plan,
+    merged,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -89,7 +98,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         with comm.task("placing items in files"):
             nbytes = sum(tensor.nbytes for tensor in items.tensors)
             files = _file_count(self._files, nbytes, context.staging)
-            placed = place(items, archives, comm.rank, files, self._hint)
+            placed = lay_out(items, archives, comm.rank, files, self._hint)
             local = local_plan(items, placed)
         plan = _global_plan(local, comm)
 

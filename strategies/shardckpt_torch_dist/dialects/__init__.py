@@ -1,4 +1,4 @@
-"""What a checkpoint stores, from every dialect of ``.metadata`` in one form."""
+"""Read and write the index of a checkpoint: every dialect of ``.metadata``, in one form."""
 
 from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, dump
 from shardckpt_torch_dist.dialects.metadata import (

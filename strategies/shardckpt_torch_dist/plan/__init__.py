@@ -1,6 +1,6 @@
-"""What a rank writes and reads: which bytes, in which files, in which order."""
+"""Plan what a rank writes and reads: which bytes, in which files, in which order."""
 
-from shardckpt_torch_dist.plan.file_layout import padded, place
+from shardckpt_torch_dist.plan.file_layout import lay_out, padded
 from shardckpt_torch_dist.plan.global_plan import LocalPlan, local_plan, merged
 from shardckpt_torch_dist.plan.items import Source, archives_of, local_items, tensors_of
 from shardckpt_torch_dist.plan.load_plan import LoadPlan, dcp_tensor
@@ -26,12 +26,12 @@ __all__ = [
     "archives_of",
     "check_cast",
     "dcp_tensor",
+    "lay_out",
     "local_items",
     "local_plan",
     "merged",
     "our_archive",
     "padded",
-    "place",
     "put_rest",
     "read_object",
     "tensors_of",
