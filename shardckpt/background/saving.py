@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
-from shardckpt.engine import Operation, Transaction, Written, as_json, check_state, open_folder, prepare_save, recall
+from shardckpt.engine import Operation, Transaction, Written, as_json, check_state, open_folder, saved_plans
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import host as plugin_host
 from shardckpt.storage import CheckpointWriter, PackedShards, upload_files
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.distributed import Comm
-    from shardckpt.engine import Remembered, SaveOptions
+    from shardckpt.engine import CachedPlan, SaveOptions
     from shardckpt.mapping import ShardedBase, ShardedStateDict
     from shardckpt.plugins import PluginHost
     from shardckpt.strategy import PreparedSave
@@ -55,7 +55,7 @@ class _BackgroundSave:
     prepared: PreparedSave
     context: PlanContext
     content: Any
-    remembered: Remembered | None
+    cached: CachedPlan | None
     staged: StagedWork | None = None
     result: _Result | None = None
     committed: bool = False
@@ -86,10 +86,10 @@ class _BackgroundSave:
         """Copy what is to be written."""
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
-        known = self.remembered
-        self.staged = stage(self.prepared.work, None if known is None else known.layout)
-        if known is not None:
-            known.layout = self.staged.layout
+        cached = self.cached
+        self.staged = stage(self.prepared.work, None if cached is None else cached.layout)
+        if cached is not None:
+            cached.layout = self.staged.layout
         return self.staged
 
     def written(self, future: Future[_Result]) -> None:
@@ -152,19 +152,19 @@ def request_save(
                 staging=transaction.staging,
             )
             with operation.step("planning"):
-                prepared, remembered = prepare_save(state, saver, context, validated=options.validate)
+                prepared = saver.prepare(state.shards, state.common, context)
             comm.settle()
         except BaseException:
             transaction.abort()
             raise
     content = as_json(options.content_metadata)
-    return _BackgroundSave(transaction, state.given, prepared, context, content, remembered).request()
+    return _BackgroundSave(transaction, state.given, prepared, context, content, state.lookup.cached).request()
 
 
 def release_memory() -> None:
-    """Give staging memory that no save uses back to the system, and forget the last plans; the next save is a first."""
+    """Give staging memory that no save uses back to the system, and clear the plan cache; the next save is a first."""
     staging.release_memory()
-    recall.forget()
+    saved_plans.clear()
 
 
 def _in_background(saver: Any) -> AsyncSaveStrategy:

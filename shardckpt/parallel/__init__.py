@@ -8,14 +8,12 @@ from shardckpt.parallel.distribution import (
     sharded_tensor_shard_id,
 )
 from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
-from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.parallel.save import FullyParallelSaveStrategyWrapper, share_out
 from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange
 
 __all__ = [
     "FullyParallelLoadStrategyWrapper",
     "FullyParallelSaveStrategyWrapper",
-    "PlanCache",
     "ShardDistribution",
     "ShardId",
     "Transfer",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from shardckpt.distributed import Comm
+from shardckpt.engine import PlanCache
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.parallel.transfers import ROUND_BYTES, Transfer, check_algorithm, exchange
 from shardckpt.planning import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
@@ -100,7 +100,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
         self._settings = (exchange_algo, round_bytes)
-        self._cache: PlanCache[_Plan] = PlanCache(enabled=do_cache_distribution)
+        self._cache: PlanCache[_Plan] = PlanCache(int(do_cache_distribution))
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reads = strategy.reads  # type: ignore[misc]
@@ -140,7 +140,8 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         with group.phase("listing what this rank wants"):
             wants = [_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
         told = (self._settings, [] if self._settings[0] == "direct" else wants)
-        return self._cache.get((self._settings, wants), group, lambda: _dealt(wants, group.all_gather(told), group))
+        share = (self._settings, wants)
+        return self._cache.find_or_plan(share, group, lambda: _dealt(wants, group.all_gather(told), group))
 
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: _Plan, group: Comm) -> None:
         with group.phase("preparing the exchange"):

@@ -6,15 +6,15 @@ import copy
 import math
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from shardckpt.distributed import Comm
+from shardckpt.engine import PlanCache
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.parallel.plan_cache import PlanCache
 from shardckpt.planning import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.state_dict import build_copy
-from shardckpt.strategy import AsyncSaveStrategy, is_recalled
+from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.mapping import CommonStateDict, ReplicaId, ShardedBase
-    from shardckpt.strategy import PlanContext, PrepareAgain, PreparedSave, SaveContext, SaveStrategy
+    from shardckpt.strategy import PlanContext, PreparedSave, SaveContext, SaveStrategy
 
 
 class _Copy(NamedTuple):
@@ -33,19 +33,11 @@ class _Copy(NamedTuple):
     main: bool
 
 
-class _DealtAgain(NamedTuple):
-    """Prepares a save of the same shards, which are dealt out as they were."""
+class _ParallelPlan(NamedTuple):
+    """The replica ids of this rank's shards as they were dealt out, and the wrapped strategy's plan for them."""
 
-    again: PrepareAgain
     replica_ids: list[ReplicaId]
-
-    def __call__(
-        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
-    ) -> PreparedSave | None:
-        dealt = list(map(build_copy, shards))
-        for shard, replica_id in zip(dealt, self.replica_ids, strict=True):
-            shard.replica_id = replica_id
-        return self.again(dealt, common, context)
+    plan: Any
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
@@ -66,7 +58,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         parallelization_group: The name of ``group`` in Megatron until 0.16.
     """
 
-    recalled = True
+    caches_plan = True
 
     def __init__(
         self,
@@ -87,7 +79,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             )
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
-        self._cache: PlanCache[set[tuple[Any, ...]]] = PlanCache(enabled=do_cache_distribution)
+        self._cache: PlanCache[set[tuple[Any, ...]]] = PlanCache(int(do_cache_distribution))
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reader = strategy.reader  # type: ignore[misc]
@@ -105,25 +97,31 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             )
         dealt = self._dealt(shards, context)
         prepared = self._strategy.prepare(dealt, common, context)
-        if prepared.again is None or not is_recalled(self._strategy):
-            return replace(prepared, again=None)
-        return replace(prepared, again=_DealtAgain(prepared.again, [shard.replica_id for shard in dealt]))
+        if prepared.plan is None:
+            return prepared
+        return replace(prepared, plan=_ParallelPlan([shard.replica_id for shard in dealt], prepared.plan))
+
+    def replan(
+        self, plan: _ParallelPlan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> PreparedSave | None:
+        """Deal the shards out as before, and let the strategy plan by its own plan."""
+        dealt = list(map(build_copy, shards))
+        for shard, replica_id in zip(dealt, plan.replica_ids, strict=True):
+            shard.replica_id = replica_id
+        strategy = cast("AsyncSaveStrategy", self._strategy)  # others have no plans
+        return strategy.replan(plan.plan, dealt, common, context)
 
     @property
-    def saves_as_prepared(self) -> bool:
-        """Whether the strategy does."""
-        return isinstance(self._strategy, AsyncSaveStrategy) and self._strategy.saves_as_prepared
-
-    @property
-    def plans_like(self) -> Hashable:
-        """Whose shares are dealt, and how they are planned."""
-        if not isinstance(self._strategy, AsyncSaveStrategy) or not is_recalled(self._strategy):
-            return self
-        try:  # who remembers a plan must not keep a group from its end
+    def plan_cache_key(self) -> Hashable | None:
+        """The group and the strategy's own key; None where the strategy has none."""
+        strategy_key = find_plan_cache_key(self._strategy)
+        if strategy_key is None:
+            return None
+        try:  # a cached plan must not keep a group from its end
             group = self._group and weakref.ref(self._group)
         except TypeError:  # it is what torch gives to those who are no members
-            return self
-        return type(self), group, self._strategy.plans_like
+            return None
+        return type(self), group, strategy_key
 
     def _dealt(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
         """Copies of the shards with new replica ids, which say what this rank is to write."""
@@ -146,8 +144,8 @@ def share_out(
     """
     with group.phase("listing shards"):
         copies = [_copy_of(shard) for shard in shards]
-    cache = PlanCache(enabled=False) if cache is None else cache
-    mine = set(cache.get(copies, group, lambda: _parts(group.all_gather(copies))[group.rank]))
+    cache = PlanCache(0) if cache is None else cache
+    mine = set(cache.find_or_plan(copies, group, lambda: _parts(group.all_gather(copies))[group.rank]))
     return [_renumbered(shard, mine) for shard in shards]
 
 

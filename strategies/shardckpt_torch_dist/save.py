@@ -57,7 +57,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     backend = "torch_dist"
     version = 1
     reader = "shardckpt 0.1, Megatron-Core 0.9, torch 2.6"
-    recalled = True
+    caches_plan = True
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         self._hint = separation_hint
 
     @property
-    def plans_like(self) -> Hashable:
+    def plan_cache_key(self) -> Hashable:
         """All that the plan depends on besides the shards."""
         return type(self), self._main_only, self._files, self._hint
 
@@ -100,15 +100,28 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             files = _file_count(self._files, nbytes, context.staging)
             placed = lay_out(items, archives, comm.rank, files, self._hint)
             local = local_plan(items, placed)
-        plan = _global_plan(local, comm)
+        stored = _global_plan(local, comm)
 
         work = replace(placed.work, tensors=[], archives={}, stored=local.stored)
-        made = Made(items.sources, items.objects, _lengths(archives), nbytes, files, self._files, work, plan)
-        return made.filled(items.tensors, archives, stored_common, context)
+        plan = SavePlan(items.sources, items.objects, _lengths(archives), nbytes, files, work, stored)
+        return plan.prepare(items.tensors, archives, stored_common, context)
+
+    def replan(
+        self, plan: SavePlan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> PreparedSave | None:
+        """Plan by an earlier plan; None if an object is longer or shorter now, or another number of files better."""
+        comm = context.comm
+        stored_common = _common(common, context)
+        with comm.task("pickling objects"):
+            archives = archives_of(plan.objects, shards, context.allow_globals)
+            files = _file_count(self._files, plan.nbytes, context.staging)
+        if not comm.all_true(_lengths(archives) == plan.lengths and files == plan.files):
+            return None
+        return plan.prepare(tensors_of(plan.sources, shards), archives, stored_common, context)
 
 
-class Made(NamedTuple):
-    """A rank's part of a plan, for saves of shards with the same descriptions.
+class SavePlan(NamedTuple):
+    """A rank's part of a plan, for saves of shards with the same metadata.
 
     Attributes:
         sources: Where its tensors come from.
@@ -116,9 +129,8 @@ class Made(NamedTuple):
         lengths: Of their archives, in bytes.
         nbytes: Of the tensors.
         files: How many they go to.
-        asked: The caller's number of them.
         work: What to write, without values.
-        plan: On the main rank what all store.
+        stored: On the main rank, what all ranks store.
     """
 
     sources: list[Source]
@@ -126,29 +138,15 @@ class Made(NamedTuple):
     lengths: dict[str, int]
     nbytes: int
     files: int
-    asked: int | None
     work: SaveWork
-    plan: StoredIndex | None
+    stored: StoredIndex | None
 
-    def again(
-        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
-    ) -> PreparedSave | None:
-        """A save by this plan; None if an object is longer or shorter now, or another number of files better."""
-        comm = context.comm
-        stored_common = _common(common, context)
-        with comm.task("pickling objects"):
-            archives = archives_of(self.objects, shards, context.allow_globals)
-            files = _file_count(self.asked, self.nbytes, context.staging)
-        if not comm.all_true(_lengths(archives) == self.lengths and files == self.files):
-            return None
-        return self.filled(tensors_of(self.sources, shards), archives, stored_common, context)
-
-    def filled(
+    def prepare(
         self, tensors: list[torch.Tensor], archives: dict[str, bytes], stored_common: bytes, context: PlanContext
     ) -> PreparedSave:
-        """A save by this plan of some values."""
-        names = None if self.plan is None else Names(self.plan, context.save_id, stored_common)
-        return PreparedSave(replace(self.work, tensors=tensors, archives=archives, names=names), again=self.again)
+        """Return a save of these values by this plan."""
+        names = None if self.stored is None else Names(self.stored, context.save_id, stored_common)
+        return PreparedSave(replace(self.work, tensors=tensors, archives=archives, names=names), plan=self)
 
 
 def _file_count(asked: int | None, nbytes: int, directory: Path | None) -> int:

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.distributed.comm import Comm
+from shardckpt.engine import PlanCache
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper, share_out
-from shardckpt.parallel.plan_cache import PlanCache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,7 +129,7 @@ class _CountingComm(Comm):
 
 
 def _gathers() -> list[int]:
-    comm, cache = _CountingComm(), PlanCache[Any](enabled=True)
+    comm, cache = _CountingComm(), PlanCache[Any](1)
     counts = []
     for number in range(5):
         shards = [leaf for leaf in _with_extra(number).values() if isinstance(leaf, ShardedTensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning.boxes import part_view, shard_parts
+from shardckpt.planning import part_view, shard_parts
 from shardckpt.strategy import SaveStrategy
 from shardckpt_npy.files import COMMON, INDEX, write_array, write_json
 
