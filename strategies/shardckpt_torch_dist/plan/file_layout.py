@@ -98,4 +98,4 @@ def _group_by_hint(names: Sequence[str], hint: str | None) -> list[tuple[str, li
     return [(hint, hinted), ("", sorted(set(range(len(names))).difference(hinted)))]
 
 
-__all__ = ["FileLayout", "padded", "lay_out"]
+__all__ = ["FileLayout", "lay_out", "padded"]
