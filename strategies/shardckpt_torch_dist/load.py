@@ -93,11 +93,11 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return _load_loose_values(index, context)
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """Return the stored tensors, unsharded with their true global shapes and without data, and the stored objects."""
+        """Return the stored tensors without data, unsharded with their true global shapes, and the stored objects."""
         return read_index(context.reader).shards()
 
     def recognises(self, directory: Path) -> int | None:
-        """Return the version if this is a plain DCP directory: it has ``.metadata``, and no ``metadata.json``; else None."""
+        """Return the version of a plain DCP directory, which has ``.metadata`` and no ``metadata.json``, or None."""
         return self.version if (directory / METADATA_FILE).is_file() else None
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
@@ -117,7 +117,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return list_files(reader)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """Return the error of each listed file by name, None for a sound one, as far as a check without digests shows."""
+        """Return the error of each listed file by name, or None, as far as a check without digests finds one."""
         return check_files(reader)
 
     def owned_files(self, directory: Path) -> set[str]:

@@ -53,8 +53,8 @@ _ARCHIVE_MAGIC = b"PK\x03\x04"
 class CheckpointStorageReader(StorageReader):
     """Reads directories of shardckpt, Megatron and stock DCP for ``dcp.load``.
 
-    Digests are destinations if the checkpoint has them. DCP's planner loads objects with torch.load, which runs what their
-    pickles name: so it gets an object only if our own reader accepts it.
+    Digests are checked if the checkpoint has them. DCP's planner loads objects with torch.load, which runs what their
+    pickles name. So it gets an object only if our own reader accepts it.
 
     Args:
         path: The checkpoint's directory or URL.

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 class CheckpointStorageWriter(StorageWriter):
     """Writes a checkpoint for ``dcp.save`` and ``dcp.async_save``; the directory is a complete checkpoint, or absent.
 
-    Stock ``dcp.load``, :class:`CheckpointStorageReader` and ``shardckpt`` read it. After an error nothing of the save is
-    at the path; its staging directory is removed with this instance, by its next save, or when the process ends. An
+    Stock ``dcp.load``, :class:`CheckpointStorageReader` and ``shardckpt`` read it. After an error nothing of the save
+    is at the path; its staging directory is removed with this instance, by its next save, or when the process ends. An
     instance can serve any number of saves, one after the other, and be pickled for ``AsyncCheckpointerType.PROCESS``.
 
     Args:
