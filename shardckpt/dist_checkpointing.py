@@ -109,7 +109,7 @@ def save(
             connection between ranks broke after the commit.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         target = locate(checkpoint_dir, host())
         options = SaveOptions(
             validate_access_integrity,
@@ -188,11 +188,11 @@ def load(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         mode, options = parse_strict_flag(strict), LoadOptions(sharded_strategy, accept, tuple(allow_globals))
 
     def attempt() -> tuple[StateDict, KeyMismatch]:
-        with comm.task("reading the arguments"):
+        with comm.local_phase("reading the arguments"):
             directory = locate(checkpoint_dir, host())  # each time: links may lead elsewhere since
         with open_stored(directory, comm, host(), options) as checkpoint:
             return load_checkpoint(
@@ -323,7 +323,7 @@ def remove_sharded_tensors(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         directory = locate_local(checkpoint_dir, "take keys out of")
     return remove_keys(directory, key_prefix, comm, host(), dry_run=dry_run)
 

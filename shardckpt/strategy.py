@@ -24,7 +24,8 @@ class PlanContext:
     """With whom a strategy plans a save.
 
     Attributes:
-        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)`` or ``with comm.task(...)``.
+        comm: The ranks that save. What can fail stands in ``with comm.collective_phase(...)`` or
+            ``with comm.local_phase(...)``; :class:`shardckpt.distributed.Comm` says which.
         save_id: A name that no other save has.
         allow_globals: Classes and functions that objects may name although a load refuses them without leave.
         staging: The directory in which this rank's files are made; None where no files are.
@@ -175,8 +176,8 @@ class AsyncSaveStrategy(SaveStrategy):
 
 def write_prepared(prepared: PreparedSave, context: SaveContext) -> None:
     """Write and finish a save that is planned, here and now."""
-    context.comm.settle()  # before hours of writing
-    with context.comm.task("writing shards"):
+    context.comm.sync_errors()  # before hours of writing
+    with context.comm.local_phase("writing shards"):
         result = prepared.work.write(context.writer)
     if prepared.finish is not None:
         prepared.finish(context.comm.gather(result), context)

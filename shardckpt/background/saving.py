@@ -102,13 +102,13 @@ class _BackgroundSave:
     def finish(self) -> None:
         """Write what names the files of all ranks, and commit."""
         comm = self.transaction.operation.comm
-        with comm.task("finishing a background save"):
+        with comm.local_phase("finishing a background save"):
             self._finish(comm)
 
     def _finish(self, comm: Comm) -> None:
         transaction, operation = self.transaction, self.transaction.operation
         comm.agree(save_in_this_place_of_the_queue=transaction.save_id)
-        with operation.step("finishing a background save"):
+        with operation.local_phase("finishing a background save"):
             if self.result is None or self.result.save_id != transaction.save_id:
                 raise CheckpointingException(f"rank {comm.rank} has not written its part of {transaction.target}")
         with transaction.writer() as writer:
@@ -117,8 +117,8 @@ class _BackgroundSave:
                 self.prepared.finish(comm.gather(self.result.result), context)
             self.given.compare([*self.result.shards, *writer.shards], comm)
             transaction.commit(writer, self.result.written, self.content)
-        comm.settle()
-        operation.ended()
+        comm.sync_errors()
+        operation.close_span()
         self.committed = True
 
     def failed(self, error: BaseException) -> None:
@@ -126,7 +126,7 @@ class _BackgroundSave:
         if self.committed:
             return
         self.transaction.abort()
-        self.transaction.operation.ended(error)
+        self.transaction.operation.close_span(error)
 
 
 def request_save(
@@ -139,9 +139,9 @@ def request_save(
 ) -> AsyncRequest:
     """Plan a save together; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
     operation = Operation("save", target, comm, host)
-    with operation.begun():
+    with operation.open_span():
         state = check_state(sharded_state_dict, strategy, operation, options, background=True)
-        with operation.step("looking for background saves"):
+        with operation.local_phase("looking for background saves"):
             saver = _in_background(state.saver)
         transaction = Transaction(operation, target, state.identity, overwrite=options.overwrite, sha256=options.sha256)
         try:
@@ -151,9 +151,9 @@ def request_save(
                 allow_globals=options.allow_globals,
                 staging=transaction.staging,
             )
-            with operation.step("planning"):
+            with operation.local_phase("planning"):
                 prepared = saver.prepare(state.shards, state.common, context)
-            comm.settle()
+            comm.sync_errors()
         except BaseException:
             transaction.abort()
             raise

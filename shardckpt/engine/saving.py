@@ -75,7 +75,7 @@ def save_checkpoint(
 ) -> None:
     """Save; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
     operation = Operation("save", target, comm, host)
-    with operation.whole():
+    with operation.collective_span():
         state = check_state(sharded_state_dict, strategy, operation, options)
 
         def write(writer: CheckpointWriter, save_id: str) -> None:
@@ -118,7 +118,7 @@ def check_state(
         background: Whether it is to be saved in the background.
     """
     comm = operation.comm
-    with operation.step("preparing the state dict"):
+    with operation.local_phase("preparing the state dict"):
         saver = find_saver(strategy, operation.host)
         operation.dispatched(saver)
         nest, common = take_apart(sharded_state_dict)
@@ -143,10 +143,10 @@ def check_state(
             shards = list(map(checked_copy, shards))
         replicas = find_replicas(shards, comm) if cached is None else cached.replicas
         shards = settle_replicas(shards, comm, compare=options.validate, replicas=replicas)
-    with comm.task("describing shards"):
+    with comm.local_phase("describing shards"):
         given = GivenShards(describe_shards(shards), saver) if cached is None else cached.given
     if options.validate:
-        with operation.step("validating"):
+        with operation.local_phase("validating"):
             if cached is None:
                 validate_shards(shards, comm, given.described)
             compare_common(common, options.preprocess_common, comm)

@@ -98,7 +98,7 @@ def torch_save_to_dcp(
         CheckpointingException: any other failure; nothing at ``checkpoint_dir`` has changed.
     """
     comm = Comm()
-    with comm.phase("reading the file"):
+    with comm.collective_phase("reading the file"):
         state_dict = read_torch_file(Path(file))
         described = to_sharded_state_dict(state_dict, check_replicas=False)
         content = {_FORM: _form(state_dict, "")}

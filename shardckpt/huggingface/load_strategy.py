@@ -73,11 +73,11 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Plan, and once every rank has a sound plan, read into the destinations."""
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
-        with context.comm.phase("planning the load"):
+        with context.comm.collective_phase("planning the load"):
             filled = [_with_memory(shard) for shard in tensors]
             once = {_identity(shard): shard for shard in reversed(filled)}  # of tied ones the first
             reads = [read for shard in once.values() for read in self._reads(shard)]
-        with context.comm.phase("reading shards"):
+        with context.comm.collective_phase("reading shards"):
             _clear(filled)
             reader = context.reader
             synchronize_devices(read.target for read in reads)

@@ -59,7 +59,7 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Check the experts, then plan as (torch_dist, 1) does."""
-        with context.comm.phase("comparing experts with their layouts"):
+        with context.comm.collective_phase("comparing experts with their layouts"):
             for shard in shards:
                 if isinstance(shard, ShardedTensor):
                     self._experts.check_described(shard)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.parallel import share_out
+from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import check_file_name, side_by_side
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.archive import pickled
@@ -44,7 +44,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     Args:
         backend: Must be ``torch_dist``: Megatron's callers name it.
         version: Must be 1.
-        keep_only_main_replica: Write the main replicas; False lets any holder of a copy write it, dealt out by bytes
+        keep_only_main_replica: Write the main replicas; False lets any holder of a copy write it, balanced by bytes
             over all ranks.
         thread_count: Files a rank, filled evenly. By default one; on a file system that is known to write through the
             page cache alone, as many as can be written at a time, of 32 MiB at least.
@@ -89,13 +89,13 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         """Plan together; objects and the common state are pickled here."""
         comm = context.comm
         if not self._main_only:
-            shards = share_out(shards, comm)
+            shards = assign_main_replicas(shards, comm)
         stored_common = _common(common, context)
-        with comm.task("planning"):
+        with comm.local_phase("planning"):
             items = local_items(shards)
-        with comm.task("pickling objects"):
+        with comm.local_phase("pickling objects"):
             archives = archives_of(items.objects, shards, context.allow_globals)
-        with comm.task("placing items in files"):
+        with comm.local_phase("placing items in files"):
             nbytes = sum(tensor.nbytes for tensor in items.tensors)
             files = _file_count(self._files, nbytes, context.staging)
             placed = lay_out(items, archives, comm.rank, files, self._hint)
@@ -112,7 +112,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         """Plan by an earlier plan; None if an object is longer or shorter now, or another number of files better."""
         comm = context.comm
         stored_common = _common(common, context)
-        with comm.task("pickling objects"):
+        with comm.local_phase("pickling objects"):
             archives = archives_of(plan.objects, shards, context.allow_globals)
             files = _file_count(self._files, plan.nbytes, context.staging)
         if not comm.all_true(_lengths(archives) == plan.lengths and files == plan.files):
@@ -161,7 +161,7 @@ def _lengths(archives: dict[str, bytes]) -> dict[str, int]:
 
 def _common(common: CommonStateDict, context: PlanContext) -> bytes:
     """The common state's file, on the main rank."""
-    with context.comm.task("pickling the common state"):
+    with context.comm.local_phase("pickling the common state"):
         return pickled(common, "the common state", context.allow_globals) if context.comm.is_main else b""
 
 
@@ -169,7 +169,7 @@ def _global_plan(local: LocalPlan, comm: Comm) -> StoredIndex | None:
     """What all ranks store, on the main rank."""
     plans = comm.gather(local)
     plan = None
-    with comm.task("planning for all ranks"):
+    with comm.local_phase("planning for all ranks"):
         if comm.is_main:
             plan = merged(plans)
     return plan

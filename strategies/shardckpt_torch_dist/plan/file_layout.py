@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.planning import deal
+from shardckpt.planning import assign_holders
 from shardckpt.tensors import page_place
 from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, fitted
 from shardckpt_torch_dist.dialects import Item
@@ -55,7 +55,7 @@ def lay_out(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: 
     chosen = [""] * len(names)
     for prefix, numbers in _group_by_hint(names, hint):
         files = [f"{prefix}__{rank}_{n}.distcp" for n in range(count)]
-        bins = deal([tuple(range(count))] * len(numbers), [sizes[n] for n in numbers]) if count > 1 else None
+        bins = assign_holders([tuple(range(count))] * len(numbers), [sizes[n] for n in numbers]) if count > 1 else None
         for number, bucket in zip(numbers, bins or itertools.repeat(0), strict=False):
             chosen[number] = files[bucket]
     work = SaveWork([], items.tensors, keys, [], archives)

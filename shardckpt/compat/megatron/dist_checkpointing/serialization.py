@@ -139,7 +139,7 @@ def _by_name(function: str, args: Sequence[Any], order: Sequence[str], keywords:
 
 def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
     comm = Comm(process_group)
-    with comm.phase("looking at the target"):
+    with comm.collective_phase("looking at the target"):
         taken = comm.is_main and not is_free(locate(checkpoint_dir, host()))
     if taken:
         logger.warning("%s is not empty: the checkpoint there is replaced when this save is whole", checkpoint_dir)
