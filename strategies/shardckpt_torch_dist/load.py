@@ -97,7 +97,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return read_index(context.reader).shards()
 
     def recognises(self, directory: Path) -> int | None:
-        """Return the version of a plain DCP directory, which has ``.metadata`` and no ``metadata.json``, or None."""
+        """Return the version if the directory has ``.metadata``, as plain DCP directories do, or None."""
         return self.version if (directory / METADATA_FILE).is_file() else None
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:

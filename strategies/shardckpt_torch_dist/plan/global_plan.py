@@ -31,7 +31,7 @@ class LocalPlan(NamedTuple):
     places: bytes
 
 
-def local_plan(items: LocalItems, layout: FileLayout) -> LocalPlan:
+def pack_plan(items: LocalItems, layout: FileLayout) -> LocalPlan:
     """Return the plan that a rank sends to the main rank.
 
     Args:
@@ -48,7 +48,7 @@ def local_plan(items: LocalItems, layout: FileLayout) -> LocalPlan:
     return LocalPlan(stored, pack(places))
 
 
-def merged(plans: Iterable[LocalPlan]) -> StoredIndex:
+def merge_plans(plans: Iterable[LocalPlan]) -> StoredIndex:
     """Merge the plans of all ranks into one index.
 
     Args:
@@ -151,4 +151,4 @@ def _sort_distinct(table: Table) -> torch.Tensor:
     return order[keep[order]]
 
 
-__all__ = ["LocalPlan", "local_plan", "merged"]
+__all__ = ["LocalPlan", "merge_plans", "pack_plan"]

@@ -47,7 +47,7 @@ class LocalItems:
     objects: dict[str, int] = field(default_factory=dict)
 
 
-def archives_of(
+def pickle_objects(
     objects: Mapping[str, int], shards: Sequence[ShardedBase], allow_globals: Iterable[Any]
 ) -> dict[str, bytes]:
     """Pickle the objects of a rank.
@@ -73,7 +73,7 @@ def archives_of(
     return found
 
 
-def tensors_of(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
+def view_tensors(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
     """Return the values of each box.
 
     Args:
@@ -129,4 +129,4 @@ def _add_tensor(
             items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
 
 
-__all__ = ["LocalItems", "archives_of", "local_items", "tensors_of"]
+__all__ = ["LocalItems", "local_items", "pickle_objects", "view_tensors"]

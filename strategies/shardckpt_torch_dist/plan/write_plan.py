@@ -44,7 +44,7 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
-class Names:
+class GlobalFiles:
     """The files that only the main rank writes: the index of what all ranks store, and the common state.
 
     Attributes:
@@ -80,7 +80,7 @@ class SaveWork:
         keys: Their keys.
         lengths: Sizes of their archives, in bytes.
         archives: The archives of the objects, by unique key.
-        names: The files that only the main rank writes; None on the others.
+        global_files: The files that only the main rank writes; None on the others.
         stored: The boxes of the tensors, in the same order, and the objects.
     """
 
@@ -89,7 +89,7 @@ class SaveWork:
     keys: list[str]
     lengths: list[int]
     archives: Mapping[str, bytes]
-    names: Names | None = None
+    global_files: GlobalFiles | None = None
     stored: PackedShards | None = None
 
     def write(self, writer: CheckpointWriter) -> None:
@@ -107,7 +107,7 @@ class SaveWork:
         in_files = {number: into for file, into in open_files for number in file.tensors}
         for number in sorted(in_files):  # alternates between the files, so that all are written concurrently
             append_tensor(in_files[number], self.tensors[number], self.keys[number], self.lengths[number])
-        named = [] if self.names is None else self.names.begin(writer)
+        named = [] if self.global_files is None else self.global_files.begin(writer)
         # The index files come first: they are finished while the last tensors are still being written.
         for into in (*named, *(into for _, into in open_files)):
             writer.finish(into)
@@ -158,4 +158,4 @@ def _wrapped_values(before: memoryview, tensor: torch.Tensor, after: memoryview,
         raise ShardingError(f"tensor {key!r}: {exc}") from exc
 
 
-__all__ = ["Names", "PlannedFile", "SaveWork", "append_tensor"]
+__all__ = ["GlobalFiles", "PlannedFile", "SaveWork", "append_tensor"]
