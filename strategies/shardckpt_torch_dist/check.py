@@ -14,7 +14,7 @@ from shardckpt.planning import integers
 from shardckpt.strategy import StoredFile
 from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, Archive
 from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, Item, needs_common_file, read_index
-from shardckpt_torch_dist.plan import padded
+from shardckpt_torch_dist.plan import padded_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,7 +150,7 @@ def _check_tail(reader: CheckpointReader, file: StoredFile, size: int, *, aligne
         return
     what = f"the end of {file.name}"
     first = reader.read_range(file.name, file.nbytes, min(rest, 2 * ARCHIVE_ALIGN), what)
-    if aligned and size == padded(file.nbytes) and not any(first):
+    if aligned and size == padded_length(file.nbytes) and not any(first):
         return
     end = reader.read_range(file.name, size - min(rest, 2 * ARCHIVE_ALIGN), min(rest, 2 * ARCHIVE_ALIGN), what)
     if not (first.lstrip(b"\0").startswith(_BEGIN_MAGIC) and _END_MAGIC in end):

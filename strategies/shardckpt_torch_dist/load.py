@@ -55,7 +55,8 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
             plan = LoadPlan(wanted, index, context.reader, context.allow_globals)
-        if not context.comm.all_alike(index.save.encode()):  # all have planned, too
+        # This collective also waits until every rank has planned: no destination changes if one cannot.
+        if not context.comm.all_alike(index.save.encode()):
             with context.comm.local_phase("comparing the metadata that the ranks have read"):
                 raise replaced_error(context.reader.directory, "the ranks have read different metadata")
         with context.comm.local_phase("reading shards"):

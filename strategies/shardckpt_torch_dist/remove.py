@@ -32,10 +32,10 @@ from shardckpt_torch_dist.dialects import (
     StoredIndex,
     dump,
     encode,
-    object_key,
+    parse_object_key,
     read_index,
 )
-from shardckpt_torch_dist.plan import our_archive
+from shardckpt_torch_dist.plan import build_own_archive
 from shardckpt_torch_dist.torch_private import StorageInfo
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _digest_boundaries(index: StoredIndex, name: str) -> dict[Item, tuple[int, .
     rows = ((chunks.file == index.files.index(name)) & (chunks.length > SMALL_RECORD)).nonzero().view(-1)
     for number in set(chunks.box.whole[rows].tolist()):
         for chunk in index.tensor(number).chunks.values():
-            ours = our_archive(index.dtypes[number], chunk.box.shape, chunk.item.length)
+            ours = build_own_archive(index.dtypes[number], chunk.box.shape, chunk.item.length)
             if ours is not None:
                 found[chunk.item] = (len(ours.head), chunk.item.length - len(ours.tail))
     return found
@@ -193,7 +193,7 @@ def _is_removed(key: str, entry: Any, prefix: str) -> bool:
     """Return whether the key has the prefix, and the entry is a tensor or a sharded object, not the common state."""
     if not key.startswith(prefix):
         return False
-    return hasattr(entry, "chunks") or (key != COMMON_KEY and object_key(key) is not None)
+    return hasattr(entry, "chunks") or (key != COMMON_KEY and parse_object_key(key) is not None)
 
 
 def _split_files(keys: Collection[str], raw: Any) -> tuple[frozenset[str], dict[str, dict[Item, str]]]:

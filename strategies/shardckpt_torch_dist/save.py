@@ -9,7 +9,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import check_file_name, side_by_side
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
-from shardckpt_torch_dist.archive import pickled
+from shardckpt_torch_dist.archive import make_loadable_archive
 from shardckpt_torch_dist.plan import (
     GlobalFiles,
     LocalPlan,
@@ -186,7 +186,7 @@ def _lengths(archives: dict[str, bytes]) -> dict[str, int]:
 def _pickle_common(common: CommonStateDict, context: PlanContext) -> bytes:
     """Pickle the common state on the main rank; the others return empty bytes. Needs no other rank."""
     with context.comm.local_phase("pickling the common state"):
-        return pickled(common, "the common state", context.allow_globals) if context.comm.is_main else b""
+        return make_loadable_archive(common, "the common state", context.allow_globals) if context.comm.is_main else b""
 
 
 def _merge_on_main(rank_plan: LocalPlan, comm: Comm) -> StoredIndex | None:

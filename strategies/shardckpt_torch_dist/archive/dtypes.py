@@ -24,16 +24,16 @@ _STORAGE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in _STORAGE_NAMES.items()}
 
 
-def storage_name(dtype: torch.dtype) -> str | None:
+def storage_class_name(dtype: torch.dtype) -> str | None:
     """Return the name of the dtype's storage class in the module ``torch``, or None if it has none."""
     return _STORAGE_NAMES.get(dtype)
 
 
-def storage_dtype(module: str, name: str) -> torch.dtype | Literal[False] | None:
+def storage_class_dtype(module: str, name: str) -> torch.dtype | Literal[False] | None:
     """Return the dtype of a storage class that a pickle names: None for an untyped storage, False for no storage."""
     if (module, name) == ("torch.storage", "UntypedStorage"):
         return None
     return _DTYPES.get(name, False) if module == "torch" else False
 
 
-__all__ = ["storage_dtype", "storage_name"]
+__all__ = ["storage_class_dtype", "storage_class_name"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import UnsafePickleError
-from shardckpt_torch_dist.archive.pickle_policy import FunctionProxy, OpaqueClass, brief
+from shardckpt_torch_dist.archive.pickle_policy import FunctionProxy, OpaqueClass, describe
 from shardckpt_torch_dist.archive.stubs import Frozen, StandIn
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Properties(_Record):
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise UnsafePickleError(f"_codecs.encode with {brief(encoding)}: only latin1, as pickle itself writes bytes")
+        raise UnsafePickleError(f"_codecs.encode with {describe(encoding)}: only latin1, as pickle itself writes bytes")
     return text.encode("latin1")
 
 
@@ -77,14 +77,14 @@ def _safe_getattr(owner: Any, name: str) -> Any:
         return owner(name)
     if isinstance(owner, enum.EnumMeta) and name in owner.__members__:  # an enum that the caller allows
         return owner.__members__[name]
-    raise UnsafePickleError(f"a pickle asks for attribute {brief(name)} of {brief(owner)}: refused")
+    raise UnsafePickleError(f"a pickle asks for attribute {describe(name)} of {describe(owner)}: refused")
 
 
 def _make_instance(kind: Any, _base: Any, _state: Any) -> Any:
     """Call ``object.__new__``, as pickles of protocols 0 and 1 do through copyreg; never a ``__new__`` of the class."""
     if isinstance(kind, type) and (issubclass(kind, StandIn) or kind.__new__ is object.__new__):
         return StandIn.__new__(kind) if issubclass(kind, StandIn) else object.__new__(kind)
-    raise UnsafePickleError(f"a pickle asks for an object of {brief(kind)} without its constructor: refused")
+    raise UnsafePickleError(f"a pickle asks for an object of {describe(kind)} without its constructor: refused")
 
 
 _BUILTINS = (bool, complex, dict, float, frozenset, int, list, range, set, slice, str, tuple)

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt_torch_dist.archive.pickle_policy import FunctionProxy, OpaqueClass, PendingValue, brief
+from shardckpt_torch_dist.archive.pickle_policy import FunctionProxy, OpaqueClass, PendingValue, describe
 
 _MODULES = {
     "_reconstruct": ("numpy.core.multiarray", "numpy._core.multiarray"),
@@ -65,7 +65,7 @@ def _dtype(name: Any, _align: Any = False, _copy: Any = True) -> PendingValue:  
     """Replace ``numpy.dtype(name, False, True)``; the pickle sets its state (byte order, fields, unit) afterwards."""
     found = _DTYPE_NAME.fullmatch(name) if isinstance(name, str) else None
     if found is None:
-        raise _refused(f"dtype {brief(name)}")
+        raise _refused(f"dtype {describe(name)}")
     base = _numpy().dtype("O" if found[3] else name)
     return PendingValue(f"a numpy dtype {name}", lambda state: _dtype_with_state(base, state))
 
@@ -76,7 +76,7 @@ def _dtype_with_state(base: Any, state: Any) -> Any:
         raise _refused("dtype with an unknown state")
     _, order, subarray, names, fields, itemsize = state[:6]
     if order not in ("<", ">", "=", "|"):
-        raise _refused(f"dtype of byte order {brief(order)}")
+        raise _refused(f"dtype of byte order {describe(order)}")
     if base.kind in "mM":
         base = _with_unit(base, state)
     elif base.kind == "V" and names is not None:
@@ -90,17 +90,17 @@ def _with_unit(base: Any, state: tuple[Any, ...]) -> Any:
     unit, count = state[8][1][:2] if len(state) > 8 else ("generic", 1)  # noqa: PLR2004 - numpy's layout
     unit = unit.decode() if isinstance(unit, bytes) else unit
     if unit not in _TIME_UNITS or not isinstance(count, int) or not 0 < count < 1 << 31:
-        raise _refused(f"dtype of {brief(count)} {brief(unit)}")
+        raise _refused(f"dtype of {describe(count)} {describe(unit)}")
     return base if unit == "generic" else _numpy().dtype(f"{base.kind}8[{count}{unit}]")
 
 
 def _structured(base: Any, names: Any, fields: Any, itemsize: Any) -> Any:
     parts = [tuple(fields[name])[:2] for name in names]
     if itemsize != base.itemsize or not all(isinstance(name, str) for name in names):
-        raise _refused(f"dtype of {brief(itemsize)} bytes with fields {brief(names)}")
+        raise _refused(f"dtype of {describe(itemsize)} bytes with fields {describe(names)}")
     for dtype, offset in parts:
         if type(offset) is not int or offset < 0 or offset + _checked_dtype(dtype).itemsize > itemsize:
-            raise _refused(f"dtype with a field at {brief(offset)}, outside its {itemsize} bytes")
+            raise _refused(f"dtype with a field at {describe(offset)}, outside its {itemsize} bytes")
     formats, offsets = [dtype for dtype, _ in parts], [offset for _, offset in parts]
     return _numpy().dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
 
@@ -115,7 +115,7 @@ def _subarray(base: Any, subarray: Any) -> Any:
 
 def _checked_dtype(dtype: Any) -> Any:
     if not isinstance(dtype, _numpy().dtype):
-        raise _refused(f"dtype that is {brief(dtype)}")
+        raise _refused(f"dtype that is {describe(dtype)}")
     return dtype
 
 
@@ -127,7 +127,7 @@ def _reconstruct(kind: Any, _shape: Any, _code: Any) -> PendingValue:
     if kind is NDARRAY:
         return PendingValue("a numpy array", _array_from_state)
     if not isinstance(kind, type) or not issubclass(kind, _numpy().ndarray):
-        raise _refused(f"array of class {brief(kind)}")
+        raise _refused(f"array of class {describe(kind)}")
     return PendingValue(f"a {kind.__name__}", lambda state: _array_from_state(state).view(kind))
 
 
@@ -185,20 +185,20 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     """Return the shape as a tuple, if it has few axes and no negative size."""
     short = isinstance(shape, (tuple, list)) and len(shape) <= _MAX_DIMENSIONS
     if not short or not all(type(size) is int and size >= 0 for size in shape):
-        raise _refused(f"array of shape {brief(shape)}")
+        raise _refused(f"array of shape {describe(shape)}")
     return tuple(shape)
 
 
-def copied_bytes(state: Any) -> int:
+def count_copied_bytes(state: Any) -> int:
     """Return how many bytes or objects of a state BUILD would copy."""
     content = state[-1] if isinstance(state, tuple) and state else None
     return len(content) if isinstance(content, (bytes, bytearray, str, list)) else 0
 
 
-def objects_of(state: Any) -> list[Any]:
+def list_objects(state: Any) -> list[Any]:
     """Return the objects in the state of an array of dtype object; an empty list for any other state."""
     content = state[-1] if isinstance(state, tuple) and state else None
     return content if isinstance(content, list) else []
 
 
-__all__ = ["NDARRAY", "copied_bytes", "numpy_global", "objects_of"]
+__all__ = ["NDARRAY", "count_copied_bytes", "list_objects", "numpy_global"]

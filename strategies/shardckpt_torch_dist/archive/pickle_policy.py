@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _SHORT = 16
 
 
-def brief(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a value as text for an error: the repr of a plain value, the type of any other, whose repr may not end."""
     if type(value) in (tuple, list) and len(value) <= _SHORT and all(type(item) in _SCALARS for item in value):
-        return f"({', '.join(map(brief, value))})"
+        return f"({', '.join(map(describe, value))})"
     if type(value) in (str, bytes):
         return f"{value[:80]!r}"
     if isinstance(value, (type, FunctionProxy, OpaqueClass, PendingValue, bool, float, types.NoneType)):
@@ -127,7 +127,9 @@ def check_arguments(function: Any, args: Any) -> int:
         UnsafePickleError: The function may only be named, not called.
     """
     if type(args) is not tuple:
-        raise CorruptCheckpointError(f"a pickle calls {brief(function)} with a {type(args).__name__} as its arguments")
+        raise CorruptCheckpointError(
+            f"a pickle calls {describe(function)} with a {type(args).__name__} as its arguments"
+        )
     if isinstance(function, OpaqueClass):
         raise UnsafePickleError(f"a pickle calls {function!r}: refused")
     if isinstance(function, FunctionProxy):
@@ -154,7 +156,7 @@ def _sizes(args: tuple[Any, ...], element: int) -> int:
     return _CALL + texts + element * sum(len(arg) for arg in args if type(arg) in _CONTAINERS)
 
 
-def keys_of(function: Any, args: tuple[Any, ...]) -> list[Any]:
+def list_hashed_keys(function: Any, args: tuple[Any, ...]) -> list[Any]:
     """Return the keys that a call of a dict or set class hashes."""
     containers = [arg for arg in args if type(arg) in _CONTAINERS]
     if function in _SETS:
@@ -242,7 +244,7 @@ def _recurses(value: Any) -> bool:
     return isinstance(value, (collections.deque, collections.defaultdict)) or (is_array and value.dtype.hasobject)
 
 
-def values_of(made: Any) -> Iterable[Any]:
+def list_values(made: Any) -> Iterable[Any]:
     """Return the values of a new container, for :class:`Nesting`."""
     if isinstance(made, dict):
         return made.values()
@@ -252,7 +254,7 @@ def values_of(made: Any) -> Iterable[Any]:
 def check_container(target: Any) -> None:
     """Raise UnsafePickleError if a pickle adds values to what is not a container."""
     if isinstance(target, (type, FunctionProxy, torch.Tensor)) or type(target).__module__.partition(".")[0] == "numpy":
-        raise UnsafePickleError(f"a pickle tries to put values into {brief(target)}: refused")
+        raise UnsafePickleError(f"a pickle tries to put values into {describe(target)}: refused")
 
 
 def apply_state(target: Any, state: Any, is_allowed: Callable[[Any], bool]) -> bool:
@@ -279,11 +281,11 @@ def apply_state(target: Any, state: Any, is_allowed: Callable[[Any], bool]) -> b
     library = kind.__module__.partition(".")[0] in _LIBRARIES
     functions = (FunctionProxy, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     if isinstance(target, (type, *functions)) or (library and kind is not io.BytesIO and not is_allowed(kind)):
-        raise UnsafePickleError(f"a pickle tries to change {brief(target)}: refused")
+        raise UnsafePickleError(f"a pickle tries to change {describe(target)}: refused")
     slots = state[1] if isinstance(state, tuple) and len(state) == 2 else None  # noqa: PLR2004 - (state, slot state)
     for name in (*(state if isinstance(state, dict) else ()), *(slots if isinstance(slots, dict) else ())):
         if isinstance(name, str) and name.startswith("__") and name.endswith("__"):
-            raise UnsafePickleError(f"a pickle tries to set {brief(name)} of a {kind.__name__}: refused")
+            raise UnsafePickleError(f"a pickle tries to set {describe(name)} of a {kind.__name__}: refused")
     return False
 
 
@@ -294,9 +296,9 @@ __all__ = [
     "OpaqueClass",
     "PendingValue",
     "apply_state",
-    "brief",
     "check_arguments",
     "check_container",
-    "keys_of",
-    "values_of",
+    "describe",
+    "list_hashed_keys",
+    "list_values",
 ]

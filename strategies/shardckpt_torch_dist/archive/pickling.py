@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def pickled(value: Any, what: str, allow_globals: Iterable[Any] = ()) -> bytes:
+def make_loadable_archive(value: Any, what: str, allow_globals: Iterable[Any] = ()) -> bytes:
     """Pickle a value as a ``torch.save`` archive that a load accepts.
 
     Args:
@@ -31,12 +31,12 @@ def pickled(value: Any, what: str, allow_globals: Iterable[Any] = ()) -> bytes:
         ShardingError: The value cannot be pickled; the error names the place in it.
         UnsafePickleError: It can be pickled, but a load would refuse it.
     """
-    data = archived(value, what)
+    data = make_archive(value, what)
     check_loadable(data, what, allow_globals)
     return data.getvalue()
 
 
-def archived(value: Any, what: str) -> io.BytesIO:
+def make_archive(value: Any, what: str) -> io.BytesIO:
     """Pickle a value as a ``torch.save`` archive, without asking whether a load would accept it.
 
     Returns:
@@ -68,4 +68,4 @@ def _find_unpicklable(value: Any) -> tuple[Any, ...]:
     return next((path for path, leaf in nested_items(value) if not can_be_pickled(leaf)), ())
 
 
-__all__ = ["archived", "check_loadable", "pickled"]
+__all__ = ["check_loadable", "make_archive", "make_loadable_archive"]

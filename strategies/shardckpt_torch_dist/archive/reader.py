@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
-from shardckpt_torch_dist.archive.tensor_pickles import Storage, TensorRebuilder, one_tensor, unpickle
-from shardckpt_torch_dist.archive.zip_directory import members
+from shardckpt_torch_dist.archive.tensor_pickles import Storage, TensorRebuilder, describe_one_tensor, unpickle
+from shardckpt_torch_dist.archive.zip_directory import read_members
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -105,7 +105,7 @@ class Archive:
             UnsafePickleError: Its pickle names a global that no tensor needs.
         """
         try:
-            storage, dtype, shape, stride, first, lazy = one_tensor(self._read_pickle())
+            storage, dtype, shape, stride, first, lazy = describe_one_tensor(self._read_pickle())
         except CheckpointingException as exc:
             raise type(exc)(f"{self._source}: {exc}") from exc
         record = self._find_record(storage)
@@ -162,7 +162,7 @@ class Archive:
 
     def _read_directory(self, size: int) -> dict[str, Member]:
         try:
-            records = members(self._read_range, size)
+            records = read_members(self._read_range, size)
         except (ValueError, struct.error) as exc:
             raise CorruptCheckpointError(f"{self._source} is not a torch.save archive: {exc}") from exc
         # Overlapping members would let a small file fill the memory, each member with the same bytes.

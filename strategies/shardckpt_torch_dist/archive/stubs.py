@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from shardckpt.errors import UnsafePickleError
-from shardckpt_torch_dist.archive.pickle_policy import brief
+from shardckpt_torch_dist.archive.pickle_policy import describe
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,7 +96,7 @@ class StandIn(metaclass=_StubMeta):
         return (_RECONSTRUCT, (real, object, None), *rest)
 
     def __repr__(self) -> str:
-        return f"<stub for {self.origin}{brief(self.args)}>"
+        return f"<stub for {self.origin}{describe(self.args)}>"
 
 
 def _find_real_class(kind: Any) -> Any:

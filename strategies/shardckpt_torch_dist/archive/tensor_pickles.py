@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt_torch_dist.archive.dtypes import storage_dtype
-from shardckpt_torch_dist.archive.pickle_policy import FunctionProxy, OpaqueClass, brief
+from shardckpt_torch_dist.archive.dtypes import storage_class_dtype
+from shardckpt_torch_dist.archive.pickle_policy import FunctionProxy, OpaqueClass, describe
 from shardckpt_torch_dist.archive.unpickle import load_object
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def unpickle(
     """
 
     def find_global(module: str, name: str) -> Any:
-        dtype = storage_dtype(module, name)
+        dtype = storage_class_dtype(module, name)
         return torch_global(module, name) if dtype is False else _StorageType(dtype or None)
 
     return load_object(pickled, source, find_global, _storage, allow_globals)
@@ -91,12 +91,12 @@ def _storage(pid: Any) -> Storage:
     """Decode a persistent id as torch.save writes it: ("storage", storage class, name, device, number of elements)."""
     kind, storage_type, name, _, numel = pid
     if kind != "storage" or not isinstance(storage_type, _StorageType) or type(numel) is not int or numel < 0:
-        raise CorruptCheckpointError(f"its pickle refers to something that is no storage: {brief(pid)}")
+        raise CorruptCheckpointError(f"its pickle refers to something that is not a storage: {describe(pid)}")
     return Storage(storage_type.dtype, str(name), numel * (storage_type.dtype.itemsize if storage_type.dtype else 1))
 
 
 @functools.lru_cache(4096)
-def one_tensor(pickled: bytes) -> Geometry:
+def describe_one_tensor(pickled: bytes) -> Geometry:
     """Return how the tensor of a one-tensor archive is described in its pickle.
 
     Cached, because tensors of the same dtype and shape have the same pickle.
@@ -157,14 +157,16 @@ class TensorRebuilder:
             memory = self._memory(found.storage)
             shape = (memory.nbytes() // found.dtype.itemsize,)
             values = torch.empty(0, dtype=found.dtype, device="cpu").set_(memory, 0, shape, (1,))
-            made[key] = resolved(values, found.lazy).untyped_storage()
+            made[key] = resolve_lazy_view(values, found.lazy).untyped_storage()
         return made[key]
 
 
 def _rebuild_from_type(function: Any, _type: Any, args: Any, _state: Any) -> torch.Tensor:
     """Rebuild a tensor with attributes, or of a subclass, as a plain tensor."""
     if not isinstance(function, FunctionProxy) or type(args) is not tuple:
-        raise CorruptCheckpointError(f"a tensor is rebuilt by {brief(function)}, which is not one of torch's functions")
+        raise CorruptCheckpointError(
+            f"a tensor is rebuilt by {describe(function)}, which is not one of torch's functions"
+        )
     tensor = function(*args)
     if not isinstance(tensor, torch.Tensor):
         raise CorruptCheckpointError(f"what is rebuilt as a tensor is a {type(tensor).__name__}")
@@ -193,7 +195,7 @@ def _lazy_bits(more: tuple[Any, ...]) -> frozenset[str]:
     return frozenset(name for name in ("conj", "neg") if bits.get(name))
 
 
-def resolved(tensor: torch.Tensor, lazy: frozenset[str]) -> torch.Tensor:
+def resolve_lazy_view(tensor: torch.Tensor, lazy: frozenset[str]) -> torch.Tensor:
     """Compute the values of a lazy view.
 
     Args:
@@ -210,7 +212,9 @@ def resolved(tensor: torch.Tensor, lazy: frozenset[str]) -> torch.Tensor:
 def _checked_geometry(storage: Storage, first: int, shape: Any, stride: Any, more: tuple[Any, ...]) -> Geometry:
     """Check that a described tensor lies inside its storage, and return how."""
     if not isinstance(shape, (tuple, list)) or not isinstance(stride, (tuple, list)) or type(first) is not int:
-        raise CorruptCheckpointError(f"a tensor of shape {brief(shape)} with strides {brief(stride)} does not exist")
+        raise CorruptCheckpointError(
+            f"a tensor of shape {describe(shape)} with strides {describe(stride)} does not exist"
+        )
     dtype = storage.dtype or next((value for value in more if isinstance(value, torch.dtype)), torch.uint8)
     shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
     if len(shape) != len(stride) or first < 0 or any(value < 0 for value in (*shape, *stride)):
@@ -221,4 +225,4 @@ def _checked_geometry(storage: Storage, first: int, shape: Any, stride: Any, mor
     return Geometry(storage, dtype, shape, stride, first, _lazy_bits(more))
 
 
-__all__ = ["Geometry", "Storage", "TensorRebuilder", "one_tensor", "unpickle"]
+__all__ = ["Geometry", "Storage", "TensorRebuilder", "describe_one_tensor", "unpickle"]

@@ -22,17 +22,17 @@ from shardckpt_torch_dist.archive.globals import (
     STUB_PACKAGES,
     Table,
 )
-from shardckpt_torch_dist.archive.numpy_globals import copied_bytes, numpy_global, objects_of
+from shardckpt_torch_dist.archive.numpy_globals import count_copied_bytes, list_objects, numpy_global
 from shardckpt_torch_dist.archive.pickle_policy import (
     Collisions,
     Nesting,
     PendingValue,
     apply_state,
-    brief,
     check_arguments,
     check_container,
-    keys_of,
-    values_of,
+    describe,
+    list_hashed_keys,
+    list_values,
 )
 from shardckpt_torch_dist.archive.stubs import StandIn, make_stub_class
 
@@ -78,7 +78,7 @@ class _MetadataUnpickler(_AllowList, pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         raise CorruptCheckpointError(
-            f"{self.source}: a pickle outside an archive refers to a tensor storage: {brief(pid)}"
+            f"{self.source}: a pickle outside an archive refers to a tensor storage: {describe(pid)}"
         )
 
 
@@ -150,9 +150,9 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         """Call a function or class after its arguments are checked; ``call(*first, *args)`` does it."""
         self._spend(check_arguments(function, args))
         if isinstance(function, type):
-            self._collisions.add(None, keys_of(function, args))
+            self._collisions.add(None, list_hashed_keys(function, args))
         made = call(*first, *args)
-        self._nesting.add(made, values_of(made))
+        self._nesting.add(made, list_values(made))
         return made
 
     def load_newobj(self) -> None:
@@ -162,7 +162,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
     def load_newobj_ex(self) -> None:
         names, args, kind = self.stack.pop(), self.stack.pop(), self.stack.pop()
         if not isinstance(kind, type) or type(names) is not dict:
-            raise UnsafePickleError(f"the pickle makes an object of {brief(kind)}, which is no class: refused")
+            raise UnsafePickleError(f"the pickle makes an object of {describe(kind)}, which is not a class: refused")
         self._spend(check_arguments(kind, tuple(names.values())))
         self.stack.append(self._call(kind, args, functools.partial(kind.__new__, **names), kind))
 
@@ -173,9 +173,9 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, PendingValue):
-            self._spend(copied_bytes(state))
+            self._spend(count_copied_bytes(state))
             built = self.stack[-1] = target.build(state)
-            self._nesting.add(built, objects_of(state))
+            self._nesting.add(built, list_objects(state))
             self.memo.update(dict.fromkeys(target.keys, built))
             self._pending.discard(target)
         elif not apply_state(target, state, self._is_allowed):
@@ -253,7 +253,7 @@ def load_metadata(data: bytes, source: str) -> Any:
 
     Returns:
         A record with the attributes of DCP's ``Metadata``; records in place of all its classes. Their types and values
-        are not checked: see :func:`shardckpt_torch_dist.dialects.metadata.index_of`.
+        are not checked: see :func:`shardckpt_torch_dist.dialects.metadata.parse_metadata`.
 
     Raises:
         UnsafePickleError: The pickle names a global outside the allow-list.

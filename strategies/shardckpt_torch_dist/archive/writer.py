@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardckpt.tensors import LARGE, PAGE
-from shardckpt_torch_dist.archive.dtypes import storage_name
+from shardckpt_torch_dist.archive.dtypes import storage_class_name
 from shardckpt_torch_dist.torch_private import rebuild_tensor_v2, rebuild_tensor_v3
 
 #: Every archive begins at a multiple of this in its file, in bytes.
@@ -117,7 +117,7 @@ def _new_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveF
     return ArchiveFrame(head, _tail(members, len(head) + nbytes))
 
 
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of this shape, in elements."""
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
@@ -188,8 +188,8 @@ class _TensorStub:
 
     def __reduce__(self) -> tuple[Any, ...]:
         numel = math.prod(self._shape)
-        place: tuple[Any, ...] = (0, self._shape, row_major(self._shape), False, OrderedDict())
-        name = storage_name(self._dtype)
+        place: tuple[Any, ...] = (0, self._shape, row_major_strides(self._shape), False, OrderedDict())
+        name = storage_class_name(self._dtype)
         if name is not None:
             return rebuild_tensor_v2, (_StorageStub(getattr(torch, name), numel), *place)
         storage = _StorageStub(torch.UntypedStorage, numel * self._dtype.itemsize)
@@ -201,4 +201,4 @@ class _TensorPickler(pickle.Pickler):
         return ("storage", obj.kind, "0", "cpu", obj.numel) if isinstance(obj, _StorageStub) else None
 
 
-__all__ = ["ARCHIVE_ALIGN", "ArchiveFrame", "fitted", "of_length", "row_major"]
+__all__ = ["ARCHIVE_ALIGN", "ArchiveFrame", "fitted", "of_length", "row_major_strides"]

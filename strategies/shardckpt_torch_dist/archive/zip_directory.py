@@ -32,7 +32,7 @@ class Member(NamedTuple):
     size: int
 
 
-def members(read_range: ReadRange, size: int) -> dict[str, Member]:
+def read_members(read_range: ReadRange, size: int) -> dict[str, Member]:
     """Read the directory of a zip.
 
     Args:
@@ -117,4 +117,4 @@ def _locate_member(read: ReadRange, header: int, nbytes: int, method: int, name:
     return Member(offset, nbytes)
 
 
-__all__ = ["Member", "ReadRange", "members"]
+__all__ = ["Member", "ReadRange", "read_members"]

@@ -33,10 +33,10 @@ from shardckpt.manifest import Manifest
 from shardckpt.planning import refuse_cast
 from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
 from shardckpt.tensors import synchronize_devices
-from shardckpt_torch_dist.archive import brief, load_bytes, load_metadata
-from shardckpt_torch_dist.dialects import INDEX_FILE, METADATA_FILE, STEPS, index_of, read_index, save_of
+from shardckpt_torch_dist.archive import describe, load_bytes, load_metadata
+from shardckpt_torch_dist.dialects import INDEX_FILE, METADATA_FILE, STEPS, identify_save, parse_metadata, read_index
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-from shardckpt_torch_dist.plan import Reads, Region, ShardedLoadPlanner, check_cast, dcp_tensor
+from shardckpt_torch_dist.plan import Reads, Region, ShardedLoadPlanner, check_cast, to_dcp_tensor
 
 if TYPE_CHECKING:
     import io
@@ -221,19 +221,19 @@ def _read_metadata(reader: CheckpointReader, name: str) -> _OpenCheckpoint:
     record = reader.manifest.record
     if record is not None and INDEX_FILE in (file.name for file in record.files):
         index = read_index(reader)
-        tensors: dict[str, Any] = {key: dcp_tensor(index.tensor(number)) for key, number in index.numbers.items()}
+        tensors: dict[str, Any] = {key: to_dcp_tensor(index.tensor(number)) for key, number in index.numbers.items()}
         return _OpenCheckpoint(reader, index, _build_metadata(tensors, index.objects), record.self_digest)
     source = f"{reader.directory}/{name}"
     data = reader.read(name)
     raw = load_metadata(data, source)
-    index = index_of(raw, source)
+    index = parse_metadata(raw, source)
     reshaped = getattr(raw, "mcore_data", None) or {}  # Megatron's flattened shards: the index has their true shapes
     tensors = {
-        key: dcp_tensor(index.tensor(number)) if key in reshaped else _as_written(raw.state_dict_metadata[key])
+        key: to_dcp_tensor(index.tensor(number)) if key in reshaped else _as_written(raw.state_dict_metadata[key])
         for key, number in index.numbers.items()
     }
     metadata = _build_metadata(tensors, index.named, _checked_paths(getattr(raw, "planner_data", None), source))
-    return _OpenCheckpoint(reader, index, metadata, save_of(reader, data))
+    return _OpenCheckpoint(reader, index, metadata, identify_save(reader, data))
 
 
 def _build_metadata(tensors: dict[str, Any], objects: Iterable[str], paths: Any = None) -> Metadata:
@@ -257,7 +257,7 @@ def _checked_paths(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] 
             or len(path) > STEPS
             or not all(isinstance(part, str) or (type(part) is int and 0 <= part < len(paths)) for part in path)
         ):
-            raise CorruptCheckpointError(f"{source}: {key!r} cannot be at {brief(path)} of a state dict")
+            raise CorruptCheckpointError(f"{source}: {key!r} cannot be at {describe(path)} of a state dict")
     return paths
 
 

@@ -10,7 +10,7 @@ import torch
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Table, integers, matrix, numbered
 from shardckpt.storage import Columns, check_file_name, pack
-from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, object_key
+from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, parse_object_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +149,7 @@ def _parse_bounds(columns: Columns, count: int) -> torch.Tensor:
 def _parse_objects(columns: Columns, files: list[str]) -> dict[str, Item]:
     keys = columns.texts("objects")
     for key in keys:
-        if object_key(key) != key:
+        if parse_object_key(key) != key:
             raise CorruptCheckpointError(f"{key!r} is not the key of a sharded object")
     places = _read_integers(columns, "object_places", (len(keys), 3))
     if not keys:

@@ -24,7 +24,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning import Box, Ints, flat_parts
 from shardckpt.storage import check_file_name
-from shardckpt_torch_dist.archive import brief, load_metadata
+from shardckpt_torch_dist.archive import describe, load_metadata
 from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, parse
 from shardckpt_torch_dist.dialects.stored import (
     COMMON_FILE,
@@ -34,7 +34,7 @@ from shardckpt_torch_dist.dialects.stored import (
     StoredIndex,
     StoredTensor,
     columns_of,
-    object_key,
+    parse_object_key,
 )
 
 if TYPE_CHECKING:
@@ -90,15 +90,15 @@ def _read_uncached(reader: CheckpointReader) -> StoredIndex:
             )
         source = f"{reader.directory}/{METADATA_FILE}"
         data = reader.read(METADATA_FILE)
-        index = index_of(load_metadata(data, source), source)
-        return replace(index, save=save_of(reader, data))
+        index = parse_metadata(load_metadata(data, source), source)
+        return replace(index, save=identify_save(reader, data))
     source = f"{reader.directory}/{INDEX_FILE}"
     index = parse(reader.read(INDEX_FILE), source)
     _check_claims(index, sizes, source)
     return index if record is None else replace(index, save=record.self_digest)
 
 
-def save_of(reader: CheckpointReader, metadata: bytes) -> str:
+def identify_save(reader: CheckpointReader, metadata: bytes) -> str:
     """Return a text that identifies the save, to compare it across ranks.
 
     Args:
@@ -122,7 +122,7 @@ def _check_claims(index: StoredIndex, sizes: dict[str, int], source: str) -> Non
             )
 
 
-def index_of(raw: Any, source: str) -> StoredIndex:
+def parse_metadata(raw: Any, source: str) -> StoredIndex:
     """Return the index of a ``.metadata`` file of any dialect.
 
     Args:
@@ -165,7 +165,7 @@ def _build_index(raw: Any) -> StoredIndex:
         named[key] = item = locations[key, None]
         if key == COMMON_KEY:
             common = item
-        elif (unique_key := object_key(key)) is not None:
+        elif (unique_key := parse_object_key(key)) is not None:
             objects[unique_key] = item
         else:
             loose[_checked_path(paths.get(key, (key,)), key)] = item
@@ -260,7 +260,7 @@ def _checked_axes(values: Any) -> Ints:
 def _checked_path(path: Any, key: str) -> tuple[str | int, ...]:
     """Return the path of a value in the saved state dict, after a check of its length and types."""
     if len(path) > STEPS or not all(type(part) in (str, int) for part in path):
-        raise CorruptCheckpointError(f"{key!r} cannot be at {brief(path)} of a state dict")
+        raise CorruptCheckpointError(f"{key!r} cannot be at {describe(path)} of a state dict")
     return tuple(path)
 
 
@@ -284,4 +284,4 @@ def _unflatten(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) 
     return [(part.box.moved(corner), part.start) for part in flat_parts(block, offset[-1], offset[-1] + sizes[-1])]
 
 
-__all__ = ["METADATA_FILE", "STEPS", "index_of", "needs_common_file", "read_index", "save_of"]
+__all__ = ["METADATA_FILE", "STEPS", "identify_save", "needs_common_file", "parse_metadata", "read_index"]

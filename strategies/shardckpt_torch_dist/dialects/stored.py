@@ -208,7 +208,7 @@ def columns_of(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, 
     return integers(bounds), Chunks(boxes.table(), *map(integers, columns)), list(files)
 
 
-def object_key(key: str) -> str | None:
+def parse_object_key(key: str) -> str | None:
     """Return the unique key of a sharded object of Megatron's in today's spelling, or None for any other key.
 
     Megatron 0.6 and 0.7 left the extents out of the key.
@@ -228,5 +228,5 @@ __all__ = [
     "StoredIndex",
     "StoredTensor",
     "columns_of",
-    "object_key",
+    "parse_object_key",
 ]

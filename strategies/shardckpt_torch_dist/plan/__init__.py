@@ -1,12 +1,12 @@
 """Plan what a rank writes and reads: which bytes, in which files, in which order."""
 
-from shardckpt_torch_dist.plan.file_layout import lay_out, padded
+from shardckpt_torch_dist.plan.file_layout import lay_out, padded_length
 from shardckpt_torch_dist.plan.global_plan import LocalPlan, merge_plans, pack_plan
 from shardckpt_torch_dist.plan.items import Source, local_items, pickle_objects, view_tensors
-from shardckpt_torch_dist.plan.load_plan import LoadPlan, dcp_tensor
+from shardckpt_torch_dist.plan.load_plan import LoadPlan, to_dcp_tensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
 from shardckpt_torch_dist.plan.reads import Reads
-from shardckpt_torch_dist.plan.regions import our_archive, read_object
+from shardckpt_torch_dist.plan.regions import build_own_archive, read_object
 from shardckpt_torch_dist.plan.requested import Region
 from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
 from shardckpt_torch_dist.plan.split import put_rest
@@ -23,16 +23,16 @@ __all__ = [
     "ShardedSavePlanner",
     "Source",
     "append_tensor",
+    "build_own_archive",
     "check_cast",
-    "dcp_tensor",
     "lay_out",
     "local_items",
     "merge_plans",
-    "our_archive",
     "pack_plan",
-    "padded",
+    "padded_length",
     "pickle_objects",
     "put_rest",
     "read_object",
+    "to_dcp_tensor",
     "view_tensors",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import BLOCK_BYTES, give_back, lease
-from shardckpt_torch_dist.plan.regions import SMALL_ITEM, our_archive
+from shardckpt_torch_dist.plan.regions import SMALL_ITEM, build_own_archive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -116,7 +116,7 @@ class ReadAhead:
         Returns:
             Whether it was copied; False if the archive is not, byte for byte, as we write it.
         """
-        ours = our_archive(target.dtype, shape, item.length)
+        ours = build_own_archive(target.dtype, shape, item.length)
         if ours is None:
             return False
         head, tail, _ = ours

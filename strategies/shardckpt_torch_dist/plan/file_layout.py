@@ -51,7 +51,7 @@ def lay_out(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: 
     """
     keys = [items.keys[number] for number in items.boxes.whole]
     names = [*keys, *archives]
-    sizes = [*map(_nbytes, items.tensors), *(0 for _ in archives)]
+    sizes = [*map(_nbytes, items.tensors), *(0 for _ in archives)]  # objects count as 0: only tensors are balanced
     chosen = [""] * len(names)
     for prefix, numbers in _group_by_hint(names, hint):
         files = [f"{prefix}__{rank}_{n}.distcp" for n in range(count)]
@@ -66,22 +66,23 @@ def lay_out(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: 
     for (key, archive), file in zip(archives.items(), chosen[len(keys) :], strict=True):
         by_name[file].objects.append(key)
         layout.objects[key] = Item(file, ends[file], len(archive))
-        ends[file] += padded(len(archive))
+        ends[file] += padded_length(len(archive))
     numbered = {name: number for number, name in enumerate(layout.files)}
     for number, (tensor, file) in enumerate(zip(items.tensors, chosen, strict=False)):
         start = ends[file]
+        # The padding in the head depends on the position, so an archive is sized only once its start is known.
         head, tail = fitted(tensor.dtype, tuple(tensor.shape), start, page_place(tensor))
         length = len(head) + sizes[number] + len(tail)
         work.lengths.append(length)
         by_name[file].tensors.append(number)
         layout.boxes.append((numbered[file], start, length))
-        ends[file] = start + padded(length)
+        ends[file] = start + padded_length(length)
     for name, nbytes in ends.items():
         by_name[name].nbytes = nbytes
     return layout
 
 
-def padded(length: int) -> int:
+def padded_length(length: int) -> int:
     """Return the length of an archive in bytes, rounded up to where the next one begins."""
     return length + -length % ARCHIVE_ALIGN
 
@@ -98,4 +99,4 @@ def _group_by_hint(names: Sequence[str], hint: str | None) -> list[tuple[str, li
     return [(hint, hinted), ("", sorted(set(range(len(names))).difference(hinted)))]
 
 
-__all__ = ["FileLayout", "lay_out", "padded"]
+__all__ = ["FileLayout", "lay_out", "padded_length"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning import Boxes, part_view, shard_parts
-from shardckpt_torch_dist.archive import archived, check_loadable
+from shardckpt_torch_dist.archive import check_loadable, make_archive
 from shardckpt_torch_dist.dialects import COMMON_KEY
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def pickle_objects(
     found = {}
     for key, number in objects.items():
         what = f"object {key!r}"
-        archive = archived([shards[number].data], what)  # Megatron stores a list of the objects that share the key
+        archive = make_archive([shards[number].data], what)  # Megatron stores a list of the objects that share the key
         check_loadable(archive, what, allow_globals)
         found[key] = archive.getvalue()
     return found

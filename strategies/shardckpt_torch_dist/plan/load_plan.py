@@ -70,6 +70,7 @@ class LoadPlan:
         """Read everything into the destinations."""
         reads = Reads(self._reader, self._index, self._planner)
         units: list[Sequence[Any]] = [(region,) for region in self._tensors.regions()]
+        # The reading threads have streams of their own: work of the caller's that uses the destinations must be done.
         synchronize_devices(region.target for (region,) in units)
         if self._others is not None:
             self._planner.finish_plan(self._others)
@@ -100,13 +101,13 @@ def _dcp_metadata(shards: Iterable[ShardedBase], index: StoredIndex) -> Metadata
     found: dict[str, Any] = {}
     for shard in shards:
         if isinstance(shard, ShardedTensor) and shard.key in index.numbers:
-            found[shard.key] = dcp_tensor(index.tensor(index.numbers[shard.key]))
+            found[shard.key] = to_dcp_tensor(index.tensor(index.numbers[shard.key]))
         elif isinstance(shard, ShardedObject) and shard.unique_key in index.objects:
             found[shard.unique_key] = BytesStorageMetadata()
     return Metadata(state_dict_metadata=found)
 
 
-def dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
+def to_dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
     """Return the DCP metadata of a stored tensor.
 
     Args:
@@ -120,4 +121,4 @@ def dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
 
 
-__all__ = ["LoadPlan", "dcp_tensor"]
+__all__ = ["LoadPlan", "to_dcp_tensor"]

@@ -12,7 +12,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import Source as RangeSource
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.tensors import copy_values
-from shardckpt_torch_dist.archive import Archive, StoredPayload, of_length, resolved, row_major
+from shardckpt_torch_dist.archive import Archive, StoredPayload, of_length, resolve_lazy_view, row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +87,7 @@ class OurArchive(NamedTuple):
 
 
 @functools.lru_cache(1024)  # at most 4 MiB; the layers of a model repeat dtypes and shapes, and so does the next load
-def our_archive(dtype: torch.dtype, shape: Ints, length: int) -> OurArchive | None:
+def build_own_archive(dtype: torch.dtype, shape: Ints, length: int) -> OurArchive | None:
     """Return the archive that we would write for a tensor.
 
     Args:
@@ -102,7 +102,7 @@ def our_archive(dtype: torch.dtype, shape: Ints, length: int) -> OurArchive | No
     if frame is None:
         return None
     head, tail = frame
-    payload = StoredPayload(dtype, shape, row_major(shape), 0, len(head), length - len(head) - len(tail))
+    payload = StoredPayload(dtype, shape, row_major_strides(shape), 0, len(head), length - len(head) - len(tail))
     return OurArchive(head, tail, payload)
 
 
@@ -125,7 +125,7 @@ def _own_payload(
 ) -> StoredPayload | None:
     """Return the payload if the archive is, byte for byte, as we write it (no pickle is read then); None otherwise."""
     item = chunk.item
-    ours = our_archive(dtype, chunk.box.shape, item.length)
+    ours = build_own_archive(dtype, chunk.box.shape, item.length)
     if chunk.first or ours is None:
         return None
     if archive is None:
@@ -152,7 +152,7 @@ def _load_tensor(reader: Source, item: Item, stored: StoredPayload, archive: byt
         payload = bytearray(stored.nbytes)
         reader.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
     values = torch.frombuffer(payload, dtype=torch.uint8).view(stored.dtype)
-    return resolved(values.as_strided(stored.shape, stored.stride, stored.first), stored.lazy)
+    return resolve_lazy_view(values.as_strided(stored.shape, stored.stride, stored.first), stored.lazy)
 
 
-__all__ = ["SMALL_ITEM", "OurArchive", "Source", "our_archive", "read_chunk", "read_object"]
+__all__ = ["SMALL_ITEM", "OurArchive", "Source", "build_own_archive", "read_chunk", "read_object"]

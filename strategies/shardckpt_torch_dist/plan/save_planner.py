@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning import FlatPart, part_view, shard_parts
-from shardckpt_torch_dist.archive import archived
+from shardckpt_torch_dist.archive import make_archive
 from shardckpt_torch_dist.dialects import COMMON_KEY
 from shardckpt_torch_dist.plan.split import split_shards
 
@@ -78,7 +78,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
         if write_item.index in self._views:
             return part_view(*self._views[write_item.index])
         if write_item.index in self._values:
-            return archived([self._values[write_item.index].data], f"object {write_item.index.fqn!r}")
+            return make_archive([self._values[write_item.index].data], f"object {write_item.index.fqn!r}")
         return super().resolve_data(write_item)
 
     def _write_items(self, shard: ShardedTensor) -> list[WriteItem]:
