@@ -87,7 +87,7 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         if needs_common_file(reader.manifest, index):
             path = f"{reader.directory}/{COMMON_FILE}"
             raise CorruptCheckpointError(
-                f"{path}, which has the common state, is missing: copy it from where the checkpoint came from. "
+                f"{path} is missing: it has the common state. Copy it from where the checkpoint came from. "
                 "Without it, open_checkpoint reads the tensors alone; for a checkpoint that never had any common "
                 f"state, torch.save({{}}, {path!r}) makes an empty one"
             )

@@ -172,7 +172,7 @@ class Archive:
 
 
 def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
-    """Load the object of a ``torch.save`` archive in memory; nothing that the pickle names is run or imported.
+    """Load the object of a ``torch.save`` archive in memory; nothing outside the allow-list is run or imported.
 
     Args:
         data: The archive.

@@ -36,7 +36,7 @@ from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_dist.archive import describe, load_bytes, load_metadata
 from shardckpt_torch_dist.dialects import INDEX_FILE, METADATA_FILE, STEPS, identify_save, parse_metadata, read_index
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-from shardckpt_torch_dist.plan import Reads, Region, ShardedLoadPlanner, check_cast, to_dcp_tensor
+from shardckpt_torch_dist.plan import ItemReader, Region, ShardedLoadPlanner, check_cast, to_dcp_tensor
 
 if TYPE_CHECKING:
     import io
@@ -272,17 +272,17 @@ def _read_items(
     If the planner does nothing on ``commit_tensor``, as DCP's own, its tensors are the destinations: several threads
     fill them. Any other planner is asked for one tensor at a time, by this thread.
     """
-    reads = Reads(reader, index, destinations)
+    item_reader = ItemReader(reader, index, destinations)
     for item in items:
         _check_stored(item, index)
-    ordered = sorted(items, key=reads.place)
+    ordered = sorted(items, key=item_reader.locate)
     if getattr(destinations.planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
-        reads.read_in_order(ordered)
+        item_reader.read_in_order(ordered)
         return
-    reads.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
+    item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
     regions = [_to_region(item, destinations, index) for item in ordered if item.type != LoadItemType.BYTE_IO]
     synchronize_devices(region.target for region in regions)
-    reads.read([(region,) for region in regions])
+    item_reader.read([(region,) for region in regions])
 
 
 class _CheckedPlanner:

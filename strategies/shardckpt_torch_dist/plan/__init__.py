@@ -5,7 +5,7 @@ from shardckpt_torch_dist.plan.global_plan import LocalPlan, merge_plans, pack_p
 from shardckpt_torch_dist.plan.items import Source, local_items, pickle_objects, view_tensors
 from shardckpt_torch_dist.plan.load_plan import LoadPlan, to_dcp_tensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
-from shardckpt_torch_dist.plan.reads import Reads
+from shardckpt_torch_dist.plan.reads import ItemReader
 from shardckpt_torch_dist.plan.regions import build_own_archive, read_object
 from shardckpt_torch_dist.plan.requested import Region
 from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
@@ -14,9 +14,9 @@ from shardckpt_torch_dist.plan.write_plan import GlobalFiles, SaveWork, append_t
 
 __all__ = [
     "GlobalFiles",
+    "ItemReader",
     "LoadPlan",
     "LocalPlan",
-    "Reads",
     "Region",
     "SaveWork",
     "ShardedLoadPlanner",

@@ -41,12 +41,12 @@ class CoalescedRead(NamedTuple):
     small: bool
 
 
-def coalesce(units: Iterable[Sequence[Any]], place: Callable[[Any], Item]) -> list[CoalescedRead]:
+def coalesce(units: Iterable[Sequence[Any]], locate: Callable[[Any], Item]) -> list[CoalescedRead]:
     """Join small units that are next to each other in a file.
 
     Args:
         units: Items that must be read together; units of one item sorted by their places.
-        place: Returns where an item's archive is.
+        locate: Returns where an item's archive is.
 
     Returns:
         The groups, in the order of the units.
@@ -55,7 +55,7 @@ def coalesce(units: Iterable[Sequence[Any]], place: Callable[[Any], Item]) -> li
     items: list[Any] = []
     name, first, last = "", 0, 0
     for unit in units:
-        file, start, length = place(unit[0])
+        file, start, length = locate(unit[0])
         if len(unit) > 1 or length > SMALL_ITEM:
             found.append(CoalescedRead(list(unit), file, start, start, small=False))
             continue

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.tensors import is_quantized, synchronize_devices
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
-from shardckpt_torch_dist.plan.reads import Reads
+from shardckpt_torch_dist.plan.reads import ItemReader
 from shardckpt_torch_dist.plan.requested import RequestedTensors
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ class LoadPlan:
 
     def read(self) -> None:
         """Read everything into the destinations."""
-        reads = Reads(self._reader, self._index, self._planner)
+        items = ItemReader(self._reader, self._index, self._planner)
         units: list[Sequence[Any]] = [(region,) for region in self._tensors.regions()]
         # The reading threads have streams of their own: work of the caller's that uses the destinations must be done.
         synchronize_devices(region.target for (region,) in units)
         if self._others is not None:
             self._planner.finish_plan(self._others)
-            units += self._planner.units(sorted(self._others.items, key=reads.place))
-        reads.read(units)
+            units += self._planner.units(sorted(self._others.items, key=items.locate))
+        items.read(units)
 
     def _plan_items(self, shards: Sequence[ShardedBase]) -> ItemPlan:
         leaves = {str(number): shard for number, shard in enumerate(shards)}

@@ -28,7 +28,7 @@ from shardckpt.state_dict import map_reduce
 from shardckpt.tensors import is_quantized, movable
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.plan.split import put_rest, split_shards
-from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_apart
+from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_no_partial_overlap
 
 if TYPE_CHECKING:
     import io
@@ -107,7 +107,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         finders: dict[str, BoxFinder] = {}
         items = [item for shard in self._tensors for item in self._tensor_items(shard, finders)]
         items.extend(map(_object_item, sorted(self._objects)))
-        check_apart(shard for shard in self._tensors if is_quantized(shard.data))
+        check_no_partial_overlap(shard for shard in self._tensors if is_quantized(shard.data))
         return dataclasses.replace(plan, items=[*items, *plan.items])
 
     def units(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:

@@ -36,7 +36,7 @@ class Destinations(Protocol):
         """Note that the tensor is filled."""
 
 
-class Reads:
+class ItemReader:
     """Reads regions and DCP's read items.
 
     Args:
@@ -56,14 +56,14 @@ class Reads:
         Args:
             units: Lists of items that one thread must read together, in order.
         """
-        self._reader.map(self._read_group, coalesce(units, self.place), self._nbytes)
+        self._reader.map(self._read_group, coalesce(units, self.locate), self._nbytes)
 
     def read_in_order(self, items: Sequence[Any]) -> None:
         """Read items one after the other, all in this thread."""
-        for group in coalesce([(item,) for item in items], self.place):
+        for group in coalesce([(item,) for item in items], self.locate):
             self._read_group(group)
 
-    def place(self, item: Region | ReadItem) -> Item:
+    def locate(self, item: Region | ReadItem) -> Item:
         """Return where an item's archive is; to sort by it is to read each file from front to back."""
         if isinstance(item, Region):
             return item.chunk.item
@@ -75,7 +75,7 @@ class Reads:
         """Return the bytes to read for a group; small items count as 0: they cost Python's time, not the disk's."""
         if group.small:
             return 0
-        return sum(item.target.nbytes if isinstance(item, Region) else self.place(item).length for item in group.items)
+        return sum(item.target.nbytes if isinstance(item, Region) else self.locate(item).length for item in group.items)
 
     def _stored(self, item: ReadItem) -> StoredTensor:
         return self._index.tensor(self._index.numbers[item.storage_index.fqn])
@@ -100,7 +100,7 @@ class Reads:
     def _read(self, item: Region | ReadItem, ahead: ReadAhead | None) -> None:
         """Read an item, from memory if it was read ahead."""
         key = self._index.keys[item.number] if isinstance(item, Region) else item.storage_index.fqn
-        archive = None if ahead is None else ahead.read_range(*self.place(item), key)
+        archive = None if ahead is None else ahead.read_range(*self.locate(item), key)
         if isinstance(item, Region):
             dtype = self._index.dtypes[item.number]
             read_chunk(self._reader, item.chunk, item.start, item.target, dtype, key, archive)
@@ -124,4 +124,4 @@ def _synchronize(target: torch.Tensor) -> None:
         synchronize_devices([target])
 
 
-__all__ = ["Destinations", "Reads"]
+__all__ = ["Destinations", "ItemReader"]

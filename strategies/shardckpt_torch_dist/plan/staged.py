@@ -85,7 +85,7 @@ class StagedPart(NamedTuple):
         return self.staged.view(self.part)
 
 
-def check_apart(shards: Iterable[ShardedTensor]) -> None:
+def check_no_partial_overlap(shards: Iterable[ShardedTensor]) -> None:
     """Refuse destinations that are views of one quantized tensor.
 
     The scales of the tensor belong to all of its views: to quantize one changes the values of the others.
@@ -142,4 +142,4 @@ def _spans(tensor: torch.Tensor) -> Iterable[_Span]:
         yield _Span(str(tensor.device), start, start + (reach + 1) * tensor.element_size())
 
 
-__all__ = ["StagedDestination", "StagedPart", "check_apart"]
+__all__ = ["StagedDestination", "StagedPart", "check_no_partial_overlap"]
