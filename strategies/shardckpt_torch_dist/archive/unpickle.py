@@ -213,6 +213,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         self._collisions.add(None, self.stack)
         super().load_frozenset()
 
+    # Each opcode that adds to a container is overridden: pickle's own methods would add without a check.
     def _check_put(self, target: Any, values: Iterable[Any], keys: Iterable[Any] = ()) -> None:
         """Check the values and keys that a container gets."""
         check_container(target)

@@ -112,6 +112,7 @@ def _cached_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> Archi
 def _new_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveFrame:
     nbytes = math.prod(shape) * dtype.itemsize
     leading, members = _leading_members(dtype, shape)
+    # The payload is the last member: those before it depend only on dtype and shape, and are cached.
     members = (*members, _Member(b"a/data/0", 0, nbytes, len(leading)))
     head = leading + _payload_header(nbytes, gap)
     return ArchiveFrame(head, _tail(members, len(head) + nbytes))

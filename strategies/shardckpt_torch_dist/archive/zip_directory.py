@@ -112,6 +112,7 @@ def _locate_member(read: ReadRange, header: int, nbytes: int, method: int, name:
     """Locate a member's bytes by its local header, whose name and extra field may be longer than the directory's."""
     magic, name_length, extra_length = _HEADER.unpack(read(header, _HEADER.size))
     offset = header + _HEADER.size + name_length + extra_length
+    # A method other than 0 is compression: a range of the payload could not be read by itself.
     if magic != b"PK\x03\x04" or method or offset + nbytes > size:
         raise ValueError(f"its member {name!r} is compressed or out of bounds")
     return Member(offset, nbytes)

@@ -199,6 +199,7 @@ def _open_checkpoint(path: str, rank: int | None) -> _OpenCheckpoint:
     here, if there are few.
     """
     strategy = TorchDistLoadShardedStrategy()
+    # DCP without collectives writes ``__<rank>.metadata``, one checkpoint per rank.
     directory, name = directory_of(path), f"__{rank}{METADATA_FILE}"
     if rank is not None and not strategy.recognises(directory) and (directory / name).is_file():
         manifest = Manifest(backend=strategy.backend, version=strategy.version)

@@ -125,7 +125,7 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO, memo: _Memo) -> None:
         super().__init__(stream, _PROTOCOL, fix_imports=False)
-        self.fast = True
+        self.fast = True  # no opcodes that put into the memo: its numbers are ours
         self._memo = memo
 
     def persistent_id(self, obj: Any) -> int | None:

@@ -89,7 +89,7 @@ class _Merge:
         files = rows.texts("files")
         objects = zip(keys, rows.integers("object_places").tolist(), strict=True)
         for key, (file, start, length) in objects:
-            self._objects.setdefault(key, Item(files[file], start, length))
+            self._objects.setdefault(key, Item(files[file], start, length))  # the lowest rank's counts
         places = rows.integers("places")
         places[:, 0] += len(self._files)
         self._files += files
@@ -99,6 +99,7 @@ class _Merge:
     def index(self) -> StoredIndex:
         """Return the index of all plans that were added."""
         table, places = joined(self._tables), torch.cat(self._places)
+        # Ranks in order of their numbers, so that the copy of the lowest rank is the one that stays.
         order = _sort_distinct(table)
         table, places = table.rows(order), places[order]
         keys = list(self._numbers)

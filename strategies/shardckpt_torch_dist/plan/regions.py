@@ -55,6 +55,7 @@ def read_chunk(
         CorruptCheckpointError: The archive is not the tensor that the metadata says.
     """
     item = chunk.item
+    # One read of a small archive, instead of one for its directory and one for its payload.
     if archive is None and item.length <= SMALL_ITEM:
         archive = reader.read_range(item.file, item.offset, item.length, key)
     stored = _own_payload(reader, chunk, archive, dtype, key) or _open_archive(reader, item, archive, key).payload()
