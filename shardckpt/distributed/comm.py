@@ -563,7 +563,7 @@ class Comm:
                 self._interrupt = exc  # keep waiting: the other ranks take part in this message
 
     def _diagnose(self, error: Exception) -> Diagnosis:
-        """Collective: return which ranks are missing, the same on all survivors."""
+        """Return which ranks are missing, as all survivors report it."""
         try:
             return GroupFailure(self._group).diagnose(error, self._phase)
         except Exception:  # noqa: BLE001 - the group is destroyed, or of another kind: no error may hide the first
