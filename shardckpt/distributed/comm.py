@@ -24,7 +24,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from shardckpt.distributed.error_report import ErrorReport, copy_error, joint_message
+from shardckpt.distributed.error_report import ErrorReport, copy_error, join_messages
 from shardckpt.distributed.group_failure import (
     POLL_INTERVAL,
     Diagnosis,
@@ -33,7 +33,7 @@ from shardckpt.distributed.group_failure import (
     record_first_use,
     wait_for,
 )
-from shardckpt.distributed.groups import alive, cpu_group, joined_group, moves
+from shardckpt.distributed.groups import get_cpu_group, get_live_group, moves_between, resolve_group
 from shardckpt.distributed.pickling import can_be_pickled, unpickled
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
 from shardckpt.tensors import packed, view_tensor
@@ -119,8 +119,8 @@ class Comm:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         active = not alone and dist.is_available() and dist.is_initialized()
-        own = joined_group(process_group) if active else None
-        group = cpu_group(own) if active else None
+        own = resolve_group(process_group) if active else None
+        group = get_cpu_group(own) if active else None
         # weak: an error's traceback may keep this Comm alive, and a job must still be able to destroy its groups
         self._groups = (ref(own), ref(group)) if active else None
         self._by_gloo = active and moves_by_gloo(group)
@@ -141,12 +141,12 @@ class Comm:
     @property
     def _own(self) -> Any:
         """The caller's group."""
-        return None if self._groups is None else alive(self._groups[0])
+        return None if self._groups is None else get_live_group(self._groups[0])
 
     @property
     def _group(self) -> Any:
         """The group that moves CPU tensors: the caller's, or the gloo group of its ranks."""
-        return None if self._groups is None else alive(self._groups[1])
+        return None if self._groups is None else get_live_group(self._groups[1])
 
     @property
     def is_main(self) -> bool:
@@ -245,10 +245,10 @@ class Comm:
         report = None if error is None else ErrorReport.of(error, f"rank {self.rank}, in {self._phase!r}")
         everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle.dumps(report))
         reports = [report for report in everyone if report is not None]
-        shared = reports[0].rebuild(joint_message(reports))
+        shared = reports[0].rebuild(join_messages(reports))
         is_unknown = self._combine([int(shared is None)], dist.ReduceOp.MAX) != [0]  # on any rank: classes must agree
         if shared is None or is_unknown:
-            shared = RankFailedError(joint_message(reports, named=True))
+            shared = RankFailedError(join_messages(reports, named=True))
         shared.shared_by = self._number
         self._raised = copy_error(shared)
         return shared
@@ -323,7 +323,7 @@ class Comm:
         Args:
             device_type: As in ``torch.device(...).type``: "cuda".
         """
-        return moves(self._own, device_type)
+        return moves_between(self._own, device_type)
 
     @_uninterrupted
     def exchange(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str = "cpu") -> None:

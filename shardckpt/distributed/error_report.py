@@ -115,7 +115,7 @@ class ErrorReport:
         return error
 
 
-def joint_message(reports: Sequence[ErrorReport], *, named: bool = False) -> str:
+def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str:
     """Join the errors of several ranks into the text of the one error that all ranks raise.
 
     Args:
@@ -158,4 +158,4 @@ def _import_class(path: str) -> type[CheckpointingException] | None:
     return found if isinstance(found, type) and issubclass(found, CheckpointingException) else None
 
 
-__all__ = ["ErrorReport", "copy_error", "joint_message"]
+__all__ = ["ErrorReport", "copy_error", "join_messages"]

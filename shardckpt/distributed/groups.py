@@ -19,7 +19,7 @@ _CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
 _gloo_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def alive(group: ref[Any]) -> Any:
+def get_live_group(group: ref[Any]) -> Any:
     """Return the group of a weak reference.
 
     Raises:
@@ -31,7 +31,7 @@ def alive(group: ref[Any]) -> Any:
     return found
 
 
-def joined_group(group: Any) -> Any:
+def resolve_group(group: Any) -> Any:
     """Return the group, or the default group for None.
 
     Raises:
@@ -46,7 +46,7 @@ def joined_group(group: Any) -> Any:
     return group
 
 
-def cpu_group(group: Any) -> Any:
+def get_cpu_group(group: Any) -> Any:
     """Collective: return the group if it moves CPU tensors, else a gloo group of the same ranks, which is made once."""
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
@@ -57,7 +57,7 @@ def cpu_group(group: Any) -> Any:
     return _gloo_groups[group]
 
 
-def moves(group: Any, device_type: str) -> bool:
+def moves_between(group: Any, device_type: str) -> bool:
     """Return whether the group moves tensors between such devices directly; False without a group."""
     if group is None:
         return False
@@ -65,4 +65,4 @@ def moves(group: Any, device_type: str) -> bool:
     return {device: backend for device, _, backend in pairs}.get(device_type) not in _CPU_BACKENDS
 
 
-__all__ = ["alive", "cpu_group", "joined_group", "moves"]
+__all__ = ["get_cpu_group", "get_live_group", "moves_between", "resolve_group"]
