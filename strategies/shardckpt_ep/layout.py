@@ -30,7 +30,7 @@ class ExpertLayout:
     """The position of this rank's tensor in the tensor of all experts.
 
     Make one with :meth:`from_dtensor`, :meth:`from_efsdp` or :meth:`from_local`. They find this rank by the names of
-    mesh dimensions, in any order, and check that the tensor has the shape that follows. None of them is collective.
+    mesh dimensions, in any order, and check the tensor's shape against the mesh. None of them is collective.
 
     Attributes:
         global_shape: Shape of the tensor with all experts.
@@ -68,8 +68,8 @@ class ExpertLayout:
         """Return the boxes of the tensor of all experts that this rank holds.
 
         Returns:
-            Each box in global coordinates with its place in the local tensor. Several where FSDP cuts an axis that was
-            already cut; none on a rank outside the mesh.
+            Each box in global coordinates with its place in the local tensor. Several where the splits leave a rank
+            no contiguous block; none on a rank outside the mesh.
         """
         if not self.inside:
             return []
@@ -149,7 +149,7 @@ class ExpertLayout:
             This rank's layout.
 
         Raises:
-            ShardingError: the meshes contradict each other, or the tensor has not the shape that follows.
+            ShardingError: the meshes contradict each other or the tensor's shape.
         """
         if mesh.get_coordinate() is None or dtensor.device_mesh.get_coordinate() is None:
             return cls._of_rank_outside(tuple(dtensor.shape), mesh, dtensor.device_mesh, expert_dim, name)
@@ -197,7 +197,7 @@ class ExpertLayout:
             This rank's layout.
 
         Raises:
-            ShardingError: the mesh lacks a dimension, or the tensor has not the shape that follows.
+            ShardingError: the mesh lacks a dimension, or contradicts the tensor's shape.
         """
         shape = tuple(tensor.shape)
         here = mesh.get_coordinate()
