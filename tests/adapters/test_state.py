@@ -69,7 +69,7 @@ def test_shards_that_are_described_already_stay() -> None:
     ("arguments", "reason"),
     [
         (({}, "model."), "expected an optimizer, got a str: .*prefix= by its name"),
-        (({}, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])), "optimizers are described with their modules"),
+        (({}, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])), "optimizers are described only with their modules"),
         ((torch.ones(2),), "a state dict, a module or a list of modules, got a Tensor"),
     ],
 )
