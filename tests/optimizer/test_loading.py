@@ -280,7 +280,7 @@ def test_a_planner_is_taken_where_it_changes_nothing(tmp_path: Path) -> None:
     found = load_sharded_optimizer_state_dict(params, "optimizer", str(tmp_path / "ckpt"), dcp.DefaultLoadPlanner())
     assert found["optimizer"]["state"]
     for planner in (_OwnPlanner(), dcp.DefaultLoadPlanner(flatten_state_dict=False)):
-        with pytest.raises(CheckpointingException, match="Planner would not be asked"):
+        with pytest.raises(CheckpointingException, match="Planner would not be called"):
             load_sharded_optimizer_state_dict(params, "optimizer", tmp_path / "ckpt", planner)
     with pytest.raises(CheckpointingException, match="cannot load through a dict"):
         load_sharded_optimizer_state_dict(params, "optimizer", {})
