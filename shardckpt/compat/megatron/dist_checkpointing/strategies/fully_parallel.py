@@ -47,7 +47,7 @@ class FullyParallelLoadStrategyWrapper(LoadsByPath, parallel.FullyParallelLoadSt
 def distribute_main_replicas_with_precomputed_distribution(
     sharded_state_dict: ShardedStateDict, group: ProcessGroup | None, distribution: ShardDistribution
 ) -> None:
-    """Make the replica ids of the caller's shards say what the distribution says: 0 on the main rank, 1 elsewhere."""
+    """Set the replica ids of the caller's shards by a distribution, in place: 0 on the main rank, 1 elsewhere."""
     rank = Comm(group).rank
     for shard in nested_values(sharded_state_dict):
         if isinstance(shard, ShardedTensor):
