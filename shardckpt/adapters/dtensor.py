@@ -43,6 +43,7 @@ def describe_dtensor(
     """
     if dtensor.device_mesh.get_coordinate() is None:
         return LocalNonpersistentObject(dtensor)
+    # a mesh of all ranks names every copy; only copies on other meshes remain to be compared
     build = partial(_build, dtensor, replicated if dtensor.device_mesh.size() < dist.get_world_size() else False)
     return InPlaceFactory(key, dtensor, build, replica_id=_replica(dtensor))
 
@@ -118,6 +119,7 @@ def _build(
     source: DTensor, replicated: Replicated, key: str, data: torch.Tensor, replica_id: ReplicaId, _: slice | None
 ) -> list[ShardedTensor]:
     """Build the shards of ``data``: a DTensor, or a local tensor with the layout of ``source``."""
+    # optimizer state of a DTensor may be a plain tensor in the DTensor's layout
     if isinstance(data, DTensor):
         return _shards(key, data, _local_tensor(data), replica_id, replicated=replicated)
     return _shards(key, source, data, replica_id, replicated=replicated)

@@ -20,6 +20,7 @@ class InPlaceFactory(ShardedTensorFactory):
     def __post_init__(self) -> None:
         self.merge_fn = self._get_data
 
+    # the shards are views of data, so there is nothing to merge
     def _get_data(self, _: Any) -> Any:
         return self.data
 

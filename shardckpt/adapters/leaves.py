@@ -52,6 +52,7 @@ def describe_leaf(value: Any, key: str, replicated: Replicated) -> Any:
     if is_sharded_tensor(value):
         return describe_torch_sharded(key, value, replicated)
     if isinstance(value, torch.Tensor):
+        # the lowest rank that has the key writes it: rank 0 may not have it
         return ShardedTensor.from_rank_offsets(key, value.detach(), replica_id=_rank(), replicated=replicated)
     return describe_object(value, key, replicated)
 

@@ -54,6 +54,7 @@ def model_state(parts: Sequence[Module]) -> dict[str, Any]:
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
     """Return the names of those values of :func:`model_state` that share a buffer's memory."""
+    # 0 is no address: values that are not tensors, and tensors without memory
     places = {_data_address(buffer) for part in parts for buffer in part.buffers()} - {0}
     return frozenset(name for name, value in values.items() if _data_address(value) in places)
 
@@ -180,6 +181,7 @@ def suppress_initial_state(optimizer: Optimizer) -> Iterator[None]:
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     is_fresh = not optimizer.state
     if is_fresh:
+        # torch makes state only for an optimizer whose state is empty
         optimizer.state.update({param: {} for param in params})
     try:
         yield
@@ -195,6 +197,7 @@ def _temporary_state(optimizer: Optimizer, lacking: Sequence[Any]) -> Iterator[b
     Like torch, it makes a step with gradients of zero and a learning rate of 0, which changes no parameter. Parameters
     with state get no gradient for this step, so their state stays.
     """
+    # an optimizer may have an empty entry for a parameter: it is put back at the end
     before = {param: optimizer.state[param] for param in lacking if param in optimizer.state}
     params = [param for group in optimizer.param_groups for param in group["params"]] if lacking else []
     gradients = [param.grad for param in params]

@@ -119,6 +119,7 @@ def load_into(
         _refuse(modules.model_state(parts).keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
     filled = [[restore.apply_options(group, options) for group in each] for each in groups]
+    # everything is checked above, before the first module changes
     for part in parts:
         restore.set_model(part, model)
     for number, each in enumerate(optimizers):
@@ -132,6 +133,7 @@ def _describe_modules(
 
     parts = modules.as_parts(model)
     values = modules.model_state(parts)
+    # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
 
     def describe_model(prefix: str) -> ShardedStateDict:

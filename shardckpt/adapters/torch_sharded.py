@@ -70,6 +70,7 @@ def _parts(key: str, value: Any) -> Iterator[_Part]:
     for shard in value.local_shards():
         start = tuple(shard.metadata.shard_offsets)
         for offset, local in _parts_of_shard(key, shard.tensor):
+            # an inner shard's offset counts from the outer shard
             yield tuple(outer + inner for outer, inner in zip(start, offset, strict=True)), local
 
 

@@ -89,6 +89,7 @@ def restore_ep_dim(
         shape=torch.Size(layout.global_shape),
         stride=torch.empty(layout.global_shape, device="meta").stride(),
     )
+    # from_local without run_check checks nothing: uneven experts would be stored at wrong offsets
     if pieces(layout.global_shape, splits_of(name, restored)) != layout.pieces():
         raise ShardingError(
             f"experts are assigned over {mesh} in a way that no DTensor describes ({layout}): use an ExpertLayout with "

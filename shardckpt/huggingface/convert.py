@@ -100,6 +100,7 @@ def torch_save_to_dcp(
     comm = Comm()
     with comm.phase("reading the file"):
         state_dict = read_torch_file(Path(file))
+        # all ranks have read the same file: their values need no comparison
         described = to_sharded_state_dict(state_dict, check_replicas=False)
         content = {_STRUCTURE: _replace_tensors(state_dict, "")}
     dist_checkpointing.save(described, checkpoint_dir, sharded_strategy, content_metadata=content, overwrite=overwrite)

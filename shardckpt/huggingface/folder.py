@@ -149,6 +149,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise CorruptCheckpointError(f"{path} has no weight_map from names of tensors to names of files")
     for file in found.values():
+        # the index is not trusted: its names must not lead out of the folder
         check_file_name(file)
     return found
 

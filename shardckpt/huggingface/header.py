@@ -105,6 +105,7 @@ def lay_out(tensors: Sequence[_T], metadata: Mapping[str, str]) -> FileLayout[_T
         shape = list(written_shape(kind, tensor.shape))
         header[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": ends[-2:]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # the data begins at a multiple of 8, so that readers can map every dtype
     text += b" " * (-len(text) % _ALIGN)
     if len(text) > HEADER_LIMIT:
         raise CheckpointingException(
@@ -132,6 +133,7 @@ def header_length(first: bytes, size: int, source: str) -> int:
         CorruptCheckpointError: the file is too short for such a header, or the header is longer than readers accept.
     """
     length = int.from_bytes(first, "little")
+    # checked before memory is allocated for the header
     if len(first) < LENGTH_BYTES or length > min(HEADER_LIMIT, size - LENGTH_BYTES):
         raise CorruptCheckpointError(f"{source} of {size} bytes is not a safetensors file, or is cut short")
     return length
@@ -163,6 +165,7 @@ def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
 
 def _entry(entry: Any, first: int, size: int) -> FileTensor:
     kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    # type, not isinstance: JSON's true is an int too
     numbers = (*shape, start, stop)
     if not isinstance(kind, str) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"not a tensor: {entry!r:.200}")

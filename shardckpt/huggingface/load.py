@@ -95,6 +95,7 @@ def load_from_huggingface(
                 loaded, _ = load_checkpoint(
                     sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=_MODES[strict]
                 )
+                # after the reads: the bytes may be those of a folder that an export has put in place since
                 reader.check_unchanged()
         return loaded
 

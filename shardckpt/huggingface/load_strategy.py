@@ -64,6 +64,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         self._shapes = {shard.key: tuple(shard.global_shape) for shard in shards}
         self._dtypes = {shard.key: shard.dtype for shard in shards}
         self._absent = {key for key in self._shapes if self._missing_names(key)}
+        # a tied weight may be stored under the other name only: it is filled if that one is
         filled = {_memory_key(shard) for shard in shards if shard.key not in self._absent}
         unfilled = [
             s for s in shards if s.key in self._absent and _memory_key(s) not in filled and 0 not in s.data_shape
@@ -140,6 +141,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 common = intersect(part.box, link.box)
                 if common is None:
                     continue
+                # leading axes of extent 1 (one expert of many) are absent in the folder's tensor
                 target = part_view(shard, part)[common.within(part.box)][(0,) * link.dropped]
                 target = target.transpose(-1, -2) if link.transposed else target
                 yield _Read(source, link.to_hub(common).offset, target, shard.key)

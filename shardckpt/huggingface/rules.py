@@ -61,6 +61,7 @@ class Rule:
         return None if found is None else list(self._links(found.groupdict(), key, shape))
 
     def _links(self, fields: Mapping[str, str], key: str, shape: Ints) -> Iterator[Link]:
+        # the axis of experts, if there is one, comes first
         lead = int(any(_EXPERT in name for name in self.hub))
         parts = len(self.hub)
         if not parts:

@@ -42,6 +42,7 @@ class SafetensorsFile:
         """
         head = self._layout.head[offset : offset + memory.nbytes]
         memory[: len(head)] = head
+        # the shards' data are views of the block: the load writes to it without a copy
         block = torch.frombuffer(memory, dtype=torch.uint8)
         self._load([shard for span in self._overlapping(offset, memory) for shard in _shards_in(span, offset, block)])
 

@@ -76,6 +76,7 @@ class Scaled(NamedTuple):
         ones = (1,) * len(lead)
         weight = torch.empty((*ones, *shape), dtype=self.weight.dtype, device="cpu")
         read_box(source, self.weight, (*lead, *corner), weight, what)
+        # the first block that the box touches, and the number of blocks, along each axis
         first = tuple(place // size for place, size in zip(corner, self.block, strict=True))
         spans = zip(corner, shape, self.block, first, strict=True)
         counts = (-(-(place + length) // size) - base for place, length, size, base in spans)

@@ -108,6 +108,7 @@ def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> No
 def _write_bin(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
     ties = find_ties(state_dict)
     plain = {name: _in_own_memory(_plain(name, state_dict)) for name in state_dict if name not in ties}
+    # tied names get one object, of which torch.save stores the elements once
     write_pickled(path, {name: plain[ties.get(name, name)] for name in state_dict})
 
 

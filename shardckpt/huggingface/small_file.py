@@ -33,6 +33,7 @@ def replacing(path: Path) -> Iterator[Path]:
     check_names(path)
     staged = path.with_name(temporary_name(path.name, STAGING, new_save_id()))
     clear_leftovers(path, lambda *_: False, restore=False)
+    # no other save of this process clears away a claimed file as a leftover
     claim(staged.name)
     try:
         yield staged
@@ -43,6 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
     finally:
         release(staged.name)
+    # the rename is durable only when the directory is
     sync_directory(path.parent)
 
 

@@ -33,7 +33,9 @@ def find_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def _memory_key(tensor: Any) -> Hashable:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return id(tensor)
+    # a conjugate or negative view has the same memory but other values
     lazy = tensor.is_conj(), tensor.is_neg()
+    # empty tensors may all have address 0
     address = tensor.data_ptr() if tensor.numel() else id(tensor)
     return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy
 

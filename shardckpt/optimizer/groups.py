@@ -25,6 +25,7 @@ def group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[di
     """
     groups: list[dict[str, Any]] = []
     for name, values in options.items():
+        # the key params only makes both dicts have the same keys: its value is not compared
         same = None if apart else next((group for group in groups if _is_equal(group, {**values, "params": 0})), None)
         if same is None:
             groups.append({**values, "params": [name]})

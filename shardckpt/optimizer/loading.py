@@ -91,6 +91,7 @@ def load_sharded_optimizer_state_dict(
     comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored)
 
     def attempt() -> StateDict:
+        # opened in each attempt: another save may have replaced the checkpoint
         with open_checkpoint(directory, comm, host(), LoadOptions(allow_globals=tuple(allow_globals))) as checkpoint:
             return {optimizer_key: _load(optimizer_key, params, checkpoint, shard_factored=shard_factored)}
 

@@ -67,6 +67,7 @@ def get_param_id_to_sharded_param_map(
     """
     params = list(optim_params_iter)
     numbers = get_optim_param_to_id_map(params)
+    # state_dict() without keep_vars gives detached views, which are other objects of the same memory
     by_memory = {memory: number for number, param in enumerate(params) if (memory := _memory_key(_local(param)))}
     described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     found: dict[int, ShardedParam] = {}
@@ -147,11 +148,13 @@ def optim_state_to_sharding_state(
     groups = copy.deepcopy(optim_state_dict["param_groups"])
     for group in groups:
         group["params"] = LocalNonpersistentObject(group["params"])
+    # only now: on an error above, the caller's dict has not changed
     optim_state_dict["param_groups"] = groups
     optim_state_dict["state"] = sharded
 
 
 def _describe_value(param: ShardedParam, value: Any, prefix: str) -> Any:
+    # a tensor without axes is a step count, unless the parameter has no axes either
     scalar = not (param.data_shape if isinstance(param, ShardedTensor) else param.data.shape)
     if isinstance(value, torch.Tensor) and (scalar or value.dim()):
         return make_sharded_optimizer_tensor(param, value, prefix)

@@ -52,6 +52,7 @@ def find_stored_state(key: str, index: Iterable[ShardedBase], common: StateDict)
     values = _dict_at(common, key.split("."))
     groups = values[GROUPS] if isinstance(values.get(GROUPS), list) else None
     entries.update(_flatten({name: value for name, value in values.items() if groups is None or name != GROUPS}))
+    # groups alone are enough: plain SGD has no state
     if not entries and not values:
         names = sorted({shard.key.split(".")[0] for shard in shards} | set(map(str, common)))
         raise KeyMismatchError(

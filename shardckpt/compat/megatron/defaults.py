@@ -73,6 +73,7 @@ def callable_with_path(strategy: Any) -> Any:
     kind = type(strategy)
     mixin = LoadsByPath if isinstance(strategy, LoadStrategy) else SavesByPath
     by_path: Any = BY_PATH.get(kind) or type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    # without __init__, whose arguments are not known here
     copied = object.__new__(by_path)
     vars(copied).update(vars(strategy))
     return copied

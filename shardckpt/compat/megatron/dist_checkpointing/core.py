@@ -38,6 +38,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[s
     """Write ``metadata.json`` atomically. A save writes its own: this is for directories of other origin."""
     directory = locate_local(checkpoint_dir, "write metadata.json into")
     with naming("write to", directory):
+        # left by an attempt that was interrupted
         (directory / _UNFINISHED).unlink(missing_ok=True)
     with CheckpointWriter(directory, 0) as writer:
         writer.write(_UNFINISHED, Marker(**asdict(config)).model_dump_json().encode())

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 fallback_logger = logging.getLogger(__name__)
 
+# a context variable, so that each thread and each task has its own blocks
 #: Names of the blocks around the running code, and their logger.
 _stack: ContextVar[tuple[tuple[str, ...], logging.Logger]] = ContextVar("logger_stack", default=((), fallback_logger))
 
