@@ -56,7 +56,7 @@ def to_sharded_state_dict(
         model_or_dict: Nested dicts and lists, a module, or a list of this rank's modules (pipeline or virtual stages);
             it does not change.
         optimizers: Optimizers of the modules, one by one; the parameters of each belong to one module.
-        prefix: Put before every key, without a dot: ``"model."``.
+        prefix: Put before every key; no dot is added: ``"model."``.
         check_replicas: Whether a save compares the tensors and objects that several ranks have under one key and that
             no mesh declares as replicas, and raises if their values differ. This reads all of them. If False, the
             lowest rank's is saved of vectors and scalars (the statistics of BatchNorm), objects and buffers of modules.

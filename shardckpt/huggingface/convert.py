@@ -12,7 +12,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, locate, open_checkpoint
 from shardckpt.errors import KeyMismatchError
-from shardckpt.huggingface.small_file import replacing, write_pickled
+from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.torch_file import read_torch_file
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import host
@@ -75,7 +75,7 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
         CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written.
     """
     state_dict = dcp_to_torch_state_dict(checkpoint_dir, prefix=prefix)
-    with replacing(Path(file)) as staged:
+    with replace_file(Path(file)) as staged:
         write_pickled(staged, state_dict)
 
 

@@ -12,7 +12,7 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype, refuse_unknown
 from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names, parse_size
-from shardckpt.huggingface.small_file import replacing, write_pickled
+from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.splitting import split_by_size
 from shardckpt.huggingface.ties import find_ties
 from shardckpt.storage import NewFile
@@ -86,7 +86,7 @@ def save_state_dict(state_dict: Mapping[str, torch.Tensor], path: str | os.PathL
         CheckpointingException: safetensors has no such dtype, or the file cannot be written.
     """
     _check_tensors(state_dict)
-    with replacing(Path(path)) as staged:
+    with replace_file(Path(path)) as staged:
         (_write_safetensors if safe else _write_bin)(state_dict, staged)
 
 

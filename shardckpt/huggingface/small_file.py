@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``."""
     check_names(path)
     staged = path.with_name(temporary_name(path.name, STAGING, new_save_id()))
@@ -73,4 +73,4 @@ def copy_new(source: Path, path: Path) -> None:
     sync_file(path)
 
 
-__all__ = ["copy_new", "replacing", "write_new", "write_pickled"]
+__all__ = ["copy_new", "replace_file", "write_new", "write_pickled"]
