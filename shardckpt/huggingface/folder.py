@@ -86,7 +86,7 @@ def read_folder(folder: Path) -> Folder:
         found = _read_folder(folder)
     # an exchange may have happened between two files: an absent config.json, say, may belong to the other folder
     if was_replaced(folder):
-        raise replaced_error(folder, "its files may have been read from both")
+        raise replaced_error(folder, "some files may have been read from the new one")
     return found
 
 
@@ -104,7 +104,7 @@ def check_same(folder: Path, found: Folder) -> None:
         return
     with detect_replacement(folder):
         stamp = _read_stamp(folder, sorted(found.names))
-    # on a shared file system, two nodes may see another inode number or another modification time, but not both
+    # on a shared file system, nodes may see different inode numbers or modification times of one file, but not both
     if stamp is not None and (
         stamp[1] != found.stamp[1] or (stamp[0] != found.stamp[0] and stamp[2] != found.stamp[2])
     ):

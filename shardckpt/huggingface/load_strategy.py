@@ -102,7 +102,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         return [ShardedTensor.whole(key, self._dtype(key), self._shape(key)) for key in found]
 
     def missing(self) -> list[str]:
-        """Return the folder's names of what it lacks and requested tensors need."""
+        """Return the names of the tensors that requested keys need and the folder lacks."""
         names = {name for key in self._missing for name in self._missing_names(key)}
         return sorted(names)
 

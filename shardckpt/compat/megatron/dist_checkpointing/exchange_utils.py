@@ -113,12 +113,19 @@ exchange_loaded_tensors_gather_object = partial(exchange_by_distribution, exchan
 
 
 def exchange_loaded_objects_gather_object(loaded_objects: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The objects of all ranks, on every rank."""
+    """Collective: gather the objects of all ranks of the default group.
+
+    Args:
+        loaded_objects: This rank's objects by key.
+
+    Returns:
+        The objects of all ranks by key.
+    """
     return {key: value for loaded in Comm().all_gather(dict(loaded_objects)) for key, value in loaded.items()}
 
 
 def refuse_group_cache(pg_cache_path: str | None, pg_cache_create: bool) -> None:
-    """Raise if a cache of distributions on disk is asked for."""
+    """Raise if the caller asks for a cache of distributions on disk."""
     if pg_cache_path is not None or pg_cache_create:
         raise CheckpointingException(
             "pg_cache_path: a stored distribution cannot be checked against the shards of all ranks; "

@@ -25,7 +25,7 @@ from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import refuse_g
 class FullyParallelSaveStrategyWrapper(
     SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
 ):
-    """As ours; a cache of distributions on disk, which Megatron never checks, is refused."""
+    """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`, without Megatron's cache on disk: nothing checks it."""
 
     def __init__(
         self, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
@@ -35,7 +35,7 @@ class FullyParallelSaveStrategyWrapper(
 
 
 class FullyParallelLoadStrategyWrapper(LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy):
-    """As ours; a cache of distributions on disk, which Megatron never checks, is refused."""
+    """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`, without Megatron's cache on disk: nothing checks it."""
 
     def __init__(
         self, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
