@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what it holds and where. https://github.com/huggingface/safetensors#format."""
+"""Encode and parse the header of a safetensors file: its tensors and their offsets. https://github.com/huggingface/safetensors#format."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import refuse_g
 class FullyParallelSaveStrategyWrapper(
     SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
 ):
-    """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`, without Megatron's cache on disk: nothing checks it."""
+    """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`; refuses a cache on disk, which nothing checks."""
 
     def __init__(
         self, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
@@ -35,7 +35,7 @@ class FullyParallelSaveStrategyWrapper(
 
 
 class FullyParallelLoadStrategyWrapper(LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy):
-    """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`, without Megatron's cache on disk: nothing checks it."""
+    """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`; refuses a cache on disk, which nothing checks."""
 
     def __init__(
         self, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
