@@ -1,4 +1,4 @@
-"""The front door: save and load sharded state dicts with any number of ranks, by Megatron's names."""
+"""Save and load sharded state dicts with any number of ranks, by Megatron's names."""
 
 from __future__ import annotations
 
@@ -73,40 +73,43 @@ def save(
     allow_globals: Iterable[Any] = (),
     process_group: ProcessGroup | None = None,
 ) -> AsyncRequest | None:
-    """Save a sharded state dict; every rank of the group calls it with its own shards.
+    """Collective: save a sharded state dict; every rank of the group calls it with its own shards.
 
-    The checkpoint is whole at ``checkpoint_dir`` when this returns, or nothing there has changed. The caller's dict,
-    tensors and descriptions stay as they are. With ``async_sharded_save`` it is whole when the request that this
-    returns has been finalized by an :class:`~shardckpt.async_save.AsyncCallsQueue`.
+    When this returns, the whole checkpoint is at ``checkpoint_dir``; when it raises, nothing there has changed. The
+    caller's dict, tensors and descriptions are not changed. With ``async_sharded_save`` the checkpoint is there when
+    the returned request has been finalized by an :class:`~shardckpt.async_save.AsyncCallsQueue`.
 
     Args:
-        sharded_state_dict: A nest of dicts and lists whose leaves are ShardedTensors, ShardedObjects, factories,
-            LocalNonpersistentObjects (dropped) and common values (the main rank's are stored).
+        sharded_state_dict: Nested dicts and lists whose leaves are ShardedTensors, ShardedObjects, factories,
+            LocalNonpersistentObjects (left out) and common values (the main rank's are stored).
         checkpoint_dir: The checkpoint's directory, absent or empty unless ``overwrite``; or a URL that a plugin
             serves (``s3://bucket/step-1000``), under which there is nothing.
         sharded_strategy: A backend (its newest version), (backend, version) or a SaveStrategy; by default the
             registry's default.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
-        async_sharded_save: Plan only; give back a request, which a queue writes behind the training.
+        async_sharded_save: Only plan, and return a request that an AsyncCallsQueue writes in the background.
         preprocess_common_before_consistancy_check: ``preprocess_common_before_consistency_check``, misspelt as by
             Megatron.
-        content_metadata: Anything that describes the content; :func:`load_content_metadata` gives it back.
-        async_strategy: Accepted for Megatron's callers, without effect: who writes is the queue's choice.
+        content_metadata: Anything that describes the content; :func:`load_content_metadata` returns it.
+        async_strategy: Accepted for Megatron's callers, without effect: the queue chooses a thread or a process.
         verify_integrity: Write Megatron's ``integrity.json`` too, hashed while the files are written.
-        preprocess_common_before_consistency_check: Takes out of (a copy of) the common state what may differ between
-            ranks, before a difference is warned of.
-        overwrite: Replace what stands at ``checkpoint_dir`` in one step; files there that are not the old
-            checkpoint's are kept. At a URL nothing is replaced: it only deletes what a save that never ended has left.
-        allow_globals: Classes and functions that objects and common values may name besides the plain ones; a load
-            needs the same leave.
+        preprocess_common_before_consistency_check: Removes from (a copy of) the common state what may differ between
+            ranks, before ranks are compared and a difference is logged.
+        overwrite: Replace what is at ``checkpoint_dir`` in one step; files there that do not belong to the old
+            checkpoint are kept. At a URL nothing is replaced: only the objects of an interrupted save are deleted.
+        allow_globals: Further classes and functions that objects and common state may be pickled with; a load
+            needs the same list.
         process_group: The ranks that save; by default all, or this process alone without torch.distributed.
 
+    Returns:
+        None, or with ``async_sharded_save`` the request to schedule.
+
     Raises:
-        CheckpointingException: the same on every rank; what stood at ``checkpoint_dir`` stands there still, unless
-            the connection between ranks broke after the commit.
+        CheckpointingException: the same on every rank; what was at ``checkpoint_dir`` is unchanged, unless the
+            connection between ranks broke after the commit.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         target = locate(checkpoint_dir, host())
         options = SaveOptions(
             validate_access_integrity,
@@ -135,10 +138,10 @@ def load(
     allow_globals: Iterable[Any] = (),
     allow_dtype_cast: bool = False,
 ) -> Any:
-    """Load what a sharded state dict describes, with any number of ranks and any sharding.
+    """Collective: load what a sharded state dict describes, with any number of ranks and any sharding.
 
-    What is loaded is of one save on all ranks. If another job overwrites the checkpoint meanwhile, all ranks begin
-    again, a few times, and destinations are filled anew.
+    All ranks load from one save. If another job overwrites the checkpoint meanwhile, all ranks start over, a few times,
+    and fill the destinations again.
 
     Where a wanted tensor has another dtype than the stored one, values are cast as they are loaded, if the dtype can
     hold them or their nearest; that is logged once a load. Casts that would cut or wrap values are refused by name,
@@ -161,8 +164,8 @@ def load(
     Args:
         sharded_state_dict: As for :func:`save`; a ShardedTensor's ``data`` is filled in place where there is one.
         checkpoint_dir: The checkpoint: a directory, or a URL, of which only the ranges that are needed are read.
-        sharded_strategy: A backend, (backend, version) or a LoadStrategy that must fit; by default the one that
-            the checkpoint names.
+        sharded_strategy: A backend, (backend, version) or a LoadStrategy that must read the checkpoint; by default
+            the one that the checkpoint names.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         strict: What to do about keys that do not match: a :class:`StrictHandling`, its value, True (raise) or
             False (log).
@@ -185,11 +188,11 @@ def load(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         mode, options = parse_strict_flag(strict), LoadOptions(sharded_strategy, accept, tuple(allow_globals))
 
     def attempt() -> tuple[StateDict, KeyMismatch]:
-        with comm.task("reading the arguments"):
+        with comm.local_phase("reading the arguments"):
             directory = locate(checkpoint_dir, host())  # each time: links may lead elsewhere since
         with open_stored(directory, comm, host(), options) as checkpoint:
             return load_checkpoint(
@@ -213,13 +216,27 @@ def open_checkpoint(
     accept: Accept | None = None,
     allow_globals: Iterable[Any] = (),
 ) -> Iterator[StoredCheckpoint]:
-    """A mapping from key to stored tensor, read as far as it is asked for: ``checkpoint["decoder.weight"][:4]``.
+    """Open a checkpoint as a mapping from key to stored tensor; slices read only the bytes that they need.
 
-    Needs no other rank. The arguments are those of :func:`load`. What is read is of the save that was there when it was
-    opened, whatever replaces that meanwhile.
+    Not collective. All reads are of the save that was there when the checkpoint was opened.
+
+    Example:
+        ::
+
+            with open_checkpoint("step-100") as checkpoint:
+                rows = checkpoint["decoder.weight"][:4]
+
+    Args:
+        checkpoint_dir: As for :func:`load`.
+        sharded_strategy: As for :func:`load`.
+        accept: As for :func:`load`.
+        allow_globals: As for :func:`load`.
+
+    Yields:
+        The mapping; it is closed at the end of the block.
 
     Raises:
-        CheckpointReplacedError: what is asked for is gone, because another save has replaced it: open it again.
+        CheckpointReplacedError: another save has replaced the checkpoint, and its files are gone: open it again.
     """
     options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
     with ExitStack() as stack:
@@ -229,25 +246,29 @@ def open_checkpoint(
 
 
 def load_common_state_dict(checkpoint_dir: PathLike, *, allow_globals: Iterable[Any] = ()) -> CommonStateDict:
-    """The part of a checkpoint that is not sharded; needs no other rank."""
+    """Return the common state of a checkpoint: what is not sharded. Not collective."""
     options = LoadOptions(allow_globals=tuple(allow_globals))
     return _read(checkpoint_dir, options, lambda checkpoint: checkpoint.common())
 
 
 def load_sharded_metadata(checkpoint_dir: PathLike, sharded_strategy: LoadChoice = None) -> dict[str, ShardedBase]:
-    """What is stored, without data: ShardedTensors of the whole shape by key, ShardedObjects by unique key."""
+    """Return what is stored, without data. Not collective.
+
+    Returns:
+        ShardedTensors of the global shape by key, ShardedObjects by unique key.
+    """
     index = _read(checkpoint_dir, LoadOptions(sharded_strategy), lambda checkpoint: checkpoint.index())
     return {stored_key(shard): shard for shard in index}
 
 
 def load_tensors_metadata(checkpoint_dir: PathLike, sharded_strategy: LoadChoice = None) -> dict[str, ShardedTensor]:
-    """The stored tensors, without data: a ShardedTensor of the whole global shape by key."""
+    """Return the stored tensors, without data: a ShardedTensor of the global shape by key. Not collective."""
     stored = load_sharded_metadata(checkpoint_dir, sharded_strategy)
     return {key: shard for key, shard in stored.items() if isinstance(shard, ShardedTensor)}
 
 
 def load_plain_tensors(checkpoint_dir: PathLike) -> dict[str, torch.Tensor]:
-    """Every stored tensor, whole, on the CPU of every rank that calls; needs no other rank."""
+    """Return every stored tensor at its global shape and stored dtype, in CPU memory. Not collective."""
 
     def read(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
         tensors: list[ShardedBase] = [s for s in checkpoint.index() if isinstance(s, ShardedTensor)]
@@ -259,11 +280,16 @@ def load_plain_tensors(checkpoint_dir: PathLike) -> dict[str, torch.Tensor]:
 def load_content_metadata(
     checkpoint_dir: PathLike | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> dict[str, Any] | None:
-    """What was saved as ``content_metadata``, or None; nothing is unpickled for it where JSON can say it.
+    """Return what was saved as ``content_metadata``, or None. Not collective.
+
+    Where it is plain JSON, it comes from ``shardckpt.json``, and nothing is unpickled.
 
     Args:
         checkpoint_dir: The checkpoint.
-        preloaded_state_dict: Its common state, where it is loaded already.
+        preloaded_state_dict: Its common state, if that is loaded already.
+
+    Returns:
+        The value that ``save`` was given; None if it was given none.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -275,12 +301,12 @@ def load_content_metadata(
 def remove_sharded_tensors(
     checkpoint_dir: PathLike, key_prefix: str, *, process_group: ProcessGroup | None = None, dry_run: bool = False
 ) -> RemovalReport:
-    """Take the tensors and objects whose keys begin with a prefix out of a checkpoint; the common state stays.
+    """Collective: remove the tensors and objects whose keys begin with a prefix; the common state stays.
 
-    The checkpoint is replaced in one step, so that a load, or a crash, finds the old or the new one. Files that hold
-    only removed keys are dropped. A file that holds any other key is written anew without the removed bytes, which
-    takes disk space for what stays of it until the old one is gone (what is saved with a ``separation_hint`` has files
-    of its own). All other files stay as they are. If no key matches, nothing changes.
+    The checkpoint is replaced in one step: a load, or a crash, finds the old or the new one. Files that have only
+    removed keys are deleted. A file that has other keys too is rewritten without the removed bytes, which takes disk
+    space for the rest of it until the old file is gone (``separation_hint`` gives keys files of their own). All other
+    files are kept. If no key matches, nothing changes.
 
     Args:
         checkpoint_dir: The checkpoint's directory; not a URL.
@@ -297,15 +323,15 @@ def remove_sharded_tensors(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         directory = locate_local(checkpoint_dir, "take keys out of")
     return remove_keys(directory, key_prefix, comm, host(), dry_run=dry_run)
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
-    """Whether the directory has a ``metadata.json`` that says which strategy reads it, as Megatron asks.
+    """Return whether the directory has a ``metadata.json`` that names a strategy, as Megatron asks. Not collective.
 
-    Plain torch.distributed.checkpoint directories have none, and :func:`load` reads them all the same.
+    Plain torch.distributed.checkpoint directories have none; :func:`load` reads them nevertheless.
     """
     marker = locate(checkpoint_dir, host()) / MARKER_NAME
     if not is_there(marker):
@@ -318,21 +344,21 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
 
 
 def get_default_save_sharded_strategy(backend: str | None = None, version: int | None = None) -> SaveStrategy:
-    """The strategy that :func:`save` uses for a backend and version; by default the registry's default."""
+    """Return the strategy that :func:`save` uses for a backend and version; by default the registry's default."""
     if backend is None:
         return find_saver(None, host())
     return find_saver(backend if version is None else (backend, version), host())
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: PathLike) -> LoadStrategy:
-    """The strategy that :func:`load` uses for a checkpoint."""
+    """Return the strategy that :func:`load` uses for a checkpoint. Not collective."""
     return _read(checkpoint_dir, LoadOptions(), lambda checkpoint: checkpoint.strategy)
 
 
 def register_default_strategy(
     action: StrategyAction, backend: str, version: int, strategy: SaveStrategy | LoadStrategy | type[Any]
 ) -> None:
-    """Make a strategy the one for (backend, version) in this process; it replaces a plugin's, and stays.
+    """Register a strategy for (backend, version) in this process, in the place of a plugin's.
 
     Args:
         action: Whether it saves or loads.
@@ -351,12 +377,12 @@ def _content_metadata(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:
 
 
 def _read(checkpoint_dir: PathLike, options: LoadOptions, read: Callable[[OpenCheckpoint], _T]) -> _T:
-    """What this process alone reads of a checkpoint."""
+    """Read from a checkpoint in this process alone."""
     return read_checkpoint(checkpoint_dir, Comm(alone=True), host(), options, read)
 
 
 def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:
-    """A checkpoint opened by this process alone."""
+    """Open a checkpoint in this process alone."""
     return open_stored(locate(checkpoint_dir, host()), Comm(alone=True), host(), options)
 
 

@@ -9,10 +9,15 @@ if TYPE_CHECKING:
 
 
 class CheckpointingException(Exception):
-    """The root of the family (Megatron's name for it)."""
+    """The root of the family (Megatron's name for it).
+
+    A plugin's exception classes derive from it, or from a subclass: so they are raised as themselves on every rank, and
+    in the trainer where the worker process has failed. Such a class is defined at the top level of a module that every
+    process can import; its constructor may take any arguments.
+    """
 
     #: Number of the Comm whose ranks are all known to raise this same error, if any.
-    settled_by: int | None = None
+    shared_by: int | None = None
 
 
 class ShardingError(CheckpointingException):
@@ -58,7 +63,10 @@ class CommunicationError(CheckpointingException):
 
 
 class RankFailedError(CheckpointingException):
-    """An exception from outside this family, raised on one rank and reported on all."""
+    """An exception that not every process can raise as itself: its class is outside this family, or is not importable.
+
+    The text names the class. It is raised on every rank, also where there is only one.
+    """
 
 
 class PluginError(CheckpointingException):

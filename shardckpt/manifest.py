@@ -1,8 +1,8 @@
 """The JSON files of a checkpoint, as pydantic models: these models are the specification.
 
-``metadata.json`` has Megatron's four fields and says which strategy reads the rest. ``shardckpt.json`` is ours: who
-saved, which files belong to the checkpoint, and their digests. Both are written last, before the commit.
-``integrity.json`` is Megatron's, since 0.18, and optional: the SHA-256 of every file, the other two among them.
+``metadata.json`` has Megatron's four fields and says which strategy reads the rest. ``shardckpt.json`` is ours: which
+release saved, which files belong to the checkpoint, and their digests. Both are written last, before the commit.
+``integrity.json`` is Megatron's, since 0.18, and optional: the SHA-256 of every other file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKER_LIMIT = 1 << 20
 RECORD_LIMIT = 1 << 31
 INTEGRITY_LIMIT = 1 << 26
 
-#: Whose digests ``integrity.json`` has.
+#: The algorithm of the digests in ``integrity.json``.
 INTEGRITY_ALGORITHM = "sha256"
 
 _NO_DIGEST = "0" * 64
@@ -41,7 +41,7 @@ class Marker(BaseModel):
 
 
 class FileRecord(BaseModel):
-    """A file of the checkpoint: its size in bytes, who wrote it, its digests (:mod:`shardckpt.storage.digest`)."""
+    """A file of the checkpoint: its size in bytes, its rank, its digests (:mod:`shardckpt.storage.digest`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,20 +68,26 @@ class Record(BaseModel):
     world_size: Annotated[int, Field(ge=1)]
     digest_algorithm: str
     files: tuple[FileRecord, ...]
-    #: What was saved as ``content_metadata``, where JSON can say it; it stands in the common state too.
+    #: What was saved as ``content_metadata``, if it is plain JSON; it is in the common state too.
     content_metadata: Any = None
     #: SHA-256, in hex, of the file's bytes with zeros in the place of this digest.
     self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = _NO_DIGEST
 
     def dump(self) -> bytes:
-        """The bytes of ``shardckpt.json``, its own digest among them."""
+        """Return the bytes of ``shardckpt.json``, its own digest included."""
         text = self.model_copy(update={"self_digest": _NO_DIGEST}).model_dump_json(indent=1)
-        head, _, tail = text.rpartition(_NO_DIGEST)  # the last field; what comes before is the caller's in part
+        head, _, tail = text.rpartition(
+            _NO_DIGEST
+        )  # the last field: the caller's metadata before it may have the same digits
         return (head + hashlib.sha256(text.encode()).hexdigest() + tail).encode()
 
     @classmethod
     def parse(cls, data: bytes) -> Record:
-        """The record in the bytes of ``shardckpt.json``; a ValueError if they are not the ones that were written."""
+        """Return the record in the bytes of ``shardckpt.json``.
+
+        Raises:
+            ValueError: they are not the bytes that were written.
+        """
         record = cls.model_validate_json(data)
         head, _, tail = data.rpartition(record.self_digest.encode())
         if hashlib.sha256(head + _NO_DIGEST.encode() + tail).hexdigest() != record.self_digest:
@@ -98,12 +104,16 @@ class Integrity(BaseModel):
     files: Annotated[dict[_Name, str], Field(min_length=1)]
 
     def dump(self) -> bytes:
-        """The bytes of ``integrity.json``."""
+        """Return the bytes of ``integrity.json``."""
         return self.model_dump_json(indent=1).encode()
 
     @classmethod
     def parse(cls, data: bytes) -> Integrity:
-        """The digests in the bytes of ``integrity.json``; a ValueError if they are none."""
+        """Return the digests in the bytes of ``integrity.json``.
+
+        Raises:
+            ValueError: they are not such a file.
+        """
         return cls.model_validate_json(data)
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary that describes a local piece of global state: Megatron's names, no process group needed."""
+"""Classes that describe this rank's shards of global tensors and objects: Megatron's names, no process group needed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
 ShardedStateDict: TypeAlias = dict[str, Any]
 ReplicaId: TypeAlias = int | tuple[int, ...]
-#: Whether ranks that have the same shard settle among themselves whose is the main replica; see ShardedTensor.
+#: Whether the library finds out which ranks have the same shard, and chooses the main replica; see ShardedTensor.
 Replicated: TypeAlias = bool | Literal["unchecked", "sampled"]
 FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, "slice | None"], Any]
 FactoryMergeFn: TypeAlias = Callable[[Any], torch.Tensor]
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether this replica is the one that is written: 0, or a tuple of zeros."""
+    """Return whether this replica is the one that is written: 0, or a tuple of zeros."""
     if isinstance(replica_id, int):
         return replica_id == 0
     return all(part == 0 for part in replica_id)
 
 
 class ShardedBase(ABC):
-    """A leaf that stands for one shard of something global: ``key``, ``data`` and ``replica_id``."""
+    """A leaf of a sharded state dict: one shard of a global tensor or object."""
 
     key: str
     data: Any
@@ -43,29 +43,35 @@ class ShardedBase(ABC):
 
     @abstractmethod
     def without_data(self) -> ShardedBase:
-        """The same description with ``data=None``."""
+        """Return the same description with ``data=None``."""
 
 
 @dataclass
 class ShardedTensor(ShardedBase):
-    """A local tensor and its place in a global one.
+    """A local tensor and its place in a global tensor.
+
+    Example:
+        Rank ``r`` of ``n`` has equal blocks of rows of a weight, and a bias that every rank has::
+
+            ShardedTensor.from_rank_offsets("decoder.weight", weight, (0, r, n))
+            ShardedTensor.from_rank_offsets("decoder.bias", bias, replica_id=r)
 
     Args:
-        key: Name of the global tensor, equal on every rank that holds a piece of it.
+        key: Name of the global tensor; the same on every rank that has a shard of it.
         data: The local tensor, or None where only the description is wanted.
         dtype: Its dtype.
         local_shape: Shape of the local tensor, without the prepended axes.
         global_shape: Shape of the global tensor, prepended axes included.
-        global_offset: Where the local tensor starts in the global one, in elements, an axis each.
-        axis_fragmentations: Number of equal pieces along each axis (a regular grid), or None (any boxes).
+        global_offset: Where the local tensor starts in the global tensor: an index per axis, in elements.
+        axis_fragmentations: Number of equal shards along each axis (a regular grid), or None (shards of any size).
         replica_id: 0 or a tuple of zeros for the copy that is written, anything else for the others.
         prepend_axis_num: Leading global axes that the local tensor lacks; its extent along them is 1.
-        allow_shape_mismatch: Whether a load may find another global shape (padded vocabularies): the common
-            region is loaded, the rest is zero.
+        allow_shape_mismatch: Whether the stored global shape may be another (padded vocabularies): a load fills the
+            region that both have, and sets the rest to zero.
         flattened_range: Legacy (Megatron 0.6 to 0.15): ``data`` is this slice of the row-major flattened local
             block of shape ``local_shape``.
-        replicated: True: whichever ranks have this shard hold the same, and the lowest of them has the main replica;
-            ``replica_id`` is not looked at, and a save that validates compares the values. ``"unchecked"``: without
+        replicated: True: all ranks that describe this shard have the same values, and the lowest of them has the main
+            replica; ``replica_id`` is ignored, and a save that validates compares the values. ``"unchecked"``: without
             the comparison. ``"sampled"``: of tensors of two and more axes, a few elements are compared, of which most
             must be the same on all ranks.
     """
@@ -88,7 +94,15 @@ class ShardedTensor(ShardedBase):
 
     @classmethod
     def whole(cls, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:
-        """The data-less description of a whole tensor; as there is nothing in it to contradict, it is not checked."""
+        """Return the description, without data, of a global tensor in one shard.
+
+        It is not validated: nothing in it can contradict the rest. An index of 300,000 tensors is made of these.
+
+        Args:
+            key: Name of the tensor.
+            dtype: Its dtype.
+            shape: Its global shape.
+        """
         made = cls.__new__(cls)
         made.key, made.data, made.dtype = key, None, dtype
         made.local_shape = made.global_shape = shape
@@ -109,20 +123,28 @@ class ShardedTensor(ShardedBase):
             raise ShardingError(f"ShardedTensor {self.key!r}: {fault} in {self!r}")
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """The cell of the regular grid that this shard fills, an index an axis."""
+        """Return the cell of the regular grid that this shard fills: an index per axis.
+
+        Raises:
+            ShardingError: the grid is not regular.
+        """
         if self.axis_fragmentations is None:
             raise ShardingError(f"ShardedTensor {self.key!r} has an irregular grid: it has no cell index")
         lengths = (1,) * self.prepend_axis_num + tuple(self.local_shape)
         return tuple(off // max(length, 1) for off, length in zip(self.global_offset, lengths, strict=True))
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """What indexes this shard's elements in the global tensor: an int a prepended axis, a slice any other."""
-        whole, offsets = self.prepend_axis_num, self.global_offset
-        spans = zip(offsets[whole:], self.local_shape, strict=True)
-        return (*offsets[:whole], *(slice(off, off + length) for off, length in spans))
+        """Return the index of this shard in the global tensor: an int per prepended axis, a slice per other axis."""
+        prepended, offsets = self.prepend_axis_num, self.global_offset
+        spans = zip(offsets[prepended:], self.local_shape, strict=True)
+        return (*offsets[:prepended], *(slice(off, off + length) for off, length in spans))
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """The extent of a cell of the regular grid, along every axis."""
+        """Return the extent of a cell of the regular grid along every axis, in elements.
+
+        Raises:
+            ShardingError: the grid is not regular, or does not divide the global shape.
+        """
         if self.axis_fragmentations is None:
             raise ShardingError(f"ShardedTensor {self.key!r} has an irregular grid: its cells have no one extent")
         pairs = list(zip(self.global_shape, self.axis_fragmentations, strict=True))
@@ -134,7 +156,7 @@ class ShardedTensor(ShardedBase):
         return tuple(size // count for size, count in pairs)
 
     def without_data(self) -> ShardedTensor:
-        """The same description with ``data=None``."""
+        """Return the same description with ``data=None``."""
         return dataclasses.replace(self, data=None)
 
     def init_data(self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
@@ -150,12 +172,18 @@ class ShardedTensor(ShardedBase):
         return (self.flattened_range.stop - self.flattened_range.start,)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """The shard that remains when every rank narrows its local tensor alike along ``dim`` (regular grids only).
+        """Return the shard that remains when every rank narrows its local tensor along ``dim`` in the same way.
 
         Args:
             dim: Axis of the local tensor.
             start: First local index kept.
             length: Number of local indices kept.
+
+        Returns:
+            A list with the one shard, as Megatron returns it; its ``data`` is a view of this one's.
+
+        Raises:
+            ShardingError: the grid is not regular, or the shard is flattened.
         """
         if self.axis_fragmentations is None or self.flattened_range is not None:
             raise ShardingError(f"ShardedTensor {self.key!r}: narrow needs a regular grid and no flattened_range")
@@ -183,16 +211,22 @@ class ShardedTensor(ShardedBase):
         flattened_range: None = None,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Describe a cell of a regular grid: "I am piece ``i`` of ``n`` along ``axis``".
+        """Describe a cell of a regular grid: "I am shard ``i`` of ``n`` along ``axis``".
 
         Args:
             key: Name of the global tensor.
             data: The local tensor.
-            rank_offsets: Tuples (axis, i, n); prepended axes are counted; axes not named are whole.
+            rank_offsets: Tuples (axis, i, n); prepended axes are counted; an axis without a tuple is not sharded.
             replica_id: See the class.
             prepend_axis_num: See the class.
             flattened_range: Must be None here; see :meth:`from_rank_offsets_flat`.
             **init_kwargs: More fields of the class.
+
+        Returns:
+            The description, with ``data`` itself and not a copy.
+
+        Raises:
+            ShardingError: an axis is named twice or does not exist, or there is no shard ``i`` of ``n``.
         """
         if flattened_range is not None:
             raise ShardingError(f"ShardedTensor {key!r}: use from_rank_offsets_flat for a flattened_range")
@@ -227,26 +261,29 @@ class ShardedTensor(ShardedBase):
         Args:
             key: Name of the global tensor.
             data: One axis: elements ``flattened_range`` of the row-major flattened cell.
-            non_flat_local_shape: Shape of the whole cell.
+            non_flat_local_shape: Shape of the cell before it was flattened.
             rank_offsets: Where the cell lies; see :meth:`from_rank_offsets`.
             flattened_range: Start and stop in the flattened cell.
             prepend_axis_num: See the class.
             **init_kwargs: More fields of the class.
+
+        Returns:
+            The description, with ``flattened_range`` set and ``data`` itself, not a copy.
         """
         cell = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
-        whole = cls.from_rank_offsets(key, cell, *rank_offsets, prepend_axis_num=prepend_axis_num, **init_kwargs)
-        return dataclasses.replace(whole, data=data, flattened_range=flattened_range)
+        described = cls.from_rank_offsets(key, cell, *rank_offsets, prepend_axis_num=prepend_axis_num, **init_kwargs)
+        return dataclasses.replace(described, data=data, flattened_range=flattened_range)
 
 
 @dataclass
 class ShardedObject(ShardedBase):
-    """An opaque object in a fixed grid of objects: it is loaded as it was saved, never resharded.
+    """A Python object in a grid of objects: it is loaded as it was saved, never resharded.
 
     Args:
         key: Name of the grid.
         data: The object, or None where only the description is wanted.
         global_shape: Shape of the grid.
-        global_offset: This object's place in it.
+        global_offset: This object's index in the grid.
         replica_id: See :class:`ShardedTensor`.
         replicated: See :class:`ShardedTensor`.
     """
@@ -274,7 +311,7 @@ class ShardedObject(ShardedBase):
             )
 
     def without_data(self) -> ShardedObject:
-        """The same description with ``data=None``."""
+        """Return the same description with ``data=None``."""
         return dataclasses.replace(self, data=None)
 
     @property
@@ -286,21 +323,21 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """The data-less object that :attr:`unique_key` describes; the key itself may contain ``/``.
+        """Return the object, without data, that :attr:`unique_key` names; the key itself may contain ``/``.
 
         Names written by Megatron 0.4 to 0.7 lack the last extent of the shape; it is taken as the offset plus one.
 
         Raises:
             CheckpointingException: ``unique_key`` is not of that form.
         """
-        key, mark, tail = unique_key.rpartition("/shard_")
+        key, found, tail = unique_key.rpartition("/shard_")
         offset_text, separator, shape_text = tail.partition("_")
         try:
             offset = _dotted_integers(offset_text)
             shape = _dotted_integers(shape_text)
         except ValueError:
-            mark = ""
-        if not mark or not separator:
+            found = ""
+        if not found or not separator:
             raise CheckpointingException(
                 f"{unique_key!r} is not the name of a sharded object: expected <key>/shard_<offsets>_<shape>"
             )
@@ -311,13 +348,13 @@ class ShardedObject(ShardedBase):
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """One local tensor that is stored as several shards: ``build_fn`` splits it, ``merge_fn`` puts it together.
+    """A local tensor that is stored as several shards: ``build_fn`` splits it, ``merge_fn`` joins them.
 
     Args:
         key: Passed to ``build_fn``.
         data: The local tensor.
-        build_fn: ``(key, data, replica_id, flattened_range)`` → a nest of sharded tensors.
-        merge_fn: The same nest, loaded → the local tensor.
+        build_fn: ``(key, data, replica_id, flattened_range)`` → a nested dict or list of shards.
+        merge_fn: The same nested dict or list, loaded → the local tensor.
         replica_id: See :class:`ShardedTensor`.
         flattened_range: Passed to ``build_fn``.
     """
@@ -330,39 +367,39 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> Any:
-        """The nest of shards that stands for ``data``."""
+        """Return the shards that ``data`` is stored as, in a nested dict or list."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
         """Nothing to check before it is built."""
 
     def without_data(self) -> ShardedTensorFactory:
-        """Refused: a factory without data builds nothing."""
+        """Raise CheckpointingException: a factory without data builds nothing."""
         raise CheckpointingException(f"ShardedTensorFactory {self.key!r} has no form without data: build() it first")
 
 
 class LocalNonpersistentObject:
-    """A value that is not stored: dropped on save, handed back as it is on load."""
+    """A value that is not stored: a save leaves it out, a load returns it as it is."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The wrapped value."""
+        """Return the wrapped value."""
         return self.obj
 
 
 class OptionalEntries(dict[str, Any]):
-    """Entries of a state dict that a checkpoint may lack, each as a whole: an optimizer's state, by parameter.
+    """Entries of a state dict that a checkpoint may lack: an optimizer's state, one entry per parameter.
 
-    A save stores the entries that are there. A load wants those of :meth:`complete`; one of which nothing is stored is
-    left out of what it gives, whatever its strictness, and one of which a part is stored is wanted as any other.
-    Copies and pickles are plain dicts.
+    A save stores the entries that exist. A load asks for those of :meth:`complete`: it leaves out an entry of which
+    nothing is stored, whatever ``strict`` says, and treats an entry of which a part is stored as any other. Copies and
+    pickles are plain dicts.
 
     Args:
-        entries: A nest of shards each, by name.
-        prefix: What the keys of an entry's shards begin with, before its name and a dot.
-        make_others: Gives the entries that a load wants besides, by name; called when a load begins.
+        entries: By name, a nested dict or list of shards.
+        prefix: What the keys of all shards begin with; the entry's name and a dot follow.
+        make_others: Returns the entries, by name, that a load asks for in addition; called when a load begins.
     """
 
     def __init__(self, entries: dict[str, Any], prefix: str, make_others: Callable[[], dict[str, Any]] = dict) -> None:
@@ -371,7 +408,7 @@ class OptionalEntries(dict[str, Any]):
         self._make_others = make_others
 
     def complete(self) -> dict[str, Any]:
-        """The entries that a load wants: those that are there, and those that are made for it."""
+        """Return the entries that a load asks for: those that exist, and those that are made for it."""
         return {**self._make_others(), **self}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -385,7 +422,7 @@ LocalNonpersitentObject = LocalNonpersistentObject
 def _grid_geometry(
     key: str, shape: tuple[int, ...], rank_offsets: Iterable[tuple[int, int, int]], prepend_axis_num: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Offset, global shape and fragmentation of the grid cell that ``rank_offsets`` names."""
+    """Return offset, global shape and fragmentation of the grid cell that ``rank_offsets`` names."""
     local = (1,) * prepend_axis_num + shape
     cells, fragments = [0] * len(local), [1] * len(local)
     named: set[int] = set()
@@ -402,7 +439,7 @@ def _grid_geometry(
 
 
 def _axes_fault(shard: ShardedTensor, extents: tuple[int, ...]) -> str:
-    """Whether all that has a value an axis has as many."""
+    """Return what is wrong with the numbers of axes; ``""`` if nothing is."""
     shape, offset, grid = shard.global_shape, shard.global_offset, shard.axis_fragmentations
     if len(shape) != len(offset):
         return f"global_shape {shape} and global_offset {offset} differ in length"
@@ -417,7 +454,10 @@ def _axes_fault(shard: ShardedTensor, extents: tuple[int, ...]) -> str:
 
 
 def _box_fault(shard: ShardedTensor) -> str:
-    """What is wrong with a shard's place in the whole; every shard of every save and load comes here."""
+    """Return what is wrong with a shard's place in the global tensor; ``""`` if nothing is.
+
+    Every shard of every save and load is checked here, so it is one loop without calls.
+    """
     extents = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     if fault := _axes_fault(shard, extents):
         return fault

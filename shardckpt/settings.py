@@ -6,70 +6,70 @@ import os
 
 from shardckpt.errors import CheckpointingException
 
-#: 1 writes large tensors past the page cache where the file system can (the default), 0 does not.
+#: 1 writes large tensors with O_DIRECT where the file system can (the default), 0 does not.
 DIRECT_IO = "SHARDCKPT_DIRECT_IO"
-#: Comma-separated entry-point names of plugins to leave out.
+#: Comma-separated entry-point names of plugins that are not loaded.
 DISABLED_PLUGINS = "SHARDCKPT_DISABLED_PLUGINS"
-#: Threads that read or write files, a rank; 1 does all file work in the calling thread.
+#: Threads per rank that read or write files; 1 does all file work in the calling thread.
 IO_THREADS = "SHARDCKPT_IO_THREADS"
-#: Hours since the last write after which what an interrupted save has left is removed, where it cannot be seen whether
-#: its process lives: it is another host's, or an older release's. What no process of this host has goes at once.
+#: Hours since the last write after which the files of an interrupted save are removed, where nothing shows whether its
+#: process lives: it ran on another host, or in an older release. Those of dead processes of this host go at once.
 LEFTOVER_HOURS = "SHARDCKPT_LEFTOVER_HOURS"
-#: Attempts at a request to a remote store, with growing pauses, before it is an error.
+#: Attempts at a request to an object store, with growing pauses, before it is an error.
 REMOTE_ATTEMPTS = "SHARDCKPT_REMOTE_ATTEMPTS"
-#: Threads that read from a remote store, a rank: more than cores, for they wait.
+#: Threads per rank that read from an object store: more than cores, because they wait.
 REMOTE_THREADS = "SHARDCKPT_REMOTE_THREADS"
-#: Directory on the machine's own disk where what goes to a remote store is written first; by default the system's.
+#: Local directory where files for an object store are written before the upload; by default the system's.
 SPOOL_DIR = "SHARDCKPT_SPOOL_DIR"
-#: Background saves of which copies may wait in memory at a time; the next one waits for the first to be written.
+#: Background saves whose copies may be in memory at a time; the next save waits until the first is written.
 STAGED_SAVES = "SHARDCKPT_STAGED_SAVES"
 #: 1 checks the digests of what is read (the default), 0 does not.
 VERIFY_READS = "SHARDCKPT_VERIFY_READS"
 
 
 def direct_io() -> bool:
-    """Whether large writes bypass the page cache where they can."""
+    """Return whether large writes use O_DIRECT where they can."""
     return bool(_integer(DIRECT_IO, default=1, least=0))
 
 
 def disabled_plugins() -> frozenset[str]:
-    """Names of the plugins that the user switched off."""
+    """Return the names of the plugins that the user switched off."""
     names = os.environ.get(DISABLED_PLUGINS, "").split(",")
     return frozenset(name.strip() for name in names if name.strip())
 
 
 def io_threads() -> int:
-    """Number of file threads a rank; by default one a core, 2 at least and 4 at most."""
+    """Return the number of file threads per rank; by default one per core, at least 2 and at most 4."""
     return _integer(IO_THREADS, default=max(2, min(4, os.cpu_count() or 1)), least=1)
 
 
 def leftover_hours() -> int:
-    """Hours after which an interrupted save of another host is taken for dead."""
+    """Return the hours after which an interrupted save of another host counts as dead."""
     return _integer(LEFTOVER_HOURS, default=24, least=1)
 
 
 def remote_attempts() -> int:
-    """How often a request to a remote store is tried."""
+    """Return how often a request to an object store is tried."""
     return _integer(REMOTE_ATTEMPTS, default=5, least=1)
 
 
 def remote_threads() -> int:
-    """Number of threads a rank that read from a remote store."""
+    """Return the number of threads per rank that read from an object store."""
     return _integer(REMOTE_THREADS, default=16, least=1)
 
 
 def spool_directory() -> str | None:
-    """Where files wait to be uploaded; None is the system's directory for temporary files."""
+    """Return the directory where files wait for their upload; None for the system's temporary directory."""
     return os.environ.get(SPOOL_DIR) or None
 
 
 def staged_saves() -> int:
-    """Number of background saves that are staged at a time."""
+    """Return how many background saves may be staged at a time."""
     return _integer(STAGED_SAVES, default=2, least=1)
 
 
 def verify_reads() -> bool:
-    """Whether a load checks the digests of the bytes it reads."""
+    """Return whether a load checks the digests of the bytes it reads."""
     return bool(_integer(VERIFY_READS, default=1, least=0))
 
 

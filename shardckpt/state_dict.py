@@ -1,4 +1,4 @@
-"""Pure functions over nests of dicts and lists, and the split of a state dict into what is sharded and what is not.
+"""Functions over nested dicts and lists, and the split of a state dict into sharded and common state.
 
 Only dict and list are containers; everything else, tuples included, is a leaf. Functions whose names end in
 ``_inplace``, and those that Megatron documents as such, change their argument; all others leave it alone.
@@ -34,7 +34,7 @@ _R = TypeVar("_R")
 
 
 def nested_values(x: Any) -> Iterator[Any]:
-    """The leaves of a nest, depth first."""
+    """Yield the leaves of nested dicts and lists, depth first."""
     if not isinstance(x, (dict, list)):
         yield x
         return
@@ -46,7 +46,7 @@ def nested_values(x: Any) -> Iterator[Any]:
 
 
 def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(path, leaf) pairs of a nest, depth first; a path holds keys and indices."""
+    """Yield (path, leaf) pairs of nested dicts and lists, depth first; a path is a tuple of keys and indices."""
     if isinstance(x, dict):
         for key, value in x.items():
             yield from nested_items(value, (*path, key))
@@ -60,12 +60,15 @@ def nested_items(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
 def extract_matching_values(
     x: Any, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
 ) -> tuple[Any, Any]:
-    """Split a nest into the leaves that match and the rest: ``(match, rest)``.
+    """Split nested dicts and lists into the leaves that match and the rest.
 
     Args:
         x: A dict or list.
         predicate: Says of a leaf whether it matches.
-        return_lists_as_dicts: Give lists back as dicts from index to value, so that merging finds their places again.
+        return_lists_as_dicts: Return lists as dicts from index to value, so that :func:`merge` knows their indices.
+
+    Returns:
+        ``(match, rest)``: each with the dicts and lists in which it has leaves.
     """
     if isinstance(x, dict):
         items: Iterable[tuple[Any, Any]] = x.items()
@@ -90,7 +93,7 @@ def extract_matching_values(
 
 
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
-    """Where two nests differ.
+    """Compare two nested dicts or lists.
 
     Returns:
         Paths that only ``x1`` has, paths that only ``x2`` has, and (path, type, type) where the leaves differ.
@@ -114,7 +117,7 @@ def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], lis
 
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """A nest of the same form and types with ``f`` applied to every leaf."""
+    """Return nested dicts and lists of the same types, with ``f`` applied to every leaf."""
     if isinstance(x, dict):
         return of_type(x, {key: dict_list_map_outplace(f, value) for key, value in x.items()})
     if isinstance(x, list):
@@ -123,7 +126,7 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
-    """Replace every leaf of the nest by ``f(leaf)``, and return the nest."""
+    """Replace every leaf by ``f(leaf)``, in place, and return ``x``."""
     if isinstance(x, dict):
         for key in x:
             x[key] = dict_list_map_inplace(f, x[key])
@@ -135,10 +138,9 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
-    """Put the nest ``x2`` into ``x1`` (changed in place, and returned).
+    """Merge the nested ``x2`` into ``x1``, which is changed in place and returned.
 
-    A dict whose keys are list indices is merged into a list at these places, and makes the list longer where its
-    index follows the last.
+    A dict whose keys are list indices is merged into a list at these indices; an index just past the end appends.
 
     Raises:
         ValueError: both have a leaf at the same path, or lists differ in length.
@@ -164,7 +166,11 @@ def map_reduce(
     value_fn: Callable[[_V], Any] = lambda x: x,
     reduce_fn: Callable[[list[Any]], _R] = lambda values: values,  # type: ignore[assignment,return-value]
 ) -> dict[_K, _R]:
-    """Group ``value_fn(x)`` by ``key_fn(x)`` and reduce every group: ``{key: reduce_fn([values])}``."""
+    """Group ``value_fn(x)`` by ``key_fn(x)`` and reduce every group.
+
+    Returns:
+        ``{key: reduce_fn([values])}``.
+    """
     groups: dict[_K, list[Any]] = {}
     for x in xs:
         groups.setdefault(key_fn(x), []).append(value_fn(x))
@@ -172,7 +178,7 @@ def map_reduce(
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace every factory in the nest, in place, by what it builds."""
+    """Replace every factory, in place, by the shards that it builds."""
     dict_list_map_inplace(_built, sharded_state_dict)
 
 
@@ -180,12 +186,15 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     """Undo :func:`apply_factories` on loaded values: run ``merge_fn`` wherever ``x2`` holds a factory.
 
     Args:
-        x1: The loaded nest, changed in place.
-        x2: A nest with the factories, a part of the form of ``x1``; lists may be dicts from index to value.
+        x1: The loaded values, nested; changed in place.
+        x2: The factories, nested at the same paths; lists may be dicts from index to value.
         key: Path so far, for error texts.
 
+    Returns:
+        ``x1`` with the merged tensors.
+
     Raises:
-        ValueError: ``x1`` lacks a place that ``x2`` has.
+        ValueError: ``x1`` lacks a path that ``x2`` has.
     """
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)
@@ -204,19 +213,22 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """``(sharded tensors and factories, rest)``."""
+    """Split a state dict; return ``(sharded tensors and factories, rest)``."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, (ShardedTensor, ShardedTensorFactory)))
 
 
 def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """``(everything sharded, rest)``."""
+    """Split a state dict; return ``(everything sharded, rest)``."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedBase))
 
 
 def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
-    """Factories built, local objects dropped, and the rest split into a nest of shards and common state.
+    """Split a state dict into sharded and common state: build factories, leave out local objects.
 
-    The argument stays.
+    The argument is not changed.
+
+    Returns:
+        ``(sharded, common)``: validated copies of the shards, nested as they were; and the rest.
 
     Raises:
         ShardingError: a shard contradicts itself, or a leaf of the common state is one rank's part of something.
@@ -226,18 +238,18 @@ def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDi
 
 
 def take_apart(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
-    """As :func:`split_for_save`, with shards that are the caller's own, and not checked yet."""
+    """Split as :func:`split_for_save` does, but return the caller's own shards, not validated."""
     return _taken_apart(sharded_state_dict, ())
 
 
 def _taken_apart(x: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
-    """One pass, for there may be many leaves: ``(sharded, rest)``; a container that only the other has is left out."""
+    """Split in one pass, as there may be many leaves; a container without leaves of its part is left out."""
     if not isinstance(x, (dict, list)):
         raise CheckpointingException(f"expected a dict or a list to split, got {type(x).__name__}")
     sharded: dict[Any, Any] = {}
     rest: dict[Any, Any] = {}
     for key, leaf in x.items() if isinstance(x, dict) else enumerate(x):
-        if type(leaf) is ShardedTensor:  # nearly all that there are; to ask for their base class is dear
+        if type(leaf) is ShardedTensor:  # nearly every leaf is one, and isinstance of an ABC is slow
             sharded[key] = leaf
             continue
         value = build_copy(leaf) if isinstance(leaf, ShardedTensorFactory) else leaf
@@ -258,10 +270,10 @@ def _taken_apart(x: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def checked_copy(shard: ShardedBase) -> ShardedBase:
-    """A copy of a shard, whose description does not contradict itself.
+    """Return a validated copy of a shard's description; ``data`` is shared.
 
     Raises:
-        ShardingError: it does.
+        ShardingError: the description contradicts itself.
     """
     found: ShardedBase = _copied(shard)
     found.validate_metadata_integrity()
@@ -269,7 +281,7 @@ def checked_copy(shard: ShardedBase) -> ShardedBase:
 
 
 def _refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
-    """Raise for a leaf that would be stored as common state, of the main rank alone, and is not common."""
+    """Raise for a leaf of the common state that is one rank's part: only the main rank's would be stored."""
     if type(leaf).__module__.startswith(_SHARDED_BY_TORCH):
         raise ShardingError(
             f"{_shown(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a ShardedTensor "
@@ -290,7 +302,7 @@ def _built(value: Any) -> Any:
 
 
 def build_copy(value: Any) -> Any:
-    """A leaf with its factory built and its description copied: what is done to it never reaches the caller's."""
+    """Return a copy of a leaf, with a factory built: changes of the copy do not reach the caller's state dict."""
     if isinstance(value, ShardedTensorFactory):
         with torch.no_grad():
             return dict_list_map_outplace(_detached, value.build())
@@ -298,7 +310,7 @@ def build_copy(value: Any) -> Any:
 
 
 def _detached(value: Any) -> Any:
-    """A copy of what a factory built; its pieces are views of a parameter, and are to be filled outside autograd."""
+    """Copy what a factory built; detach its views of a parameter, which are filled outside autograd."""
     piece = _copied(value)
     if isinstance(piece, ShardedTensor) and piece.data is not None:
         piece.data = piece.data.detach()
@@ -308,15 +320,15 @@ def _detached(value: Any) -> Any:
 def _copied(value: Any) -> Any:
     if isinstance(value, ShardedTensorFactory):
         raise ShardingError(f"the factory {value.key!r} was built by another factory: build it in that one's build_fn")
-    if type(value) is ShardedTensor:  # nearly all that there are; copy.copy is dear
-        twin = object.__new__(ShardedTensor)
-        twin.__dict__.update(value.__dict__)
-        return twin
+    if type(value) is ShardedTensor:  # nearly every leaf is one, and copy.copy is slow
+        made = object.__new__(ShardedTensor)
+        made.__dict__.update(value.__dict__)
+        return made
     return copy.copy(value) if isinstance(value, ShardedBase) else value
 
 
 def of_type(original: Any, content: Any) -> Any:
-    """The content in a container of the original's type: an OrderedDict stays one, a defaultdict keeps its factory."""
+    """Return the content in a container of the original's type: a defaultdict keeps its factory."""
     if type(original) in (dict, list):
         return content
     result = copy.copy(original)

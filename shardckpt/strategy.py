@@ -24,7 +24,8 @@ class PlanContext:
     """With whom a strategy plans a save.
 
     Attributes:
-        comm: The ranks that save; steps that can fail stand in ``with comm.phase(...)`` or ``with comm.task(...)``.
+        comm: The ranks that save. What can fail stands in ``with comm.collective_phase(...)`` or
+            ``with comm.local_phase(...)``; :class:`shardckpt.distributed.Comm` says which.
         save_id: A name that no other save has.
         allow_globals: Classes and functions that objects may name although a load refuses them without leave.
         staging: The directory in which this rank's files are made; None where no files are.
@@ -119,52 +120,54 @@ class PreparedSave:
         finish: ``finish(results, context)``, called on every rank when all have written; on the main rank the results
             are those of every rank's ``work.write``, in rank order, elsewhere there are none. It writes what names
             the rest. None, on all ranks, where the work writes everything.
-        again: Prepares a save of shards that all ranks describe as they did here, with other values in their tensors
-            and objects; asked for where the strategy's class is ``recalled``.
+        plan: What :meth:`AsyncSaveStrategy.replan` needs to plan another save of shards with the same metadata, on
+            this rank; it holds none of the shards' data. None: this save is of no use for another.
     """
 
     work: BackgroundWork
     finish: Callable[[Sequence[Any], SaveContext], None] | None = None
-    again: PrepareAgain | None = None
-
-
-class PrepareAgain(Protocol):
-    """Prepares a save for which there is a plan; called on every rank."""
-
-    def __call__(
-        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
-    ) -> PreparedSave | None:
-        """As :meth:`AsyncSaveStrategy.prepare`; None, on all ranks, if what is in the objects needs another plan.
-
-        The work's tensors have the dtypes, the shapes and the order of those before, and are detached from the shards,
-        which are the caller's own and stay as they are.
-        """
+    plan: Any = None
 
 
 class AsyncSaveStrategy(SaveStrategy):
     """A save strategy whose writing needs no other rank, so that it can go on behind the training.
 
     Attributes:
-        recalled: Whether a save of shards that say of themselves what those of an earlier one said is left to that
-            one's :attr:`PreparedSave.again`, without a call of :meth:`prepare`. It is no subclass's, unless that says
-            so, too: a ``prepare`` of its own would not be called.
+        caches_plan: If True, the plans of recent saves are cached: a save whose shards have, on every rank, the same
+            metadata as a cached one's calls :meth:`replan` instead of :meth:`prepare`. :meth:`save` is not called at
+            all. Not inherited: a subclass that overrides one of the three sets it again, if that is right for it.
     """
 
-    recalled: ClassVar[bool] = False
+    caches_plan: ClassVar[bool] = False
 
     @property
-    def plans_like(self) -> Hashable:
-        """What strategies that prepare alike have in common: one's ``again`` serves for all. By default, itself."""
+    def plan_cache_key(self) -> Hashable | None:
+        """All that a plan depends on besides the shards: strategies with equal keys use each other's plans.
+
+        By default the strategy itself: an instance uses its own plans alone. None: its plans are not cached.
+        """
         return self
-
-    @property
-    def saves_as_prepared(self) -> bool:
-        """Whether :meth:`save` does what it does here; a save in the foreground is recalled only then."""
-        return type(self).save is AsyncSaveStrategy.save and "save" not in vars(self)
 
     @abstractmethod
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Plan with all ranks; the arguments are those of :meth:`save`. Objects are pickled here, tensors not read."""
+
+    def replan(
+        self, plan: Any, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> PreparedSave | None:
+        """Collective: prepare a save by the plan of an earlier one, whose shards had the same metadata.
+
+        Args:
+            plan: The :attr:`PreparedSave.plan` of the earlier save, on this rank.
+            shards: The caller's own, which stay as they are.
+            common: As in :meth:`prepare`.
+            context: As in :meth:`prepare`.
+
+        Returns:
+            The save: its work has tensors of the same dtypes and shapes, in the same order, as the earlier one's. None,
+            on all ranks, if what is in the objects now needs another plan, as it is by default: then :meth:`prepare`
+            is called.
+        """
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Prepare, write and finish, here and now."""
@@ -173,16 +176,23 @@ class AsyncSaveStrategy(SaveStrategy):
 
 def write_prepared(prepared: PreparedSave, context: SaveContext) -> None:
     """Write and finish a save that is planned, here and now."""
-    context.comm.settle()  # before hours of writing
-    with context.comm.task("writing shards"):
+    context.comm.sync_errors()  # before hours of writing
+    with context.comm.local_phase("writing shards"):
         result = prepared.work.write(context.writer)
     if prepared.finish is not None:
         prepared.finish(context.comm.gather(result), context)
 
 
-def is_recalled(strategy: SaveStrategy) -> bool:
-    """Whether the strategy's own class, and nobody who changed it, says that it is ``recalled``."""
-    return bool(vars(type(strategy)).get("recalled")) and "prepare" not in vars(strategy)
+def find_plan_cache_key(strategy: SaveStrategy) -> Hashable | None:
+    """Return the key of a strategy's plans in the cache, or None where each of its saves is planned anew.
+
+    It has one only if its own class, not a base, sets ``caches_plan``, and no method that the cache would skip was
+    replaced on the instance.
+    """
+    replaced = {"prepare", "replan", "save"} & vars(strategy).keys()
+    if replaced or not vars(type(strategy)).get("caches_plan") or not isinstance(strategy, AsyncSaveStrategy):
+        return None
+    return strategy.plan_cache_key
 
 
 class LoadStrategy(ABC):
@@ -330,7 +340,6 @@ __all__ = [
     "Migration",
     "OwnsFiles",
     "PlanContext",
-    "PrepareAgain",
     "PreparedSave",
     "Recognises",
     "Removal",
@@ -338,6 +347,6 @@ __all__ = [
     "SaveContext",
     "SaveStrategy",
     "StoredFile",
-    "is_recalled",
+    "find_plan_cache_key",
     "write_prepared",
 ]

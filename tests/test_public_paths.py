@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+from tests.readmes import BLOCKS, READMES, ROOT
 
-#: Modules, and the names in them, that the README has shown.
+#: Modules, and the names in them, that a README has shown.
 PUBLIC = {
     "shardckpt": (
         "CheckpointingException Event LoadContext LoadStrategy LocalNonpersistentObject Migration SaveContext "
@@ -30,6 +30,15 @@ PUBLIC = {
         "get_optim_param_to_id_map get_param_id_to_sharded_param_map make_sharded_optimizer_tensor "
         "optim_state_to_sharding_state"
     ),
+    "shardckpt.manifest": "Integrity Marker Record",
+    "shardckpt.state_dict": "nested_values",
+    "shardckpt.strategy": "AsyncSaveStrategy LoadStrategy Migration SaveStrategy",
+    "shardckpt.settings": "",
+    "shardckpt.plugins": "",
+    "shardckpt.distributed": "",
+    "shardckpt.planning": "Box BoxFinder part_view shard_parts",
+    "shardckpt.storage": "CheckpointReader CheckpointWriter",
+    "shardckpt.tensors": "plain_cpu",
     "shardckpt.optimizer_state": "load_sharded_optimizer_state_dict",
     "shardckpt.local": "CliqueReplication LocalCheckpointManager TensorAwareStateDict load_local save_local",
     "shardckpt.manager": (
@@ -38,9 +47,11 @@ PUBLIC = {
     ),
     "shardckpt.adapters": "load_into to_sharded_state_dict",
     "shardckpt.huggingface": (
-        "dcp_to_torch_state_dict export_to_huggingface load_from_huggingface torch_save_to_dcp KeyMapping RuleMapping"
+        "dcp_to_torch_state_dict export_to_huggingface load_from_huggingface torch_save_to_dcp KeyMapping Rule "
+        "RuleMapping"
     ),
     "shardckpt.compat.megatron": "",
+    "shardckpt.compat.mindspeed": "EPLoadPlanner EPSpecInfo build_ep_fqn2spec_info drop_ep_dim restore_ep_dim",
     "shardckpt.compat.megatron.dist_checkpointing": "ShardedTensor load save",
     "shardckpt.compat.megatron.dist_checkpointing.utils": "apply_prefix_mapping",
     "shardckpt.cli": "main",
@@ -71,7 +82,7 @@ LIGHT = (
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_a_shown_path_has_its_names(module: str) -> None:
-    """A module that the README has shown has the names that it had."""
+    """A module that a README has shown has the names that it had."""
     found = importlib.import_module(module)
     assert [name for name in PUBLIC[module].split() if not hasattr(found, name)] == []
 
@@ -79,19 +90,36 @@ def test_a_shown_path_has_its_names(module: str) -> None:
 @pytest.mark.parametrize("module", INTEGRATIONS)
 def test_an_integration_has_its_name(module: str) -> None:
     """A trainer's integration is where it was; of a trainer that is not installed, the file says so."""
-    path = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
+    path = ROOT / f"{module.replace('.', '/')}.py"
     assert re.search(rf"^(?:def|class) {INTEGRATIONS[module]}\b", path.read_text(), re.MULTILINE)
 
 
-def test_the_readme_shows_public_paths() -> None:
-    """Each dotted name that the README shows can be imported, and its module is one of those that stay."""
-    shown = set(re.findall(r"`((?:shardckpt|shardckpt_torch_dist|shardckpt_ep)(?:\.\w+)+)(?:\(|`)", README))
-    shown |= set(re.findall(r"^from (shardckpt\S*) import", README, re.MULTILINE))
-    assert "shardckpt.parallel" in shown
-    for name in sorted(shown - {"shardckpt.integrations", "shardckpt.json"}):
+def test_the_readmes_show_public_paths() -> None:
+    """Each dotted name that a README shows can be imported, and its module is one of those that stay."""
+    text = "\n".join(READMES.values())
+    shown = set(re.findall(r"`((?:shardckpt|shardckpt_torch_dist|shardckpt_ep)(?:\.\w+)+)(?:\(|`)", text))
+    for block in BLOCKS:
+        for node in ast.walk(ast.parse(block.code)) if block.language == "python" else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardckpt"):
+                shown.update(f"{node.module}.{alias.name}" for alias in node.names)
+    assert "shardckpt.parallel.FullyParallelLoadStrategyWrapper" in shown
+    for name in sorted(shown - {"shardckpt.json"}):
         module, _, attribute = name.rpartition(".")
         known = {*PUBLIC, *INTEGRATIONS}
-        assert name in known or (module in known and hasattr(importlib.import_module(module), attribute)), name
+        assert name in known or (module in known and _has(module, attribute)), name
+
+
+def _has(module: str, name: str) -> bool:
+    """Whether a module is one of those that stay, and has a name; trainers' packages need not be installed."""
+    return name == INTEGRATIONS.get(module) or hasattr(importlib.import_module(module), name)
+
+
+def test_the_example_plugins_enter_by_doors() -> None:
+    """The plugins that authors copy from import nothing from inside a room."""
+    for path in sorted((ROOT / "tests" / "plugins").glob("npy_*/shardckpt_npy/*.py")):
+        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        inside = [node.module for node in froms if re.match(r"shardckpt\.\w+\.", node.module or "")]
+        assert inside == [], path
 
 
 @pytest.mark.parametrize("module", LIGHT)

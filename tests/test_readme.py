@@ -1,107 +1,177 @@
+"""The README.md files keep their word: what they show runs, and what they name exists."""
+
 from __future__ import annotations
 
+import builtins
 import os
 import re
+import shlex
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardckpt import errors
+from shardckpt import errors, settings
+from shardckpt.cli import main
+from shardckpt.compat import mindspeed
+from tests.readmes import BLOCKS, EXAMPLES, READMES, ROOT
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMISES = READMES["tests/README.md"]
+#: What examples need on the module path: packages that a test machine does not have.
+STAND_INS = {"port-torchtitan": ROOT / "tests" / "integrations" / "titan_stand_in"}
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def _run(name: str) -> dict[str, Any]:
+    """Run an example, after those that it continues, in the current directory; its variables."""
+    block = EXAMPLES[name]
+    variables = _run(block.after) if block.after else {"__name__": "__main__"}
+    if block.language == "python":
+        exec(compile(block.code, f"{block.file}: {name}", "exec"), variables)
+    else:
+        for line in block.code.splitlines():
+            command, *arguments = shlex.split(line, comments=True)
+            assert command == "shardckpt", line
+            assert main(arguments) == 0, line
+    return variables
 
 
-def _run(code: str, directory: Path, **environment: str) -> str:
+@pytest.mark.parametrize("name", [name for name, block in EXAMPLES.items() if block.language != "toml"])
+def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every example of every README works as it stands, without a warning."""
+    monkeypatch.chdir(tmp_path)
+    if name in STAND_INS:
+        monkeypatch.syspath_prepend(STAND_INS[name])
+    _run(name)
+
+
+def test_the_quickstart_runs_in_a_new_interpreter(tmp_path: Path) -> None:
+    """What a newcomer pastes first needs nothing that other examples have imported."""
+    command = [sys.executable, "-c", EXAMPLES["quickstart"].code]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    assert (tmp_path / "step-1" / "metadata.json").is_file()
+
+
+def test_every_block_has_a_name_of_its_own() -> None:
+    """No block of code escapes the tests: each is an example or a command, and no two have the same name."""
+    assert [f"{block.file}: {block.code[:60]!r}" for block in BLOCKS if not block.kind] == []
+    names = [(block.kind, block.name) for block in BLOCKS]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_ci_finds_the_two_commands_by_name() -> None:
+    """The demo and the tests are one command each, in the README alone, and .ci/run reads them from there."""
+    commands = {block.name: block for block in BLOCKS if block.kind == "command"}
+    assert {(name, block.file) for name, block in commands.items()} == {("demo", "README.md"), ("test", "README.md")}
+    script = (ROOT / ".ci" / "run").read_text()
+    (function,) = re.findall(r"^readme_command\(\) \{.*?^\}$", script, re.MULTILINE | re.DOTALL)
+    for name, block in commands.items():
+        assert f'"$(readme_command {name})"' in script
+        command = ["bash", "-euo", "pipefail", "-c", f"{function}\nreadme_command {name}"]
+        found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+        assert found == block.code
+        assert len(found.splitlines()) == 1
+    assert commands["demo"].code.endswith("shardckpt demo\n")
+    assert commands["test"].code.endswith("pytest\n")
+
+
+def test_the_example_plugins_are_plugins(tmp_path: Path) -> None:
+    """The example strategy and store, with the entry point that is shown, save, are found by load, and are listed."""
+    section, line = EXAMPLES["json-entry-point"].code.strip().splitlines()
+    assert section == "[project.entry-points.shardckpt]"
+    (tmp_path / "shardckpt_json.py").write_text(EXAMPLES["json-strategy"].code)
+    (tmp_path / "shardckpt_mine.py").write_text(EXAMPLES["store-plugin"].code)
+    info = tmp_path / "shardckpt_json-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-json\nVersion: 1.0\n")
+    names = [line.replace('"', ""), "mine = shardckpt_mine"]
+    (info / "entry_points.txt").write_text("\n".join(["[shardckpt]", *names, ""]))
+    code = """
+import sys, torch
+from shardckpt import ShardedTensor, dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.compat import mindspeed
+tensor = torch.arange(12.0).reshape(4, 3)
+state = {"w": ShardedTensor.from_rank_offsets("w", tensor), "step": 3}
+for place in ("c", "mine://c"):
+    dc.save(state, place, "json")
+    halves = [ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, i, 2)) for i in range(2)]
+    loaded = dc.load({"halves": halves}, place)
+    assert torch.equal(torch.cat(loaded["halves"]), tensor) and loaded["step"] == 3
+    assert halves[0].data is loaded["halves"][0]
+sys.exit(main(["strategies"]))
+"""
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=directory,
-        env={**os.environ, **environment},
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_two_commands_are_the_first_block() -> None:
-    """The README has one shell block, of two commands; .ci/run runs them word for word."""
-    (block,) = _blocks("bash")
-    demo, tests = block.strip().splitlines()
-    assert demo.endswith("shardckpt demo")
-    assert tests.endswith("pytest")
-
-
-def test_the_porting_example_runs(tmp_path: Path) -> None:
-    """The example for those who come from Megatron works as it stands."""
-    porting, *_ = _blocks("python")
-    _run(porting, tmp_path)
-    assert (tmp_path / "iter_0000017" / "metadata.json").is_file()
-
-
-def test_the_training_loop_example_runs(tmp_path: Path) -> None:
-    """The example of background saves, parallel loads and lazy reading works as it stands."""
-    _, loop, *_ = _blocks("python")
-    _run(loop, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-1", "step-2"]
-
-
-def test_the_example_of_modules_runs(tmp_path: Path) -> None:
-    """The example of a module and its optimizer works as it stands."""
-    _run(_blocks("python")[3], tmp_path)
-    assert (tmp_path / "step-1" / "metadata.json").is_file()
-
-
-def test_the_example_of_a_manager_runs(tmp_path: Path) -> None:
-    """The training loop with a CheckpointManager works as it stands."""
-    _run(_blocks("python")[2], tmp_path)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30", "step-40"]
-
-
-def test_the_plugin_example_is_a_plugin(tmp_path: Path) -> None:
-    """The example strategy, with the entry point of the README, saves, is found again by load, and is listed."""
-    plugin = _blocks("python")[4]
-    (entry_points,) = _blocks("toml")
-    section, line = entry_points.strip().splitlines()
-    assert section == "[project.entry-points.shardckpt]"
-    (tmp_path / "shardckpt_json.py").write_text(plugin)
-    info = tmp_path / "shardckpt_json-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-json\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[shardckpt]\n" + line.replace('"', "") + "\n")
-    code = """
-import sys, torch
-from shardckpt import ShardedTensor, dist_checkpointing as dc
-from shardckpt.cli import main
-whole = torch.arange(12.0).reshape(4, 3)
-state = {"w": ShardedTensor.from_rank_offsets("w", whole), "step": 3}
-dc.save(state, "c", "json")
-halves = [ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, i, 2)) for i in range(2)]
-loaded = dc.load({"halves": halves}, "c")
-assert torch.equal(torch.cat(loaded["halves"]), whole) and loaded["step"] == 3
-assert halves[0].data is loaded["halves"][0]
-sys.exit(main(["strategies"]))
-"""
-    listing = _run(code, tmp_path, PYTHONPATH=str(tmp_path))
-    assert re.search(r"^json +1 +load .*shardckpt-json 1.0", listing, re.MULTILINE)
+    assert re.search(r"^json +1 +load .*shardckpt-json 1.0", done.stdout, re.MULTILINE)
+    assert (tmp_path / "c" / "0.json").read_bytes() == (tmp_path / "bucket" / "c" / "0.json").read_bytes()
 
 
 def test_every_error_of_the_gate_table_exists() -> None:
-    """The table has a row for every case of the gate."""
-    named = set(re.findall(r"`(\w+Error)`", README))
-    assert {kind.__name__ for kind in errors.CannotLoadError.__subclasses__()} <= named
+    """The table of the version gate has a row for every case of it."""
+    named = set(re.findall(r"^\| [^|]+ \| `(\w+Error)` \|", READMES["shardckpt/plugins/README.md"], re.MULTILINE))
+    assert named == {kind.__name__ for kind in errors.CannotLoadError.__subclasses__()}
+
+
+def test_every_error_that_is_named_exists() -> None:
+    """Errors that a README names are of the one family."""
+    named = {name for text in READMES.values() for name in re.findall(r"`(\w+Error)`", text)} - vars(builtins).keys()
+    assert "UnsafePickleError" in named
     assert all(issubclass(getattr(errors, name), errors.CheckpointingException) for name in named)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(tests/[\w/.]+)`", README))))
-def test_what_the_readme_points_to_is_there(path: str) -> None:
-    """Every test that shows a promise exists."""
-    assert (ROOT / path).exists()
+def test_every_name_of_mindspeed_has_its_successor() -> None:
+    """The table of MindSpeed's names has all of them."""
+    assert [name for name in mindspeed.__all__ if f"`{name}`" not in READMES["shardckpt/compat/README.md"]] == []
+
+
+def test_every_environment_variable_is_explained() -> None:
+    """The table of environment variables has all that are read, with the default of each."""
+    rows = dict(re.findall(r"^\| `(SHARDCKPT_\w+)` \| ([^|]+) \|", READMES["shardckpt/README.md"], re.MULTILINE))
+    known = {value for value in vars(settings).values() if isinstance(value, str) and value.startswith("SHARDCKPT_")}
+    assert rows.keys() == known
+    for name, default in (("LEFTOVER_HOURS", 24), ("REMOTE_ATTEMPTS", 5), ("REMOTE_THREADS", 16), ("STAGED_SAVES", 2)):
+        assert getattr(settings, name.lower())() == default
+        assert rows[getattr(settings, name)] == str(default)
+
+
+@pytest.mark.parametrize("file", READMES)
+def test_what_a_readme_points_to_is_there(file: str) -> None:
+    """Every file, test and link that a README names exists."""
+    text = READMES[file]
+    paths = re.findall(r"`((?:tests|shardckpt|strategies|benchmarks)/[\w/.]+)(?:::\w+)?`", text)
+    generated = {"benchmarks/RESULTS.md"}
+    assert [path for path in paths if not (ROOT / path).exists() and path not in generated] == []
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)}
+    assert [link for link in sorted(links) if link and not (ROOT / file).parent.joinpath(link).exists()] == []
+
+
+def test_every_promise_names_what_shows_it() -> None:
+    """Each row of the table of promises, here and in the README, names a test or a benchmark."""
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PROMISES, re.MULTILINE)
+    promises = rows[[promise for promise, _ in rows].index("promise") + 1 :]
+    assert len(promises) > 40
+    short = READMES["README.md"].partition("## What it promises\n")[2].partition("\n## ")[0]
+    few = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", short, re.MULTILINE)[1:]
+    assert len(few) == 6
+    assert [promise for promise, tests in [*promises, *few] if not re.search(r"`(tests|benchmarks)/", tests)] == []
+
+
+def test_the_readme_is_short_and_its_figures_are_measured() -> None:
+    """An engineer reads it to the end; its table of speed is a part of that beside the results."""
+    text = READMES["README.md"]
+    assert len(text.splitlines()) <= 120
+    rows = re.findall(r"^\|.*\d.*\|$", text.partition("## Speed\n")[2], re.MULTILINE)
+    assert len(rows) == 7
+    assert [row for row in rows if row not in READMES["benchmarks/README.md"]] == []

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed.comm import BY_MAIN, SETTLEMENT
+from shardckpt.distributed.comm import BY_MAIN, SYNC_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,11 +60,11 @@ class Recorder:
         self._number = -1
 
     @contextmanager
-    def phase(self, _: str) -> Iterator[None]:
+    def collective_phase(self, _: str) -> Iterator[None]:
         """A step."""
         yield
 
-    task = phase
+    local_phase = collective_phase
 
     def gather(self, value: Any) -> list[Any]:
         """The main rank has what all have sent."""
@@ -72,7 +72,7 @@ class Recorder:
 
     def gather_some(self, value: Any, *, given: bool) -> list[Any]:
         """The main rank has what some have sent."""
-        self._settle()
+        self._sync()
         call = self._put(pickle.dumps(value) if given else b"")
         if not self.is_main:
             return []
@@ -80,7 +80,7 @@ class Recorder:
 
     def broadcast(self, value: Any) -> Any:
         """All have what the main rank has sent."""
-        self._settle()
+        self._sync()
         call = self._put(pickle.dumps(value) if self.is_main else b"")
         if 0 not in call:
             raise _WaitingError
@@ -96,7 +96,7 @@ class Recorder:
 
     def _reduced(self, values: tuple[int, ...], reduce: Callable[..., int]) -> list[int]:
         """Of all ranks' values; done once for all."""
-        call = self._settle(tuple(map(int, values)))
+        call = self._sync(tuple(map(int, values)))
         if -1 not in call:
             call[-1] = [reduce(column) for column in zip(*self._all(call).values(), strict=True)]
         return list(call[-1])
@@ -106,9 +106,9 @@ class Recorder:
             raise _WaitingError
         return call
 
-    def _settle(self, values: tuple[int, ...] = ()) -> dict[int, Any]:
+    def _sync(self, values: tuple[int, ...] = ()) -> dict[int, Any]:
         """Send a few numbers to the main rank, or, where there are many ranks, as many bytes to whomever."""
-        return self._put(values, SETTLEMENT, to_main=SETTLEMENT * self.world_size <= BY_MAIN)
+        return self._put(values, SYNC_BYTES, to_main=SYNC_BYTES * self.world_size <= BY_MAIN)
 
     def _put(self, data: Any, nbytes: int | None = None, *, to_main: bool = True) -> dict[int, Any]:
         """Send to the main rank; if not, it receives no more than it sends."""

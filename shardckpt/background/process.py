@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -17,8 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt import errors
-from shardckpt.distributed import unpickled
+from shardckpt.distributed import ErrorReport, unpickled
 from shardckpt.errors import CheckpointingException, RankFailedError
 
 if TYPE_CHECKING:
@@ -40,19 +38,11 @@ main(int(pipe), int(parent))
 """
 
 
-class Failure(NamedTuple):
-    """A call's error: its class if it is of the family, its message, and its traceback."""
-
-    kind: str
-    message: str
-    trace: str
-
-
 class Outcome(NamedTuple):
     """What a call came to."""
 
     result: Any
-    failure: Failure | None = None
+    failure: ErrorReport | None = None
 
 
 class WorkerTraceback(Exception):
@@ -141,7 +131,7 @@ class WorkerProcess:
                 data = self._pipe.recv_bytes()
                 with self._lock:
                     future = self._calls.pop(int.from_bytes(data[:NUMBER_BYTES], "little"))
-                _settle(future, data[NUMBER_BYTES:], self.pid)
+                _resolve(future, data[NUMBER_BYTES:], self.pid)
                 del future  # and with it, all that the call was to save
         self._end()
         self._fail_all()
@@ -172,19 +162,22 @@ class WorkerProcess:
         return f"(process {self.pid}) {cause} before it had written its files; the next save starts a new one"
 
 
-def _settle(future: Future[Any], data: bytes, pid: int) -> None:
+def _resolve(future: Future[Any], data: bytes, pid: int) -> None:
     """Give a future the outcome that the process has sent."""
     try:
         outcome: Outcome = unpickled(data)
     except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
         text = f"its result cannot be unpickled in the training process: {type(exc).__name__}: {exc}"
-        outcome = Outcome(None, Failure("", text, traceback.format_exc()))
+        error: CheckpointingException = RankFailedError(f"in process {pid}: {text}")
+        error.__cause__ = exc
+        future.set_exception(error)
+        return
     if outcome.failure is None:
         future.set_result(outcome.result)
         return
-    kind = getattr(errors, outcome.failure.kind, RankFailedError)
-    error = kind(f"in process {pid}: {outcome.failure.message}")
-    error.__cause__ = WorkerTraceback(f"\n{outcome.failure.trace}")
+    rebuilt = outcome.failure.rebuild(outcome.failure.message())
+    error = RankFailedError(outcome.failure.message(named=True)) if rebuilt is None else rebuilt
+    error.__cause__ = WorkerTraceback(f"\n{outcome.failure.traceback}")
     future.set_exception(error)
 
 
@@ -195,4 +188,4 @@ def _unpicklable(request: AsyncRequest, error: Exception) -> CheckpointingExcept
     )
 
 
-__all__ = ["NUMBER_BYTES", "Failure", "Outcome", "WorkerProcess"]
+__all__ = ["NUMBER_BYTES", "Outcome", "WorkerProcess"]

@@ -98,12 +98,12 @@ class AsyncRequest(NamedTuple):
             CheckpointingException: the same on every rank: some rank failed.
         """
         try:
-            with comm.phase("saving in the background"):
+            with comm.collective_phase("saving in the background"):
                 if future.done():  # else another rank has failed, and this one's writing is in vain
                     future.result()
             (most,) = comm.largest(len(self.finalize_fns))
             for number in range(most):
-                with comm.phase("finalizing a background save"):
+                with comm.collective_phase("finalizing a background save"):
                     for fn in self.finalize_fns[number : number + 1]:
                         fn()
         except BaseException as exc:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
-from shardckpt.engine import Operation, Transaction, Written, as_json, check_state, open_folder, prepare_save, recall
+from shardckpt.engine import Operation, Transaction, Written, as_json, check_state, open_folder, saved_plans
 from shardckpt.errors import CheckpointingException
 from shardckpt.plugins import host as plugin_host
 from shardckpt.storage import CheckpointWriter, PackedShards, upload_files
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.distributed import Comm
-    from shardckpt.engine import Remembered, SaveOptions
+    from shardckpt.engine import CachedPlan, SaveOptions
     from shardckpt.mapping import ShardedBase, ShardedStateDict
     from shardckpt.plugins import PluginHost
     from shardckpt.strategy import PreparedSave
@@ -55,7 +55,7 @@ class _BackgroundSave:
     prepared: PreparedSave
     context: PlanContext
     content: Any
-    remembered: Remembered | None
+    cached: CachedPlan | None
     staged: StagedWork | None = None
     result: _Result | None = None
     committed: bool = False
@@ -86,10 +86,10 @@ class _BackgroundSave:
         """Copy what is to be written."""
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
-        known = self.remembered
-        self.staged = stage(self.prepared.work, None if known is None else known.layout)
-        if known is not None:
-            known.layout = self.staged.layout
+        cached = self.cached
+        self.staged = stage(self.prepared.work, None if cached is None else cached.layout)
+        if cached is not None:
+            cached.layout = self.staged.layout
         return self.staged
 
     def written(self, future: Future[_Result]) -> None:
@@ -102,13 +102,13 @@ class _BackgroundSave:
     def finish(self) -> None:
         """Write what names the files of all ranks, and commit."""
         comm = self.transaction.operation.comm
-        with comm.task("finishing a background save"):
+        with comm.local_phase("finishing a background save"):
             self._finish(comm)
 
     def _finish(self, comm: Comm) -> None:
         transaction, operation = self.transaction, self.transaction.operation
         comm.agree(save_in_this_place_of_the_queue=transaction.save_id)
-        with operation.step("finishing a background save"):
+        with operation.local_phase("finishing a background save"):
             if self.result is None or self.result.save_id != transaction.save_id:
                 raise CheckpointingException(f"rank {comm.rank} has not written its part of {transaction.target}")
         with transaction.writer() as writer:
@@ -117,8 +117,8 @@ class _BackgroundSave:
                 self.prepared.finish(comm.gather(self.result.result), context)
             self.given.compare([*self.result.shards, *writer.shards], comm)
             transaction.commit(writer, self.result.written, self.content)
-        comm.settle()
-        operation.ended()
+        comm.sync_errors()
+        operation.close_span()
         self.committed = True
 
     def failed(self, error: BaseException) -> None:
@@ -126,7 +126,7 @@ class _BackgroundSave:
         if self.committed:
             return
         self.transaction.abort()
-        self.transaction.operation.ended(error)
+        self.transaction.operation.close_span(error)
 
 
 def request_save(
@@ -139,9 +139,9 @@ def request_save(
 ) -> AsyncRequest:
     """Plan a save together; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
     operation = Operation("save", target, comm, host)
-    with operation.begun():
+    with operation.open_span():
         state = check_state(sharded_state_dict, strategy, operation, options, background=True)
-        with operation.step("looking for background saves"):
+        with operation.local_phase("looking for background saves"):
             saver = _in_background(state.saver)
         transaction = Transaction(operation, target, state.identity, overwrite=options.overwrite, sha256=options.sha256)
         try:
@@ -151,20 +151,20 @@ def request_save(
                 allow_globals=options.allow_globals,
                 staging=transaction.staging,
             )
-            with operation.step("planning"):
-                prepared, remembered = prepare_save(state, saver, context, validated=options.validate)
-            comm.settle()
+            with operation.local_phase("planning"):
+                prepared = saver.prepare(state.shards, state.common, context)
+            comm.sync_errors()
         except BaseException:
             transaction.abort()
             raise
     content = as_json(options.content_metadata)
-    return _BackgroundSave(transaction, state.given, prepared, context, content, remembered).request()
+    return _BackgroundSave(transaction, state.given, prepared, context, content, state.lookup.cached).request()
 
 
 def release_memory() -> None:
-    """Give staging memory that no save uses back to the system, and forget the last plans; the next save is a first."""
+    """Give staging memory that no save uses back to the system, and clear the plan cache; the next save is a first."""
     staging.release_memory()
-    recall.forget()
+    saved_plans.clear()
 
 
 def _in_background(saver: Any) -> AsyncSaveStrategy:

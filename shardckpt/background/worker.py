@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardckpt.background.process import NUMBER_BYTES, Failure, Outcome
-from shardckpt.distributed import unpickled
+from shardckpt.background.process import NUMBER_BYTES, Outcome
+from shardckpt.distributed import ErrorReport, unpickled
 from shardckpt.errors import CheckpointingException
 
 #: Seconds after which a process that has nothing to do sees whether it still has a parent.
@@ -52,9 +51,7 @@ def _unpickled(call: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def _failed(error: BaseException) -> Outcome:
-    ours = isinstance(error, CheckpointingException)
-    kind, message = (type(error).__name__, str(error)) if ours else ("", f"{type(error).__name__}: {error}")
-    return Outcome(None, Failure(kind, message, "".join(traceback.format_exception(error))))
+    return Outcome(None, ErrorReport.of(error, f"in process {os.getpid()}", with_traceback=True))
 
 
 def _pickled(outcome: Outcome) -> bytes:

@@ -1,4 +1,4 @@
-"""``shardckpt demo``: the main job, end to end, on text that every Python has."""
+"""``shardckpt demo``: train, be killed, and go on with other ranks, on text that every machine with torch has."""
 
 from __future__ import annotations
 
@@ -6,33 +6,60 @@ import argparse
 import functools
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.cli.table import table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.demo import Run
 
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("demo", help="train, save with 4 ranks, load with others, and show what happened")
+    parser = verbs.add_parser("demo", help="train with 4 ranks, kill them, go on with others, and compare the losses")
     parser.add_argument("--moe", action="store_true", help="train a mixture of experts, with expert parallelism")
-    parser.add_argument("--dir", help="keep the checkpoint and the ranks' logs in this directory, new or empty")
+    parser.add_argument("--dir", help="keep the checkpoints and the ranks' logs in this directory, new or empty")
     parser.add_argument("--steps", type=_positive, default=16, help="training steps before the checkpoint (16)")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
     """Run the demo and print its report; an error if anything failed or does not agree."""
-    from shardckpt.cli.demo_report import report
-    from shardckpt.demo import DENSE, EXPERTS, check, run_demo
+    from shardckpt import demo
 
     start = time.monotonic()
-    layouts = EXPERTS if options.moe else DENSE
-    outcome = run_demo(options.dir, options.steps, layouts, functools.partial(print, flush=True))
-    print(f"\n{report(outcome)}\n")
-    check(outcome)
+    layouts = demo.EXPERTS if options.moe else demo.DENSE
+    runs = demo.run_demo(options.dir, options.steps, layouts, functools.partial(print, flush=True))
+    print(f"\n{_report(runs, options.steps)}\n")
+    demo.check(runs)
     print(f"All agree, after {time.monotonic() - start:.0f} s.")
+    print(f"The code that ran, to copy from: {Path(demo.__file__).with_name('train.py')}")
     if options.dir is not None:
-        checkpoint = Path(options.dir).absolute() / "checkpoint"
+        checkpoint = Path(options.dir).absolute() / "checkpoints" / f"step-{options.steps}"
         print(f"The checkpoint stays; check its bytes with: shardckpt verify {checkpoint}")
     return 0
+
+
+def _report(runs: Sequence[Run], steps: int) -> str:
+    """Losses and states of the groups, side by side."""
+    from shardckpt.demo import TOLERANCE, differences
+
+    first, *others = runs
+    rows = [
+        (step, *(f"{run.losses[step]:.6f}" for run in runs), f"{max(found):.1e}")
+        for step, found in differences(runs).items()
+    ]
+    states = ["the same" if run.state == first.state else f"differs: {run.state[:16]}" for run in others]
+    names = [f"{first.layout}, killed", *(str(run.layout) for run in others)]
+    return (
+        f"Losses after the checkpoint of {first.layout} at step {steps}\n"
+        + table(("step", *names, "relative difference"), rows)
+        + f"\nequal in every bit with as many ranks as before; else within {TOLERANCE:.0e} (sums in another order)"
+        + "\n\nModel and optimizer at the checkpoint, bit for bit (SHA-256 of all tensors, gathered)\n"
+        + table((f"saved by {first.layout}", *(f"loaded by {n}" for n in names[1:])), [(first.state[:16], *states)])
+    )
 
 
 def _positive(text: str) -> int:

@@ -1,17 +1,11 @@
-"""``shardckpt demo``: the main job on real text, from training with some ranks to going on with others."""
+"""A training job that survives kills and other numbers of ranks: the example to copy, and ``shardckpt demo``.
 
-from shardckpt.demo.job import Layout
-from shardckpt.demo.outcome import TOLERANCE, Outcome, check, largest_difference, relative_difference
-from shardckpt.demo.run import DENSE, EXPERTS, run_demo
+``train.py`` is the example: open it, and copy its function ``train`` into your own training script. Its comments say
+why each call of shardckpt stands where it does. ``model.py`` has its model, which you replace by yours. ``launch.py``
+is not for copying: in your cluster, torchrun, Slurm or Kubernetes does what it does for ``shardckpt demo``, which is to
+start the ranks, to kill them, and to start others; it also compares their losses.
+"""
 
-__all__ = [
-    "DENSE",
-    "EXPERTS",
-    "TOLERANCE",
-    "Layout",
-    "Outcome",
-    "check",
-    "largest_difference",
-    "relative_difference",
-    "run_demo",
-]
+from shardckpt.demo.launch import DENSE, EXPERTS, TOLERANCE, Layout, Run, check, differences, run_demo, run_rank
+
+__all__ = ["DENSE", "EXPERTS", "TOLERANCE", "Layout", "Run", "check", "differences", "run_demo", "run_rank"]

@@ -1,90 +1,143 @@
-"""A small byte-level transformer, with sizes that no number of ranks divides."""
+"""The model of the demo and its text: a small byte-level transformer, with or without experts."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Longest sequence.
-CONTEXT = 128
-#: Of a byte's representation.
-WIDTH = 250
+    from torch.distributed.device_mesh import DeviceMesh
 
-_START = 256  # stands before the first byte
-_VOCABULARY = 257
-_HEADS = 5
-_HIDDEN = 1000
-_LAYERS = 4
-
-
-class FeedForward(nn.Module):
-    """A two-layer network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, _HIDDEN)
-        self.down = nn.Linear(_HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, length, width) in and out."""
-        return self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """Attention with a learned temperature a head, then a network; both residual."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
-        self.temperature = nn.Parameter(torch.full((_HEADS,), 8.0))
-        self.projection = nn.Linear(WIDTH, WIDTH)
-        self.network_norm = nn.LayerNorm(WIDTH)
-        self.network = network
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, length, width) in and out."""
-        x = x + self._attention(self.attention_norm(x))
-        return x + self.network(self.network_norm(x))  # type: ignore[no-any-return]
-
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
-        count, length, _ = x.shape
-        heads = self.query_key_value(x).view(count, length, 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
-        query, key = functional.normalize(heads[0], dim=-1), functional.normalize(heads[1], dim=-1)
-        query = query * self.temperature.view(-1, 1, 1)
-        mixed = functional.scaled_dot_product_attention(query, key, heads[2], is_causal=True, scale=1.0)
-        return self.projection(mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+WIDTH, HEADS, HIDDEN, LAYERS = 250, 5, 1000, 2  # no number of ranks divides them all: shards are uneven
+EXPERTS, CHOSEN, EXPERT_HIDDEN = 7, 2, 100  # of a mixture of experts, and how many each token goes through
+BATCH, CONTEXT = 8, 128  # sequences a step, of all ranks together, and bytes a sequence
 
 
 class ByteTransformer(nn.Module):
-    """Predicts every byte of a sequence from those before it.
+    """Predicts every byte of a text from those before it.
 
     Args:
-        network: Makes the network of a block.
-        layers: Number of blocks.
+        network: Makes the network of a block, with input and output of shape (batch, length, width).
     """
 
-    def __init__(self, network: Callable[[], nn.Module] = FeedForward, layers: int = _LAYERS) -> None:
+    def __init__(self, network: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, WIDTH)
+        self.embedding = nn.Embedding(257, WIDTH)  # a byte, or 256 before the first
         self.position = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.02)
-        self.blocks = nn.ModuleList(Block(network()) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(network()) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, _VOCABULARY, bias=False)
+        self.head = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of a batch of bytes, shape (batch, length), in nats a byte."""
-        before = functional.pad(text[:, :-1], (1, 0), value=_START)
-        x = self.embedding(before) + self.position[: text.shape[1]]
+        """Mean cross-entropy of bytes of shape (batch, length), in nats a byte."""
+        x = self.embedding(functional.pad(text[:, :-1], (1, 0), value=256)) + self.position
         for block in self.blocks:
             x = block(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text.flatten())
 
 
-__all__ = ["CONTEXT", "WIDTH", "Block", "ByteTransformer", "FeedForward"]
+class Block(nn.Module):
+    """Causal attention, then a network; both residual."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, length, width) in and out."""
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        before = self.norms[0](x)
+        x = x + self.attention(before, before, before, attn_mask=mask, is_causal=True, need_weights=False)[0]
+        return x + self.network(self.norms[1](x))  # type: ignore[no-any-return]
+
+
+def feed_forward() -> nn.Module:
+    """A network of two layers."""
+    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+
+
+class MixtureOfExperts(nn.Module):
+    """Weighs the outputs of some of many networks, for each token anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, length, width) in and out."""
+        tokens = x.flatten(0, 1)
+        scores = self.router(tokens).softmax(-1)
+        # Relative to the best that is not chosen: a near tie that rounding decides, otherwise with other ranks, is 0.
+        weights = functional.relu(scores - scores.topk(CHOSEN + 1).values[:, -1:])
+        return self.experts(tokens, weights).view(x.shape)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """All experts in two parameters, of shape (experts, in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, EXPERT_HIDDEN) * WIDTH**-0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, EXPERT_HIDDEN, WIDTH) * EXPERT_HIDDEN**-0.5)
+        self.mesh: DeviceMesh | None = None
+
+    def split(self, mesh: DeviceMesh) -> None:
+        """Collective: keep this rank's experts only."""
+        self.mesh = mesh
+        for name, parameter in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+
+    def forward(self, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Tokens (count, width) and weights (count, experts) in, (count, width) out; collective if experts are split.
+
+        Every rank takes the tokens of all through its experts; the sum goes back to the rank that a token is of.
+        """
+        if self.mesh is None:
+            return _mix(tokens, weights, self.up, self.down)
+        size, rank = self.mesh.size(), self.mesh.get_local_rank()
+        tokens, weights = (
+            DTensor.from_local(rows, self.mesh, [Shard(0)]).full_tensor(grad_placements=[Partial()])
+            for rows in (tokens, weights)
+        )
+        up, down = (_local(parameter, size) for parameter in (self.up, self.down))
+        mixed = _mix(tokens, weights.chunk(size, dim=1)[rank], up, down)
+        return DTensor.from_local(mixed, self.mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local().clone()
+
+
+def _local(parameter: torch.Tensor, size: int) -> torch.Tensor:
+    """This rank's experts, with gradients of the mean of the ranks' losses, not of their sum."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if local.requires_grad:
+        local.register_hook(lambda gradient: gradient / size)  # type: ignore[no-untyped-call]
+    return local
+
+
+def _mix(tokens: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    hidden = functional.gelu(torch.einsum("tw,ewh->teh", tokens, up)) * weights.unsqueeze(-1)
+    return torch.einsum("teh,ehw->tw", hidden, down)
+
+
+@cache
+def text() -> bytes:
+    """What the demo trains on, since every machine with torch has it: torch's own sources."""
+    return b"".join(path.read_bytes() for path in sorted(Path(torch.__file__).parent.glob("*.py")))
+
+
+def batch(step: int) -> torch.Tensor:
+    """The bytes of a training step, shape (batch, length): the same for any number of ranks."""
+    starts = torch.randint(len(text()) - CONTEXT, (BATCH,), generator=torch.Generator().manual_seed(step))
+    return torch.tensor([list(text()[start : start + CONTEXT]) for start in starts.tolist()])
+
+
+__all__ = ["BATCH", "ByteTransformer", "Experts", "MixtureOfExperts", "batch", "feed_forward"]

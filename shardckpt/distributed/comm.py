@@ -1,17 +1,16 @@
-"""The only file that calls collectives. Every rank reaches the same verdict: all go on, or all raise the same error.
+"""The only file that calls collectives: after each of them all ranks go on, or all raise the same error.
 
-The rule that makes it safe: each primitive begins by settling. A rank that fails anywhere goes to its next
-settlement, finds the others at theirs, and all raise; no rank is left in a collective that another never enters.
-So what a rank does alone need not be settled each time: a success is known to all with whatever they do together next.
+Each collective of :class:`Comm` begins with a small message that says whether a rank has failed ("the ranks sync
+errors"). A rank that fails goes to its next sync and finds the others at theirs: all raise, and no rank is left in a
+collective that another never enters. What a rank does alone needs no sync of its own: the next collective has one.
 
-Small things go to the main rank, which tells all. Of a rank that dies it hears at once, and the others from it; of a
-rank that stops they hear by the group's timeout. Together they find out which it is: see
-:mod:`shardckpt.distributed.group_failure`.
+Small values go to the main rank, which sends them to all: it hears at once of a rank that dies, and the others hear of
+it from the main rank. Of a rank that stops they hear by the group's timeout. Together they find out which rank it is:
+see :mod:`shardckpt.distributed.group_failure`.
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import hashlib
@@ -25,9 +24,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from shardckpt.distributed.error_report import ErrorReport, copy_error, joint_message
 from shardckpt.distributed.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_done, moves_by_gloo, note_use
 from shardckpt.distributed.groups import alive, cpu_group, joined_group, moves
-from shardckpt.distributed.rank_errors import Report, verdict
+from shardckpt.distributed.pickling import can_be_pickled, unpickled
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
 from shardckpt.tensors import packed, view_tensor
 
@@ -42,13 +42,13 @@ _Route: TypeAlias = "tuple[torch.Tensor, int]"
 
 #: Bytes that the main rank takes from all ranks in one go, though some of them may be filling.
 _AT_ONCE = 16 << 20
-#: Bytes of all ranks that the main rank takes, and tells all: with gloo that is quicker than its ring, in which even
+#: Bytes of all ranks that the main rank takes, and sends to all: with gloo that is quicker than its ring, in which even
 #: a few bytes take a step for each rank. More, as of 10,000 ranks, which are on backends that reduce by trees, do not.
 BY_MAIN = 512 << 10
-#: Numbers that travel with a settlement, at most.
-_BESIDE = 6
-#: Bytes of a settlement.
-SETTLEMENT = 8 * (1 + _BESIDE)
+#: Numbers that travel with a sync of errors, at most.
+_SYNC_NUMBERS = 6
+#: Bytes of a sync of errors.
+SYNC_BYTES = 8 * (1 + _SYNC_NUMBERS)
 #: The last collectives, which are never freed. A thread of gloo lets go of one just after it has woken who waits. Were
 #: it the last to have it, it would free its tensors, and need the interpreter for that, which may be ending: the
 #: process would be aborted then ("terminate called without an active exception").
@@ -58,25 +58,50 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last_works))
 _numbers = itertools.count()
 
 
-def _whole(primitive: Callable[Concatenate[Comm, _P], _T]) -> Callable[Concatenate[Comm, _P], _T]:
-    """A primitive in which Ctrl-C waits until its last message: the other ranks are on their way to that."""
+def _uninterrupted(collective: Callable[Concatenate[Comm, _P], _T]) -> Callable[Concatenate[Comm, _P], _T]:
+    """Let Ctrl-C wait until the last message of a collective: the other ranks are on their way to that."""
 
-    @functools.wraps(primitive)
-    def whole(self: Comm, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    @functools.wraps(collective)
+    def call(self: Comm, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         self._depth += 1
         try:
-            return primitive(self, *args, **kwargs)
+            return collective(self, *args, **kwargs)
         finally:
             self._depth -= 1
             if not self._depth and self._interrupt is not None:
                 interrupt, self._interrupt = self._interrupt, None
                 raise interrupt
 
-    return whole
+    return call
 
 
 class Comm:
     """The ranks that save or load together; with no process group, one rank.
+
+    A method whose docstring begins with ``Collective:`` is called by every rank of the group. Two rules keep a job from
+    hanging:
+
+    1. Every rank calls the same collectives in the same order, and what can fail on one rank alone stands in a phase.
+    2. Between a :meth:`local_phase` and the next collective of the same Comm stands no collective of another Comm or of
+       ``torch.distributed``: a rank that failed waits in this Comm. :meth:`sync_errors` is the cheapest collective.
+
+    Right::
+
+        with comm.local_phase("reading the index"):  # no message: the next collective raises its errors on all ranks
+            mine = read(path)
+        everyone = comm.all_gather(mine)
+        with comm.collective_phase("writing files"):  # at its end all ranks have written, or all raise
+            write(everyone)
+
+    Wrong: each of these can leave ranks waiting until the group's timeout::
+
+        everyone = comm.all_gather(read(path))  # a rank that cannot read never comes
+        if comm.is_main: comm.broadcast(value)  # the other ranks do not call it
+        for key in mine: comm.largest(key)  # ranks have different numbers of keys
+        with comm.local_phase("writing"): write(mine)
+        dist.barrier()  # a rank that could not write waits in comm, the others wait here
+
+    Making a Comm is collective where its group moves no CPU tensors: its ranks make a gloo group once.
 
     Args:
         process_group: The group, or None for the default one where torch.distributed is initialised.
@@ -96,10 +121,10 @@ class Comm:
         self.world_size: int = dist.get_world_size(group) if active else 1
         self._phase = "start"
         self._number = next(_numbers)
-        #: The verdict that this rank has heard and is raising: what fails on the way out is told to no one.
-        self._told: CheckpointingException | None = None
-        self._joined: set[str] = set()
-        #: Primitives that this rank is in, one in another.
+        #: The shared error that this rank is raising: what fails while it is raised is reported to no other rank.
+        self._raised: CheckpointingException | None = None
+        self._connected: set[str] = set()
+        #: Collectives that this rank is in, one in another.
         self._depth = 0
         self._interrupt: BaseException | None = None
 
@@ -110,7 +135,7 @@ class Comm:
 
     @property
     def _group(self) -> Any:
-        """The group that moves CPU tensors: the caller's, or its twin."""
+        """The group that moves CPU tensors: the caller's, or the gloo group of its ranks."""
         return None if self._groups is None else alive(self._groups[1])
 
     @property
@@ -124,28 +149,36 @@ class Comm:
         return (0,) if self._group is None else tuple(dist.get_process_group_ranks(self._group))
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Do a step together: after it every rank goes on, or every rank raises the error of the first that failed.
+    def collective_phase(self, name: str) -> Iterator[None]:
+        """Collective: do a phase; at its end all ranks go on, or all raise the error of the first that failed.
+
+        It is a :meth:`local_phase` that ends with :meth:`sync_errors`. For what later steps take for granted on every
+        rank: before a smaller group meets, before an hour of writing, before another library's collectives.
 
         Args:
-            name: What the step does, for the error: "planning", "writing tensors".
+            name: What the phase does, for the error: "planning", "writing tensors".
+
+        Raises:
+            CheckpointingException: on every rank, if any failed.
         """
-        with self.task(name):
+        with self.local_phase(name):
             yield
-            self.settle()
+            self.sync_errors()
 
     @contextmanager
-    def task(self, name: str) -> Iterator[None]:
-        """Do this rank's part of a step: all hear of an error at once, of a success when they next settle.
+    def local_phase(self, name: str) -> Iterator[None]:
+        """Do this rank's part of a phase, without a message; the next collective raises its error on all ranks.
 
-        It costs no message. What follows must bear that another rank may have failed, until the ranks settle: at the
-        end of a phase, or in any of the calls below. Where some of the ranks meet in a smaller group, all settle
-        before, and the whole of what these do there stands in a phase of theirs.
+        A rank that fails goes to that collective at once, and raises here what all raise. So what follows on the other
+        ranks, up to that collective, is done although a rank may have failed. See :class:`Comm` for what may follow.
 
         Args:
-            name: As in :meth:`phase`.
+            name: As in :meth:`collective_phase`.
+
+        Raises:
+            CheckpointingException: on this rank if it failed; on the others in their next collective.
         """
-        before, self._phase, self._told = self._phase, name, None
+        before, self._phase, self._raised = self._phase, name, None
         error: BaseException | None = None
         try:
             yield
@@ -153,65 +186,81 @@ class Comm:
             error = exc
         except BaseException as exc:  # Ctrl-C or an exit: the others hear of it, this rank goes on ending
             with suppress(CheckpointingException):
-                self.settle(exc)
+                self.sync_errors(exc)
             raise
         if error is not None:
-            self.settle(error)
+            self.sync_errors(error)
         self._phase = before
 
-    @_whole
-    def settle(self, error: BaseException | None = None) -> None:
-        """Agree with all ranks whether anyone failed; raise the same error everywhere if so."""
-        self._meet(error=error)
+    @_uninterrupted
+    def sync_errors(self, error: BaseException | None = None) -> None:
+        """Collective: raise the same error on all ranks if any rank has failed, else go on.
 
-    def _meet(self, *values: int, error: BaseException | None = None, operation: Any = dist.ReduceOp.MAX) -> list[int]:
-        """Settle, and combine a few values of all ranks, place by place, in one message, always of one size."""
-        if isinstance(error, CheckpointingException) and error.settled_by == self._number:
+        Args:
+            error: What this rank failed with; phases call it with that.
+
+        Raises:
+            CheckpointingException: on every rank, if any failed.
+        """
+        self._sync(error=error)
+
+    def _sync(self, *values: int, error: BaseException | None = None, operation: Any = dist.ReduceOp.MAX) -> list[int]:
+        """Collective: sync errors, and combine a few values of all ranks by position, in one message of fixed size."""
+        if isinstance(error, CheckpointingException) and error.shared_by == self._number:
             raise error
-        if isinstance(error, CommunicationError) and error.settled_by is not None:
+        if isinstance(error, CommunicationError) and error.shared_by is not None:
             # a rank did not answer a smaller group: to ask it here is to wait as long once more
             raise self._lost(self._abandon(error)) from error
-        if error is not None and self._told is not None:
+        if error is not None and self._raised is not None:
             if not isinstance(error, Exception):
                 raise error
-            told = copy.copy(self._told)  # once more, in the place of what has failed after it
-            told.settled_by = self._number
-            raise told from error
-        self._told = None
+            raise copy_error(self._raised) from error  # again, instead of what has failed since
+        self._raised = None
         if self.world_size == 1:
             if error is not None:
                 raise self._local(error)
             return list(values)
-        padding = [0] * (_BESIDE - len(values))
+        padding = [0] * (_SYNC_NUMBERS - len(values))
         failed, *combined = self._combined([int(error is not None), *values, *padding], operation)
         if failed:
-            report = None if error is None else Report.of(error, self.rank, self._phase)
-            reports = self._all_gather_bytes(pickle.dumps(report))
-            shared = verdict([report for report in reports if report is not None])
-            shared.settled_by = self._number
-            self._told = type(shared)(*shared.args)
-            raise shared from error
+            raise self._share_error(error) from error
         return combined[: len(values)]
 
-    @_whole
+    def _share_error(self, error: BaseException | None) -> CheckpointingException:
+        """Collective: return the one error that all ranks raise, after some have failed.
+
+        It is that of the first rank that failed, with its class if every rank can make that: see :class:`ErrorReport`.
+        """
+        report = None if error is None else ErrorReport.of(error, f"rank {self.rank}, in {self._phase!r}")
+        everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle.dumps(report))
+        reports = [report for report in everyone if report is not None]
+        shared = reports[0].rebuild(joint_message(reports))
+        unknown = self._combined([int(shared is None)], dist.ReduceOp.MAX) != [0]
+        if shared is None or unknown:
+            shared = RankFailedError(joint_message(reports, named=True))
+        shared.shared_by = self._number
+        self._raised = copy_error(shared)
+        return shared
+
+    @_uninterrupted
     def all_gather(self, value: _T) -> list[_T]:
-        """Every rank's value, on every rank."""
-        data, longest = self._settled_pickle(value)
+        """Collective: return every rank's value, in rank order, on every rank; values are picklable."""
+        data, longest = self._pickle_and_sync(value)
         return [value] if self.world_size == 1 else self._all_gather_bytes(data, longest)
 
     def gather(self, value: _T) -> list[_T]:
-        """Every rank's value on the main rank, an empty list on the others."""
+        """Collective: return every rank's value, in rank order, on the main rank; an empty list on the others."""
         return self.gather_some(value, given=True)
 
-    @_whole
+    @_uninterrupted
     def gather_some(self, value: _T, *, given: bool) -> list[_T]:
-        """The values of those ranks that give one, on the main rank in rank order; an empty list on the others."""
-        data, longest = self._settled_pickle(value, given=given)
+        """Collective: as :meth:`gather`, of the ranks with ``given=True`` only."""
+        data, longest = self._pickle_and_sync(value, given=given)
         if self.world_size == 1:
             return [value] if given else []
         if longest * self.world_size <= _AT_ONCE:
             return self._gathered(data, longest)
-        with self.phase(self._phase):
+        with self.collective_phase(self._phase):
             parts = self._parts(len(data))
             receives = [(part, rank) for rank, part in parts.items() if rank]
             sends = [(packed(data), 0)] if data and not self.is_main else []
@@ -219,10 +268,10 @@ class Comm:
         self._transfer(transfers)
         return [_unpacked(part) if rank else value for rank, part in parts.items()]
 
-    @_whole
+    @_uninterrupted
     def broadcast(self, value: _T) -> _T:
-        """The main rank's value, on every rank."""
-        data, size = self._settled_pickle(value, given=self.is_main)
+        """Collective: return the main rank's value on every rank; the others' values are ignored."""
+        data, size = self._pickle_and_sync(value, given=self.is_main)
         if self.world_size == 1:
             return value
         content = packed(data) if self.is_main else _memory(size)
@@ -230,39 +279,39 @@ class Comm:
         return value if self.is_main else _unpacked(content)
 
     def broadcast_or(self, value: _T, otherwise: _T) -> _T:
-        """The main rank's value, on every rank, or ``otherwise`` where it cannot be pickled."""
+        """Collective: return the main rank's value on every rank, or its ``otherwise`` if pickle refuses it."""
         if self.is_main and self.world_size > 1 and not can_be_pickled(value):
             value = otherwise
         return self.broadcast(value)
 
     def all_true(self, flag: bool) -> bool:
-        """Whether every rank says yes; no more travels than that."""
+        """Collective: return whether the flag is true on every rank."""
         return not self.largest(not flag)[0]
 
     def moves(self, device_type: str) -> bool:
         """Whether tensors on such accelerators go from device to device (the caller's group has NCCL or its like)."""
         return moves(self._own, device_type)
 
-    @_whole
+    @_uninterrupted
     def exchange(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str = "cpu") -> None:
-        """Send tensors to single ranks and fill others from single ranks, all at the same time.
+        """Collective: send tensors to single ranks and fill others from single ranks, all at the same time.
 
-        Every rank calls it, also with nothing to move. What goes from one rank to another stands in the same order in
-        the lists of both.
+        A rank with nothing to move calls it, too. What goes from one rank to another stands in the same order in the
+        lists of both.
 
         Args:
             sends: Contiguous tensors, each with the rank that it goes to.
             receives: Contiguous tensors of the same sizes, each with the rank that it comes from.
             device_type: Where all tensors are, on every rank: the CPU, or what :meth:`moves`.
         """
-        with self.phase(self._phase):
-            transfers = self._transfers(sends, receives, self._carrier(device_type))
-        self._join(device_type)
+        with self.collective_phase(self._phase):
+            transfers = self._transfers(sends, receives, self._group_for(device_type))
+        self._connect(device_type)
         self._transfer(transfers)
 
-    @_whole
+    @_uninterrupted
     def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
-        """Fill tensors on all ranks with those of single ranks, all at the same time.
+        """Collective: fill tensors on all ranks with those of single ranks, all at the same time.
 
         Args:
             routes: Contiguous tensors, each with the rank whose content counts; the same list on every rank.
@@ -270,38 +319,38 @@ class Comm:
         """
         if self.world_size == 1:
             return
-        with self.phase(self._phase):
-            group = self._carrier(device_type)
+        with self.collective_phase(self._phase):
+            group = self._group_for(device_type)
             sources = [(_raw(tensor), dist.get_global_rank(group, rank)) for tensor, rank in routes]
-        self._join(device_type)
+        self._connect(device_type)
         self._call(lambda: _finish([dist.broadcast(raw, src, group, async_op=True) for raw, src in sources]))
 
     def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
-        """Run ``function`` on the main rank as a phase, and hand its result to all."""
+        """Collective: run ``function`` on the main rank as a phase, and return its result on every rank."""
         result: Any = None
-        with self.task(name):
+        with self.local_phase(name):
             if self.is_main:
                 result = function()
         return self.broadcast(result)  # type: ignore[no-any-return]
 
-    @_whole
+    @_uninterrupted
     def largest(self, *values: int) -> list[int]:
-        """The largest of all ranks' values, place by place."""
+        """Collective: return the largest of all ranks' values, by position."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
-    @_whole
+    @_uninterrupted
     def total(self, *values: int) -> list[int]:
-        """The sum of all ranks' values, place by place."""
+        """Collective: return the sums of all ranks' values, by position."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
-    @_whole
+    @_uninterrupted
     def all_alike(self, data: bytes) -> bool:
-        """Whether every rank has the same bytes; no more than 8 of their digest's travel."""
+        """Collective: return whether every rank has the same bytes; 8 bytes of their digest travel."""
         return self._alike(data)[0]
 
-    @_whole
+    @_uninterrupted
     def agree(self, also: bytes = b"", /, **values: Any) -> bool:
-        """Raise on all ranks if they do not all have the same values (compared by their text).
+        """Collective: raise on all ranks if they do not all have the same values (compared by their ``repr``).
 
         Args:
             also: What is compared in the same message, and may differ.
@@ -315,7 +364,7 @@ class Comm:
         if agreed:
             return alike
         everyone = self.all_gather(mine)
-        with self.phase("comparing the arguments of all ranks"):
+        with self.collective_phase("comparing the arguments of all ranks"):
             for rank, theirs in enumerate(everyone):
                 for name, value in theirs.items():
                     if value != (first := everyone[0].get(name, "nothing")):
@@ -326,9 +375,9 @@ class Comm:
         return alike
 
     def _alike(self, *data: bytes) -> list[bool]:
-        """Of each, whether every rank has the same."""
+        """Collective: return for each of the byte strings whether every rank has the same."""
         marks = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little") >> 2 for one in data]
-        found = self._meet(*marks, *(-mark for mark in marks))
+        found = self._sync(*marks, *(-mark for mark in marks))
         return [largest == -least for largest, least in zip(found, found[len(marks) :], strict=False)]
 
     def _transfers(self, sends: Sequence[_Route], receives: Sequence[_Route], group: Any) -> list[Any]:
@@ -339,25 +388,26 @@ class Comm:
         ]
 
     def _transfer(self, transfers: list[Any]) -> None:
+        """Collective: move what this rank and others have for each other; without that it sends nothing."""
         if transfers:
             self._call(lambda: _finish(dist.batch_isend_irecv(transfers)))
 
-    def _carrier(self, device_type: str) -> Any:
+    def _group_for(self, device_type: str) -> Any:
         """The group that moves tensors on such devices."""
         return self._group if device_type == "cpu" else self._own
 
-    def _join(self, device_type: str) -> None:
-        """Let the ranks find each other on such devices: all must take part in the first call of NCCL."""
-        if device_type != "cpu" and device_type not in self._joined:
+    def _connect(self, device_type: str) -> None:
+        """Collective: connect the ranks on such devices: all must take part in the first call of NCCL."""
+        if device_type != "cpu" and device_type not in self._connected:
             everyone = torch.zeros(1, device=device_type)
             self._call(lambda: dist.all_reduce(everyone, group=self._own))
-            self._joined.add(device_type)
+            self._connected.add(device_type)
 
     def _main(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
-    def _settled_pickle(self, value: Any, *, given: bool = True) -> tuple[bytes, int]:
-        """The value pickled for the way, once every rank has pickled its own, and the length of the longest.
+    def _pickle_and_sync(self, value: Any, *, given: bool = True) -> tuple[bytes, int]:
+        """Collective: pickle the value, sync errors, and return the pickle with the length of the longest of all ranks.
 
         (torch's own object collectives need numpy, which shardckpt does not.)
         """
@@ -367,11 +417,11 @@ class Comm:
             data, error = pickle.dumps(value) if given else b"", None
         except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
             data, error = b"", exc
-        longest, *_ = self._meet(len(data), error=error)
+        longest, *_ = self._sync(len(data), error=error)
         return data, longest
 
     def _all_gather_bytes(self, data: bytes, longest: int | None = None) -> list[Any]:
-        """What all ranks have pickled; ``longest`` has the most bytes, if that is known."""
+        """Collective: return what all ranks have pickled; ``longest`` is the most bytes, if that is known."""
         if longest is None:
             (longest,) = self._combined([len(data)], dist.ReduceOp.MAX)
         mine, everyone = packed(data, longest), _memory(longest * self.world_size)
@@ -384,15 +434,15 @@ class Comm:
         return [_unpacked(part) for part in parts]  # a pickle ends where it says: what follows is not read
 
     def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
-        """Settle, and combine the values of all ranks, place by place."""
+        """Collective: sync errors, and combine the values of all ranks by position."""
         numbers = list(map(int, values))
-        if len(numbers) <= _BESIDE:
-            return self._meet(*numbers, operation=operation)
-        self.settle()
+        if len(numbers) <= _SYNC_NUMBERS:
+            return self._sync(*numbers, operation=operation)
+        self.sync_errors()
         return self._combined(numbers, operation)
 
     def _combined(self, values: list[int], operation: Any) -> list[int]:
-        """The values of all ranks combined, place by place: by the main rank, or on their way round a ring."""
+        """Collective: combine the values of all ranks by position: on the main rank, or round a ring."""
         if self.world_size == 1:
             return values
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -407,7 +457,7 @@ class Comm:
         return found.tolist()
 
     def _gathered(self, data: bytes, longest: int) -> list[Any]:
-        """On the main rank, the values of those that have pickled one, from parts filled up with zeros."""
+        """Collective: return on the main rank the values of ranks that have pickled one."""
         if not longest:
             return []
         parts = [_memory(longest) for _ in range(self.world_size if self.is_main else 0)]
@@ -415,23 +465,23 @@ class Comm:
         return [_unpacked(part) for part in parts if part[0]]  # no pickle begins with 0
 
     def _parts(self, nbytes: int) -> dict[int, torch.Tensor]:
-        """On the main rank, memory for what every rank that has something sends to it, by rank."""
+        """Collective: return on the main rank memory for what each rank that has something sends to it, by rank."""
         mine = torch.tensor([nbytes], device="cpu")
         sizes = [torch.empty_like(mine) for _ in range(self.world_size if self.is_main else 0)]
         self._gather(mine, sizes)
         return {rank: _memory(int(size)) for rank, size in enumerate(sizes) if size}
 
     def _gather(self, mine: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
-        """Fill the parts on the main rank with what each rank has."""
+        """Collective: fill the parts on the main rank with what each rank has."""
         into = list(parts) if self.is_main else None
         self._call(lambda: dist.gather(mine, into, dst=self._main(), group=self._group, async_op=True))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill the tensor on all ranks with the main rank's."""
+        """Collective: fill the tensor on all ranks with the main rank's."""
         self._call(lambda: dist.broadcast(tensor, src=self._main(), group=self._group, async_op=True))
 
     def _call(self, collective: Callable[[], Any]) -> None:
-        """Do a collective, or begin it and wait for the work that is returned."""
+        """Collective: call a collective of torch, and wait for the work if it returns one."""
         try:
             work = collective()
             if work is not None:
@@ -444,7 +494,7 @@ class Comm:
             self._interrupt = exc  # it has waited for the message to be through
 
     def _wait(self, work: Any) -> None:
-        """Wait for a collective, and look now and then whether it failed on another rank. Ctrl-C waits, too."""
+        """Wait for a collective, and look now and then whether it failed on another rank; Ctrl-C waits until then."""
         _last_works.append(work)
         failure = None
         while True:
@@ -483,37 +533,20 @@ class Comm:
     def _lost(self, found: Diagnosis) -> CommunicationError:
         """The error of all ranks that are left."""
         lost = CommunicationError(found.text)
-        lost.missing_ranks, lost.settled_by = found.missing, self._number
-        self._told = copy.copy(lost)
+        lost.missing_ranks, lost.shared_by = found.missing, self._number
+        self._raised = copy_error(lost)
         return lost
 
-    def _local(self, error: BaseException) -> BaseException:
-        """The error of a single process: one of the family as it is, any other wrapped with the phase."""
-        if not isinstance(error, CheckpointingException):
-            wrapped = RankFailedError(f"in {self._phase!r}: {type(error).__name__}: {error}")
+    def _local(self, error: BaseException) -> CheckpointingException:
+        """The error of a single process: itself if its class would reach other ranks, else a RankFailedError."""
+        report = ErrorReport.of(error, f"in {self._phase!r}")
+        if not isinstance(error, CheckpointingException) or report.rebuild("") is None:
+            wrapped = RankFailedError(report.message(named=True))
             wrapped.__cause__ = error
             error = wrapped
-        if error.settled_by is None:
-            error.settled_by = self._number
+        if error.shared_by is None:
+            error.shared_by = self._number
         return error
-
-
-def pickled(value: Any) -> bytes | None:
-    """The value on its way to another rank, or None where pickle does not take it."""
-    try:
-        return pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - any class may refuse in any way
-        return None
-
-
-def can_be_pickled(value: Any) -> bool:
-    """Whether pickle takes the value: it can go to another rank, or into a pickled object."""
-    return pickled(value) is not None
-
-
-def unpickled(data: bytes | memoryview) -> Any:
-    """What another process of this job has pickled: never anything that was stored."""
-    return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -534,4 +567,4 @@ def _finish(works: Sequence[Any]) -> None:
         work.wait()
 
 
-__all__ = ["BY_MAIN", "SETTLEMENT", "Comm", "can_be_pickled", "pickled", "unpickled"]
+__all__ = ["BY_MAIN", "SYNC_BYTES", "Comm"]

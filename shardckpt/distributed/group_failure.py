@@ -88,7 +88,7 @@ class GroupFailure:
         return bool(self._ask(lambda store: store.check(["failed"]) and float(store.get("failed")) >= self._since))
 
     def diagnose(self, error: Exception, phase: str) -> Diagnosis:
-        """Collective of the survivors: find out which ranks are missing, in less than 2 s.
+        """Collective: the ranks that are alive find out which ranks are missing, in less than 2 s.
 
         It closes the connections of the group, so that nothing of the failed collective arrives later.
 

@@ -1,4 +1,4 @@
-"""Process groups: the one that a caller means, its twin for tensors on the CPU, and what moves tensors in it."""
+"""Process groups: the one that a caller means, a gloo group for its tensors on the CPU, and what moves tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 #: Backends that take tensors through the memory of the CPU, and no backend.
 _CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
-#: gloo twins of groups whose backend cannot move CPU tensors, by group, as long as the group lives.
-_cpu_twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+#: gloo groups with the ranks of groups whose backend cannot move CPU tensors, by those, as long as they live.
+_gloo_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def alive(group: ref[Any]) -> Any:
@@ -39,14 +39,14 @@ def joined_group(group: Any) -> Any:
 
 
 def cpu_group(group: Any) -> Any:
-    """The group itself if it moves CPU tensors, else its gloo twin, made once by all its ranks."""
+    """Collective: return the group if it moves CPU tensors, else a gloo group of its ranks, which they make once."""
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
-    if group not in _cpu_twins:
+    if group not in _gloo_groups:
         ranks = dist.get_process_group_ranks(group)
         timeout = group_timeout(group)
-        _cpu_twins[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
-    return _cpu_twins[group]
+        _gloo_groups[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    return _gloo_groups[group]
 
 
 def moves(group: Any, device_type: str) -> bool:

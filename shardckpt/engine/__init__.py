@@ -24,7 +24,7 @@ from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoint, open_checkpoint, read_checkpoint
 from shardckpt.engine.locations import check_names, locate, locate_local, open_folder
 from shardckpt.engine.operation import Operation
-from shardckpt.engine.plan_cache import Remembered, recall
+from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
 from shardckpt.engine.pruning import (
     PruneResult,
     clear_leftovers,
@@ -33,11 +33,12 @@ from shardckpt.engine.pruning import (
     supersedes,
     why_kept_beside,
 )
-from shardckpt.engine.saving import SaveOptions, check_state, find_saver, prepare_save, save_checkpoint
+from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
 from shardckpt.engine.transaction import Identity, Transaction, Written, as_json, commit_files
 
 __all__ = [
     "MISSING",
+    "CachedPlan",
     "ExpectedFile",
     "HostedPart",
     "HostedSave",
@@ -46,8 +47,8 @@ __all__ = [
     "LoadTemplate",
     "OpenCheckpoint",
     "Operation",
+    "PlanCache",
     "PruneResult",
-    "Remembered",
     "SaveOptions",
     "StoredCheckpoint",
     "StoredTensor",
@@ -71,15 +72,14 @@ __all__ = [
     "open_checkpoint",
     "open_folder",
     "open_reader",
-    "prepare_save",
     "prune_leftovers",
     "prune_spools",
     "read_checkpoint",
     "read_integrity",
     "reading",
-    "recall",
     "save_checkpoint",
     "save_integrity_manifest",
+    "saved_plans",
     "supersedes",
     "verify_integrity_manifest",
     "why_kept_beside",

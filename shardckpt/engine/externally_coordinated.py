@@ -94,7 +94,7 @@ class HostedSave:
         """
         try:
             with self._transaction.writer() as writer:
-                with self._operation.step("writing the metadata"):
+                with self._operation.local_phase("writing the metadata"):
                     write(writer)
                 self._transaction.commit(writer, Written(list(files), {}))
         except BaseException:
@@ -115,7 +115,10 @@ def write_part(part: HostedPart, write: Callable[[CheckpointWriter], None]) -> l
         write: Writes them.
     """
     operation = Operation("save", part.target, _alone(part.rank), host())
-    with operation.step("writing"), CheckpointWriter(part.staging, part.rank, algorithm=part.algorithm) as writer:
+    with (
+        operation.local_phase("writing"),
+        CheckpointWriter(part.staging, part.rank, algorithm=part.algorithm) as writer,
+    ):
         write(writer)
         files = writer.recorded_files()
         operation.wrote(sum(file.size for file in files))
@@ -147,7 +150,7 @@ def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> Checkpo
 @contextmanager
 def reading(reader: CheckpointReader, rank: int, phase: str) -> Iterator[None]:
     """A step of a load, reported to ``shardckpt_event``."""
-    with Operation("load", reader.directory, _alone(rank), host()).step(phase):
+    with Operation("load", reader.directory, _alone(rank), host()).local_phase(phase):
         yield
 
 

@@ -12,7 +12,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
 from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
-from shardckpt.planning import deal
+from shardckpt.planning import assign_holders
 from shardckpt.plugins import hold_checkpoint, host, parse_file
 from shardckpt.storage import (
     CheckpointReader,
@@ -68,13 +68,13 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
         CheckpointingException: there are no digests.
     """
     files = comm.main_runs("reading the digests", lambda: expected_files(directory, manifest))
-    owners = deal([tuple(range(comm.world_size))] * len(files), [file.nbytes for file in files])
-    with comm.task("checking files"):
+    owners = assign_holders([tuple(range(comm.world_size))] * len(files), [file.nbytes for file in files])
+    with comm.local_phase("checking files"):
         mine = [file for file, owner in zip(files, owners, strict=True) if owner == comm.rank]
         errors = find_faults(directory, manifest, mine)
         faults = [(file.name, str(error)) for file, error in zip(mine, errors, strict=True) if error is not None]
     everyone = comm.all_gather(faults)
-    with comm.task("comparing digests"):
+    with comm.local_phase("comparing digests"):
         bad = sorted(found for part in everyone for found in part)
         if bad:
             listed = "".join(f"\n  {name}: {fault}" for name, fault in bad)

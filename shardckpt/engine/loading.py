@@ -56,20 +56,20 @@ class OpenCheckpoint:
 
     def common(self) -> StateDict:
         """The state that is not sharded."""
-        with self.operation.step("loading the common state"):
+        with self.operation.local_phase("loading the common state"):
             common = self.strategy.load_common(self.context)
         return common
 
     def index(self) -> list[ShardedBase]:
         """What is stored, without data."""
-        with self.operation.step("reading the index"):
+        with self.operation.local_phase("reading the index"):
             index = self.strategy.load_index(self.context)
         return index
 
     def values(self, wanted: list[ShardedBase]) -> list[Any]:
         """The values of shards that are stored; nothing is filled before the ranks agree that all is well so far."""
-        self.context.comm.settle()
-        with self.operation.step("loading shards"):
+        self.context.comm.sync_errors()
+        with self.operation.local_phase("loading shards"):
             values = self.strategy.load(wanted, self.context)
             delivered = [_delivered(shard, value) for shard, value in zip(wanted, values, strict=True)]
         return delivered
@@ -83,7 +83,7 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
     it is a CheckpointReplacedError: :func:`~shardckpt.storage.directory.retry_if_replaced` begins again.
     """
     operation = Operation("load", directory, comm, host)
-    with operation.whole():
+    with operation.collective_span():
         place = directory
 
         def read() -> Manifest:
@@ -91,9 +91,9 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
             place, manifest = hold_checkpoint(directory, host)
             return manifest
 
-        with operation.step("reading the manifest"):
+        with operation.local_phase("reading the manifest"):
             manifest = comm.main_runs("reading the manifest", read)
-        with operation.step("choosing a strategy"):
+        with operation.local_phase("choosing a strategy"):
             if not comm.is_main:
                 place = hold_same(directory, manifest)
             strategy = choose_reader(directory, manifest, host, options.strategy, options.accept)
@@ -101,7 +101,7 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
             reader = CheckpointReader(place, manifest)
         with reader:
             if is_read_again():  # what is open can be read whatever comes: the next save may be as near as the last
-                with operation.step("opening the files"):
+                with operation.local_phase("opening the files"):
                     reader.open_files([] if manifest.record is None else [f.name for f in manifest.record.files])
             yield OpenCheckpoint(strategy, LoadContext(reader, comm, options.allow_globals), operation)
             reader.check_unchanged()
@@ -148,7 +148,7 @@ def load_checkpoint(
 ) -> tuple[StateDict, KeyMismatch]:
     """Load what is wanted; see :func:`shardckpt.dist_checkpointing.load`."""
     comm = checkpoint.context.comm
-    with checkpoint.operation.step("preparing the state dict"):
+    with checkpoint.operation.local_phase("preparing the state dict"):
         template = LoadTemplate(sharded_state_dict)
         for shard in template.shards:
             shard.validate_metadata_integrity()
@@ -161,13 +161,13 @@ def load_checkpoint(
         )
         template.shards = settle_replicas(template.shards, comm, compare=False)
     if verify:
-        with checkpoint.operation.step("verifying the files"):
+        with checkpoint.operation.local_phase("verifying the files"):
             verify_integrity(checkpoint.context.reader.place, checkpoint.context.reader.manifest, comm)
     if validate:
-        with checkpoint.operation.step("validating"):
+        with checkpoint.operation.local_phase("validating"):
             validate_shards(template.shards, comm)
     index = checkpoint.index()
-    with checkpoint.operation.step("comparing keys"):
+    with checkpoint.operation.local_phase("comparing keys"):
         keys = frozenset(map(stored_key, index))
         left_out = template.absent(keys, stored_key)
         wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
@@ -179,17 +179,17 @@ def load_checkpoint(
         for number, shard in enumerate(template.shards)
     ]
     available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
-    with checkpoint.operation.step("comparing shapes"):
+    with checkpoint.operation.local_phase("comparing shapes"):
         stored = [shard for shard in index if isinstance(shard, ShardedTensor)]
         check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in stored})
-    with checkpoint.operation.step("comparing dtypes"):
+    with checkpoint.operation.local_phase("comparing dtypes"):
         dtypes = {shard.key: shard.dtype for shard in stored}
         casts = check_dtypes(available, dtypes, allow_cast=allow_dtype_cast)
         if casts and comm.is_main:
             _log_casts(casts)
     common = checkpoint.common()
     loaded = iter(checkpoint.values(available))
-    with checkpoint.operation.step("assembling the state dict"):
+    with checkpoint.operation.local_phase("assembling the state dict"):
         values = [MISSING if absent else next(loaded) for absent in is_absent]
         state_dict = template.fill(values, common)
     return state_dict, mismatch

@@ -52,37 +52,50 @@ class Operation:
         self._known["nbytes"] = nbytes
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Report the operation from start to end; at the end all ranks have done it, or all raise the same error."""
-        with self.begun():
+    def collective_span(self) -> Iterator[None]:
+        """Collective: report the operation from start to end; at its end all ranks go on, or all raise the same error.
+
+        For an operation that ends where it begins. One that ends later, as a background save does, uses
+        :meth:`open_span` and :meth:`close_span`.
+        """
+        with self.open_span():
             yield
-            self.comm.settle()
-        self.ended()
+            self.comm.sync_errors()
+        self.close_span()
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Report the start, and a failure; the end is reported by :meth:`ended`, when it comes."""
+    def open_span(self) -> Iterator[None]:
+        """Report the start of the operation, and a failure in this block; :meth:`close_span` reports its end later.
+
+        Errors reach the other ranks as from :meth:`Comm.local_phase`.
+        """
         self._started = time.perf_counter()
         try:
-            with held_back(), self.comm.task(self._known["operation"]):
+            with held_back(), self.comm.local_phase(self._known["operation"]):
                 self._emit(phase="", state="start", nbytes=0)
                 yield
         except Exception as exc:
-            self.ended(exc)
+            self.close_span(exc)
             raise
 
-    def ended(self, error: BaseException | None = None) -> None:
-        """Report the end of an operation that :meth:`begun` started, or its failure."""
+    def close_span(self, error: BaseException | None = None) -> None:
+        """Report the end of an operation that :meth:`open_span` has started, or its failure."""
         state, text = ("end", "") if error is None else ("failure", str(error))
         self._emit(phase="", state=state, seconds=time.perf_counter() - self._started, error=text)
 
     @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """A step of this rank; an error in it is raised on all ranks, as :meth:`Comm.task` says."""
+    def local_phase(self, name: str) -> Iterator[None]:
+        """Do and report this rank's part of a phase; the next collective raises its error on all ranks.
+
+        It is :meth:`Comm.local_phase` with events; the rules are the same.
+
+        Args:
+            name: What the phase does, for the events and the error.
+        """
         start = time.perf_counter()
         self._emit(phase=name, state="start", nbytes=0)
         try:
-            with held_back(), self.comm.task(name):
+            with held_back(), self.comm.local_phase(name):
                 yield
         except Exception as exc:
             self._emit(phase=name, state="failure", seconds=time.perf_counter() - start, error=str(exc))

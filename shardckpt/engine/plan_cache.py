@@ -1,34 +1,35 @@
-"""What was saved before, by its description: the same shards are neither checked nor planned a second time.
+"""Plans that are used again: shards with the metadata of an earlier save's are neither validated nor planned anew.
 
-A training saves the same shards again and again, with other values. What is checked across ranks, and planned with
-them, depends on the descriptions alone; to compare those with the last ones is much cheaper than either.
+A training saves the same shards again and again, with other values. What is validated across ranks, and planned with
+them, depends on the shards' metadata alone. To compare that with an earlier save's is much cheaper than either.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from numbers import Integral
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.strategy import AsyncSaveStrategy, is_recalled
+from shardckpt.state_dict import checked_copy
+from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
 from shardckpt.tensors import ORDINARY
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from shardckpt.distributed import Comm
-    from shardckpt.mapping import ShardedBase
-    from shardckpt.strategy import PrepareAgain, SaveStrategy
+    from shardckpt.mapping import CommonStateDict, ShardedBase
+    from shardckpt.strategy import PlanContext, PreparedSave, SaveStrategy
     from shardckpt.validation import GivenShards, Replicas
 
+_Plan = TypeVar("_Plan")
 _LASTING = (Integral, str, type(None), torch.dtype)
-#: Saves that are remembered: a job may save two states in turn.
-_KEPT = 2
 _OF_OBJECTS = ("key", "global_shape", "global_offset", "replica_id", "replicated")
 _OF_TENSORS = (
     *_OF_OBJECTS,
@@ -38,6 +39,62 @@ _OF_TENSORS = (
     "prepend_axis_num",
     "allow_shape_mismatch",
 )
+
+
+class PlanCache(Generic[_Plan]):
+    """The newest plans of this process, one rank's part of each.
+
+    :meth:`find` asks no other rank: ranks use what they find only after they agreed that all have found the same plan.
+
+    Args:
+        size: Plans that are kept; with 0, none.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: list[tuple[Hashable, _Plan]] = []
+
+    def find(self, key: Hashable, fits: Callable[[_Plan], bool] = lambda _: True) -> _Plan | None:
+        """Return the newest plan that was added with the key and fits, or None."""
+        return next((plan for known, plan in self._entries if known == key and fits(plan)), None)
+
+    def add(self, key: Hashable, plan: _Plan) -> None:
+        """Keep a plan, in the place of the oldest if there are too many."""
+        self._entries = [(key, plan), *self._entries][: self._size]
+
+    def clear(self) -> None:
+        """Drop all plans."""
+        self._entries = []
+
+    def find_or_plan(self, share: object, group: Comm, plan: Callable[[], _Plan]) -> _Plan:
+        """Collective: return the group's last plan if no rank's share has changed since, else plan anew.
+
+        The cache must serve nothing else: it is cleared before each new plan, so all ranks hold the same one or none.
+
+        Args:
+            share: What the plan depends on, of this rank: plain data whose ``repr`` says everything of it.
+            group: The ranks that plan.
+            plan: Plans with all ranks; collective.
+
+        Returns:
+            The plan.
+        """
+        if not self._size:
+            return plan()
+        key = hashlib.sha256(repr((group.members, group.rank, share)).encode()).digest()
+        found = self.find(key)
+        is_known = group.all_true(found is not None)
+        if found is not None and is_known:
+            return found
+        self.clear()  # if planning fails on one rank, that rank holds no plan, and all plan anew the next time
+        made = plan()
+        self.add(key, made)
+        return made
+
+
+#: The plans of this process's last saves: a job may save two states in turn.
+saved_plans: PlanCache[CachedPlan] = PlanCache(2)
+os.register_at_fork(after_in_child=saved_plans.clear)
 
 
 class Description(NamedTuple):
@@ -57,100 +114,106 @@ class Description(NamedTuple):
 
 
 @dataclass
-class Remembered:
-    """A save that was checked and planned by all ranks.
+class CachedPlan:
+    """A save that all ranks have checked and planned.
 
     Attributes:
-        who: Strategy and ranks.
         description: Of this rank's shards.
         save_id: The save's name, the same on all ranks.
         validated: Whether the shards of all ranks were found to fit together.
-        again: Prepares another one.
-        replicas: Who has which of the replicated shards.
+        plan: What the strategy plans another one by.
+        replicas: Which ranks have which of the replicated shards.
         given: The shards, to be compared with what is stored.
-        layout: Where its tensors stand in staging memory.
+        layout: Where the tensors of a background save stand in staging memory.
     """
 
-    who: Hashable
     description: Description
     save_id: str
     validated: bool
-    again: PrepareAgain
+    plan: Any
     replicas: Replicas
     given: GivenShards
     layout: Any = None
 
 
-class Sighting(NamedTuple):
-    """Shards that are to be saved.
+@dataclass
+class PlanLookup:
+    """What this rank's cache has for shards that are to be saved.
 
     Attributes:
-        who: Strategy and ranks.
-        description: Of the shards; None where they cannot be compared with others by it.
-        known: When they were saved before.
+        key: Of the strategy and the ranks; None where the strategy's plans are not cached.
+        description: Of the shards; None where it does not say all that a plan depends on.
+        cached: The plan, if there is one.
     """
 
-    who: Hashable = None
+    key: Hashable = None
     description: Description | None = None
-    known: Remembered | None = None
+    cached: CachedPlan | None = None
 
-    def mark(self) -> bytes:
-        """The same on all ranks if all know the shards from the same save, or none knows them."""
-        return b"" if self.known is None else self.known.save_id.encode()
-
-
-class Recall:
-    """The last saves of this process, one rank's part of them."""
-
-    def __init__(self) -> None:
-        self._kept: list[Remembered] = []
-
-    def look(
-        self, shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm, *, validate: bool, background: bool
-    ) -> Sighting:
-        """Look whether this rank has saved these shards before.
-
-        Args:
-            shards: The rank's, before anything is checked.
-            saver: Who saves them.
-            comm: The ranks that save.
-            validate: Whether only a save will do whose shards were found to fit together.
-            background: Whether they are to be saved in the background.
-        """
-        if not isinstance(saver, AsyncSaveStrategy) or not is_recalled(saver):
-            return Sighting()
-        if not background and not saver.saves_as_prepared:
-            return Sighting()
-        who = (saver.plans_like, tuple(comm.members), comm.rank)
-        description = describe(shards)
-        fitting = (r for r in self._kept if r.who == who and (r.validated or not validate))
-        return Sighting(who, description, next((r for r in fitting if _same(r.description, description)), None))
-
-    def keep(
-        self,
-        sighting: Sighting,
-        save_id: str,
-        again: PrepareAgain | None,
-        replicas: Replicas,
-        given: GivenShards,
-        *,
-        validated: bool,
-    ) -> Remembered | None:
-        """Remember a save, if it can be prepared again and nothing in its description can change."""
-        if again is None or sighting.description is None or not _is_lasting(sighting.description):
-            return None
-        found = Remembered(sighting.who, sighting.description, save_id, validated, again, replicas, given)
-        self._kept = [found, *self._kept][:_KEPT]
-        return found
-
-    def forget(self) -> None:
-        """Remember nothing."""
-        self._kept = []
+    @property
+    def save_id(self) -> bytes:
+        """The save that was planned: the same on all ranks if all have found the same plan, or none has found any."""
+        return b"" if self.cached is None else self.cached.save_id.encode()
 
 
-#: The last saves of this process.
-recall = Recall()
-os.register_at_fork(after_in_child=recall.forget)
+def look_up_plan(shards: Sequence[ShardedBase], saver: SaveStrategy, comm: Comm, *, validate: bool) -> PlanLookup:
+    """Look whether this rank has a plan for these shards; it asks no other rank.
+
+    Args:
+        shards: The rank's, before anything is checked.
+        saver: The strategy that saves them.
+        comm: The ranks that save.
+        validate: Whether only a plan will do whose shards were found to fit together.
+
+    Returns:
+        The look-up, with or without a plan.
+    """
+    strategy_key = find_plan_cache_key(saver)
+    if strategy_key is None:
+        return PlanLookup()
+    key = (strategy_key, tuple(comm.members), comm.rank)
+    description = describe(shards)
+
+    def fits(cached: CachedPlan) -> bool:
+        return (cached.validated or not validate) and _same(cached.description, description)
+
+    return PlanLookup(key, description, saved_plans.find(key, fits))
+
+
+@dataclass(eq=False)
+class CachingSaveStrategy(AsyncSaveStrategy):
+    """A strategy with the plan cache before it: it replans where there is a plan, else it prepares and adds the plan.
+
+    Attributes:
+        strategy: Plans the save.
+        lookup: What the caches of all ranks have for the shards; after the planning, the plan that serves the next one.
+        replicas: Which ranks have which of the replicated shards.
+        given: The shards, to be compared with what is stored.
+        validated: Whether the shards of all ranks were found to fit together.
+    """
+
+    strategy: AsyncSaveStrategy
+    lookup: PlanLookup
+    replicas: Replicas
+    given: GivenShards
+    validated: bool
+
+    def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
+        """Collective: plan by the cached plan if there is one that serves, else anew."""
+        lookup = self.lookup
+        if lookup.cached is not None:
+            prepared = self.strategy.replan(lookup.cached.plan, shards, common, context)
+            if prepared is not None:
+                return prepared
+            shards = list(map(checked_copy, shards))  # where a plan is cached, they are the caller's own until here
+        prepared = self.strategy.prepare(shards, common, context)
+        lookup.cached = None
+        if prepared.plan is not None and lookup.description is not None and _is_lasting(lookup.description):
+            lookup.cached = CachedPlan(
+                lookup.description, context.save_id, self.validated, prepared.plan, self.replicas, self.given
+            )
+            saved_plans.add(lookup.key, lookup.cached)
+        return prepared
 
 
 def describe(shards: Sequence[ShardedBase]) -> Description | None:
@@ -175,7 +238,7 @@ def _columns(names: Iterable[str], shards: Sequence[ShardedBase]) -> Iterator[li
 def _same(one: Description, other: Description | None) -> bool:
     try:
         return one == other
-    except Exception:  # noqa: BLE001 - arrays do not say yes or no; they are not what is remembered
+    except Exception:  # noqa: BLE001 - arrays do not say yes or no; they are never what is cached
         return False
 
 
@@ -187,4 +250,13 @@ def _is_lasting(description: Description) -> bool:
     return all(issubclass(kind, _LASTING) for kind in kinds)
 
 
-__all__ = ["Description", "Recall", "Remembered", "Sighting", "describe", "recall"]
+__all__ = [
+    "CachedPlan",
+    "CachingSaveStrategy",
+    "Description",
+    "PlanCache",
+    "PlanLookup",
+    "describe",
+    "look_up_plan",
+    "saved_plans",
+]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.operation import Operation
-from shardckpt.engine.plan_cache import recall
+from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.transaction import Identity, commit_files
 from shardckpt.errors import UnknownBackendError
 from shardckpt.plugins import StrategyAction, parse_key
 from shardckpt.state_dict import checked_copy, nested_values, take_apart
-from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy, write_prepared
+from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.validation import (
     GivenShards,
     compare_common,
@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.distributed import Comm
-    from shardckpt.engine.plan_cache import Remembered, Sighting
+    from shardckpt.engine.plan_cache import PlanLookup
     from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedStateDict
     from shardckpt.plugins import PluginHost
     from shardckpt.storage import CheckpointWriter
-    from shardckpt.strategy import PlanContext, PreparedSave
-    from shardckpt.validation import Replicas
 
 
 @dataclass(frozen=True)
@@ -51,25 +49,20 @@ class CheckedState:
     """What is to be saved, by whom: taken apart, and checked across ranks.
 
     Attributes:
-        saver: The strategy.
+        saver: The strategy, with the plan cache before it where its plans are cached.
+        identity: What the checkpoint will say of itself.
         shards: This rank's.
         common: The state that is not sharded.
         given: The shards, to be compared with what the strategy stores.
-        sighting: Whether all ranks have saved these shards before.
-        replicas: Who has which of the replicated shards.
+        lookup: What the plan cache has for the shards; once the save is planned, its plan, if that is kept.
     """
 
     saver: SaveStrategy
+    identity: Identity
     shards: list[ShardedBase]
     common: CommonStateDict
     given: GivenShards
-    sighting: Sighting
-    replicas: Replicas
-
-    @property
-    def identity(self) -> Identity:
-        """What the checkpoint will say of itself."""
-        return Identity(self.saver.backend, self.saver.version, self.saver.reader)
+    lookup: PlanLookup
 
 
 def save_checkpoint(
@@ -82,7 +75,7 @@ def save_checkpoint(
 ) -> None:
     """Save; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
     operation = Operation("save", target, comm, host)
-    with operation.whole():
+    with operation.collective_span():
         state = check_state(sharded_state_dict, strategy, operation, options)
 
         def write(writer: CheckpointWriter, save_id: str) -> None:
@@ -93,11 +86,7 @@ def save_checkpoint(
                 allow_globals=options.allow_globals,
                 staging=writer.directory,
             )
-            if isinstance(state.saver, AsyncSaveStrategy) and state.sighting.who is not None:
-                prepared, _ = prepare_save(state, state.saver, context, validated=options.validate)
-                write_prepared(prepared, context)
-            else:
-                state.saver.save(state.shards, state.common, context)
+            state.saver.save(state.shards, state.common, context)
             state.given.compare(writer.shards, comm)
 
         commit_files(
@@ -129,16 +118,16 @@ def check_state(
         background: Whether it is to be saved in the background.
     """
     comm = operation.comm
-    with operation.step("preparing the state dict"):
+    with operation.local_phase("preparing the state dict"):
         saver = find_saver(strategy, operation.host)
         operation.dispatched(saver)
         nest, common = take_apart(sharded_state_dict)
         shards = list(nested_values(nest))
         if options.content_metadata is not None:
             common["content_metadata"] = options.content_metadata
-        sighting = recall.look(shards, saver, comm, validate=options.validate, background=background)
-        is_known = comm.agree(
-            sighting.mark(),
+        lookup = look_up_plan(shards, saver, comm, validate=options.validate)
+        is_cached = comm.agree(
+            lookup.save_id,
             strategy=(saver.backend, saver.version),
             strategy_class=f"{type(saver).__module__}.{type(saver).__qualname__}",
             async_sharded_save=background,
@@ -147,43 +136,24 @@ def check_state(
             overwrite=options.overwrite,
             verify_integrity=options.sha256,
         )
-        known = sighting.known if is_known else None
-        if known is None:  # what is done to copies never reaches the caller's
+        if not is_cached:
+            lookup.cached = None
+        cached = lookup.cached
+        if cached is None:  # what is done to copies never reaches the caller's
             shards = list(map(checked_copy, shards))
-        replicas = find_replicas(shards, comm) if known is None else known.replicas
+        replicas = find_replicas(shards, comm) if cached is None else cached.replicas
         shards = settle_replicas(shards, comm, compare=options.validate, replicas=replicas)
-    with comm.task("describing shards"):
-        given = GivenShards(describe_shards(shards), saver) if known is None else known.given
+    with comm.local_phase("describing shards"):
+        given = GivenShards(describe_shards(shards), saver) if cached is None else cached.given
     if options.validate:
-        with operation.step("validating"):
-            if known is None:
+        with operation.local_phase("validating"):
+            if cached is None:
                 validate_shards(shards, comm, given.described)
             compare_common(common, options.preprocess_common, comm)
-    return CheckedState(saver, shards, common, given, sighting._replace(known=known), replicas)
-
-
-def prepare_save(
-    state: CheckedState, saver: AsyncSaveStrategy, context: PlanContext, *, validated: bool
-) -> tuple[PreparedSave, Remembered | None]:
-    """A save that is planned, by the plan of an earlier one if there is one; and what is remembered of it.
-
-    Args:
-        state: What is to be saved.
-        saver: Its strategy.
-        context: With whom.
-        validated: Whether the shards of all ranks were found to fit together.
-    """
-    shards, known = state.shards, state.sighting.known
-    if known is not None:
-        prepared = known.again(shards, state.common, context)
-        if prepared is not None:
-            return prepared, known
-        shards = list(map(checked_copy, shards))  # the strategy's to keep
-    prepared = saver.prepare(shards, state.common, context)
-    kept = recall.keep(
-        state.sighting, context.save_id, prepared.again, state.replicas, state.given, validated=validated
-    )
-    return prepared, kept
+    identity = Identity(saver.backend, saver.version, saver.reader)
+    if lookup.key is not None and isinstance(saver, AsyncSaveStrategy):
+        saver = CachingSaveStrategy(saver, lookup, replicas, given, options.validate)
+    return CheckedState(saver, identity, shards, common, given, lookup)
 
 
 def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:
@@ -202,4 +172,4 @@ def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:
     raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {known}{host.faults_text()}")
 
 
-__all__ = ["CheckedState", "SaveOptions", "check_state", "find_saver", "prepare_save", "save_checkpoint"]
+__all__ = ["CheckedState", "SaveOptions", "check_state", "find_saver", "save_checkpoint"]

@@ -92,7 +92,7 @@ class Transaction:
         self.world_size = operation.comm.world_size
         self._upload: Upload | None = None
         try:
-            with operation.step("staging"):
+            with operation.local_phase("staging"):
                 if (remote := on_store(target)) is not None:
                     self._upload = Upload(remote.folder, MARKER_NAME)
                 if operation.comm.is_main:
@@ -115,13 +115,13 @@ class Transaction:
 
     def writer(self) -> CheckpointWriter:
         """A writer of this rank's files."""
-        with self.operation.comm.task("starting the file threads"):
+        with self.operation.comm.local_phase("starting the file threads"):
             rank, staging = self.operation.comm.rank, self.staging or Path()
             writer = CheckpointWriter(staging, rank, sha256=self.sha256, algorithm=self.algorithm)
         return writer
 
     def commit(self, writer: CheckpointWriter, before: Written | None = None, content: Any = None) -> None:
-        """Make the files of all ranks the checkpoint; it is one when the ranks settle next.
+        """Make the files of all ranks the checkpoint; it is one after the next sync of errors.
 
         Args:
             writer: Has written this rank's files; writes those that make them valid.
@@ -129,18 +129,18 @@ class Transaction:
             content: The caller's ``content_metadata``.
         """
         comm = self.operation.comm
-        with comm.task("looking at the files of this rank"):
+        with comm.local_phase("looking at the files of this rank"):
             added = writer.recorded_files()
         files = added if before is None else before.files + added
         sha256 = writer.sha256 if before is None else {**before.sha256, **writer.sha256}
         if self._upload is not None:
-            with self.operation.step("uploading"):
+            with self.operation.local_phase("uploading"):
                 self._upload.check([file.name for file in files])
                 self._upload.put([file.name for file in added])
             self._upload.hand_over()
         everyone = comm.gather(Written(files, sha256))
         self.operation.wrote(sum(file.size for file in files))
-        with self.operation.step("committing"):
+        with self.operation.local_phase("committing"):
             if comm.is_main:
                 _check_records([file for part in everyone for file in part.files])
                 self._write_markers(writer, everyone, content)
@@ -246,8 +246,8 @@ def commit_files(
     transaction = Transaction(operation, target, identity, overwrite=overwrite, sha256=sha256)
     try:
         with transaction.writer() as writer:
-            operation.comm.settle()  # ranks may meet in smaller groups now, and write for hours
-            with operation.step("writing"):
+            operation.comm.sync_errors()  # ranks may meet in smaller groups now, and write for hours
+            with operation.local_phase("writing"):
                 write(writer, transaction.save_id)
             transaction.commit(writer, content=content)
     except BaseException:

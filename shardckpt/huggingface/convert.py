@@ -98,7 +98,7 @@ def torch_save_to_dcp(
         CheckpointingException: any other failure; ``checkpoint_dir`` does not change.
     """
     comm = Comm()
-    with comm.phase("reading the file"):
+    with comm.collective_phase("reading the file"):
         state_dict = read_torch_file(Path(file))
         # all ranks have read the same file: their values need no comparison
         described = to_sharded_state_dict(state_dict, check_replicas=False)

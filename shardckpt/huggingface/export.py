@@ -20,7 +20,7 @@ from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, i
 from shardckpt.huggingface.planning import ExportOptions, ExportPlan, plan_export
 from shardckpt.huggingface.safetensors_file import SafetensorsFile
 from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
-from shardckpt.planning import deal
+from shardckpt.planning import assign_holders
 from shardckpt.plugins import host
 from shardckpt.storage import (
     create_staging,
@@ -79,8 +79,8 @@ def export_to_huggingface(
 
     The folder has ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` and ``model.safetensors.index.json``.
     Tensors are read and written in blocks: about 64 MiB of memory a rank at any size of tensors (``bin``: the largest
-    file). Every rank writes whole files, dealt by their bytes, so that more ranks than files are of no use. The folder
-    is whole at ``target`` when this returns, or nothing there has changed.
+    file). Every rank writes full files, balanced by bytes, so more ranks than files do not help. The folder
+    is complete at ``target`` when this returns; after an error, ``target`` has not changed.
 
     Objects, and tensors that the mapping leaves out, are not written; a warning names them.
 
@@ -111,7 +111,7 @@ def export_to_huggingface(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         source, folder = locate(checkpoint_dir, host()), locate_local(target, "export to")
         options = ExportOptions(
             prefix,
@@ -126,11 +126,11 @@ def export_to_huggingface(
 
     def attempt() -> ExportPlan:
         operation = Operation("export", folder, comm, host())
-        with operation.whole(), ExitStack() as stack:
-            with operation.step("opening the checkpoint"):
+        with operation.collective_span(), ExitStack() as stack:
+            with operation.local_phase("opening the checkpoint"):
                 checkpoint = stack.enter_context(open_checkpoint(source, Comm(alone=True), host(), LoadOptions()))
                 mine = _save_of(checkpoint)
-            with operation.step("planning the export"):
+            with operation.local_phase("planning the export"):
                 plan, save = comm.main_runs(
                     "planning the export", lambda: (plan_export(checkpoint.index(), options, str(source)), mine)
                 )
@@ -161,17 +161,17 @@ class _Export:
     def run(self, extra: Sequence[Path]) -> None:
         """Stage, write and commit; ``extra`` are files to copy."""
         try:
-            with self._operation.step("staging"):
+            with self._operation.local_phase("staging"):
                 if self._comm.is_main:
                     self._check_target()
                     clear_leftovers(self._target, _is_superseded, restore=self._overwrite)
                     self._staging = create_staging(self._target, new_save_id())
             staging = self._comm.broadcast(self._staging)
-            with self._operation.step("writing"):
+            with self._operation.local_phase("writing"):
                 self._write(staging)
                 self._checkpoint.context.reader.check_unchanged()  # before the commit: after it there is no way back
-            self._comm.settle()  # all have written
-            with self._operation.step("committing"):
+            self._comm.sync_errors()  # all have written
+            with self._operation.local_phase("committing"):
                 if self._comm.is_main:
                     self._finish(extra)
         except BaseException:
@@ -189,7 +189,7 @@ class _Export:
         """Write this rank's files."""
         everyone = tuple(range(self._comm.world_size))
         sizes = [sum(tensor.nbytes for tensor in tensors) for _, tensors in self._plan.files]
-        writers = deal([everyone] * len(sizes), sizes)
+        writers = assign_holders([everyone] * len(sizes), sizes)
         mine = [file for file, rank in zip(self._plan.files, writers, strict=True) if rank == self._comm.rank]
         if self._plan.file_format != SAFETENSORS:
             for name, tensors in mine:

@@ -73,19 +73,19 @@ def load_from_huggingface(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.task("reading the arguments"):
+    with comm.local_phase("reading the arguments"):
         names = find_mapping(mapping)
 
     def attempt() -> Any:
-        with comm.task("reading the arguments"):
+        with comm.local_phase("reading the arguments"):
             path = locate(folder, host())
         operation = Operation("load", path, comm, host())
-        with operation.whole():
-            with operation.step("opening the folder"):
+        with operation.collective_span():
+            with operation.local_phase("opening the folder"):
                 place = open_directory(path)
-            with operation.step("reading the headers"):
+            with operation.local_phase("reading the headers"):
                 found = comm.main_runs("reading the headers", lambda: read_folder(place))
-            with operation.step("preparing the state dict"):
+            with operation.local_phase("preparing the state dict"):
                 check_same(place, found)
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, LoadTemplate(sharded_state_dict).shards)
                 if strict:

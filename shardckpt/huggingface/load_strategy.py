@@ -80,12 +80,12 @@ class HuggingFaceLoadStrategy(LoadStrategy):
             The tensors of the shards, in order.
         """
         tensors = [shard for shard in wanted if isinstance(shard, ShardedTensor)]
-        with context.comm.phase("planning the load"):
+        with context.comm.collective_phase("planning the load"):
             filled = [_with_memory(shard) for shard in tensors]
             once = {_memory_key(shard): shard for shard in reversed(filled)}  # the first of tied ones
             reads = [read for shard in once.values() for read in self._reads(shard)]
         # nothing is written into the shards before every rank has planned without an error
-        with context.comm.phase("reading shards"):
+        with context.comm.collective_phase("reading shards"):
             _zero_partial(filled)
             reader = context.reader
             synchronize_devices(read.target for read in reads)

@@ -84,7 +84,7 @@ class ShardedState:
 
     def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Save, and leave Accelerate nothing of it: the list of weights is emptied, as its documentation asks."""
-        with Comm().task("describing the accelerator's models"):
+        with Comm().local_phase("describing the accelerator's models"):
             state = self._describe(models)
         dist_checkpointing.save(state, Path(output_dir, FOLDER), self._strategy, overwrite=True)
         weights.clear()
@@ -94,10 +94,10 @@ class ShardedState:
     def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
         """Load, and leave Accelerate nothing to load."""
         comm = Comm()
-        with comm.task("describing the accelerator's models"):
+        with comm.local_phase("describing the accelerator's models"):
             state = self._describe(models)
         loaded = dist_checkpointing.load(state, Path(input_dir, FOLDER))
-        with comm.phase("handing back the accelerator's models"):
+        with comm.collective_phase("handing back the accelerator's models"):
             load_into(loaded, _as_one(models), *self._optimizers())
         models.clear()
         self._withhold()

@@ -209,7 +209,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         Comm().main_runs("looking at the checkpoint", lambda: _check_content(path))
         wanted = {_STATE: describe_object(None, _STATE, "unchecked")}
         loaded = dist_checkpointing.load(wanted, path, allow_globals=self._allow_globals)
-        with Comm().phase("making a folder to resume from"):
+        with Comm().collective_phase("making a folder to resume from"):
             folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
             TrainerState(**loaded[_STATE]).save_to_json(str(folder / TRAINER_STATE_NAME))
             safetensors.torch.save_file({}, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})

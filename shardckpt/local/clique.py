@@ -28,7 +28,7 @@ class CliqueReplication:
 
     def __init__(self, jump: int, factor: int, process_group: ProcessGroup | None = None) -> None:
         comm = Comm(process_group)
-        with comm.phase("forming cliques"):
+        with comm.collective_phase("forming cliques"):
             comm.agree(jump=jump, factor=factor)
             _check(jump, factor, comm.world_size)
         self.jump = jump

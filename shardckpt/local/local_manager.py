@@ -16,9 +16,9 @@ from shardckpt.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardckpt.local.carrier import Route, carry
-from shardckpt.local.census import Census
+from shardckpt.local.inventory import Inventory
 from shardckpt.local.local_checkpoint import load_local, save_local
+from shardckpt.local.part_transfer import Route, transfer_parts
 from shardckpt.local.parts import PartFolder, PartId, SaveId
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 
@@ -64,7 +64,7 @@ class LocalCheckpointManager:
         allow_globals: Iterable[Any] = (),
     ) -> None:
         comm = Comm(process_group)
-        with comm.phase("opening local checkpoints"):
+        with comm.collective_phase("opening local checkpoints"):
             _check(replication, keep, comm)
             self._folder = PartFolder(locate_local(root, "keep local checkpoints on"))
         self._replication = replication
@@ -85,15 +85,15 @@ class LocalCheckpointManager:
             CheckpointingException: the same on every rank; the steps that were there are there.
         """
         comm = Comm(self._group)
-        with comm.task("saving a local checkpoint"):
+        with comm.local_phase("saving a local checkpoint"):
             _check_state(state)
             _check_step(step)
             comm.agree(step=step)
-            listing, census = self._look(comm)
-            self._clear(listing, census)
-            save = SaveId(step, comm.broadcast(_stamp(step, census)), comm.world_size)
+            listing, inventory = self._look(comm)
+            self._clear(listing, inventory)
+            save = SaveId(step, comm.broadcast(_stamp(step, inventory)), comm.world_size)
             self._write(state, save, comm)
-            self._remove(listing, census.superseded(save, self._keep))
+            self._remove(listing, inventory.superseded(save, self._keep))
 
     def find_latest(self) -> int | None:
         """The newest step of which every rank's part is on some rank's disk; None if there is none.
@@ -101,9 +101,9 @@ class LocalCheckpointManager:
         Files are looked at, not read; what is damaged or incomplete does not count, and is named in a warning.
         """
         comm = Comm(self._group)
-        _, census = self._look(comm)
-        self._warn(census, comm)
-        latest = census.latest()
+        _, inventory = self._look(comm)
+        self._warn(inventory, comm)
+        latest = inventory.latest()
         return None if latest is None else latest.step
 
     def load(self, step: int | None = None) -> TensorAwareStateDict:
@@ -120,29 +120,29 @@ class LocalCheckpointManager:
             CorruptCheckpointError: all copies of a part are damaged.
         """
         comm = Comm(self._group)
-        with comm.task("loading a local checkpoint"):
+        with comm.local_phase("loading a local checkpoint"):
             comm.agree(step=step)
-            _, census = self._look(comm)
-            self._warn(census, comm)
-            with comm.phase("choosing a step"):
-                saves = census.loadable(step)
-            return self._load_first(saves, census, comm)
+            _, inventory = self._look(comm)
+            self._warn(inventory, comm)
+            with comm.collective_phase("choosing a step"):
+                saves = inventory.loadable(step)
+            return self._load_first(saves, inventory, comm)
 
-    def _look(self, comm: Comm) -> tuple[Listing, Census]:
-        with comm.task("listing local checkpoints"):
+    def _look(self, comm: Comm) -> tuple[Listing, Inventory]:
+        with comm.local_phase("listing local checkpoints"):
             listing = self._folder.look()
-        return listing, Census(comm.all_gather(listing.parts))
+        return listing, Inventory(comm.all_gather(listing.parts))
 
-    def _warn(self, census: Census, comm: Comm) -> None:
+    def _warn(self, inventory: Inventory, comm: Comm) -> None:
         if comm.is_main:
-            for text in census.complaints():
+            for text in inventory.complaints():
                 logger.warning("local checkpoints: %s", text)
 
-    def _clear(self, listing: Listing, census: Census) -> None:
+    def _clear(self, listing: Listing, inventory: Inventory) -> None:
         """Make room: what saves that did not end have left is of no use where there is a complete one."""
         self._folder.clear(listing.leftovers)
-        if census.complete:  # else a disk may be missing that is found again
-            self._remove(listing, set(census.saves) - set(census.complete))
+        if inventory.complete:  # else a disk may be missing that is found again
+            self._remove(listing, set(inventory.saves) - set(inventory.complete))
 
     def _remove(self, listing: Listing, saves: Container[SaveId]) -> None:
         self._folder.remove(part for part in listing.parts if part.save in saves)
@@ -151,7 +151,7 @@ class LocalCheckpointManager:
         """Save the parts and the copies; nothing of them stays if that fails."""
         mine, routes = PartId(save, comm.rank), self._copies(save)
         try:
-            with comm.phase("saving this rank's part"):
+            with comm.collective_phase("saving this rank's part"):
                 save_local(state, self._folder.path(mine), allow_globals=self._allow_globals)
             if routes:
                 self._replicate(routes, comm)
@@ -162,10 +162,10 @@ class LocalCheckpointManager:
             raise
 
     def _replicate(self, routes: list[Route], comm: Comm) -> None:
-        with comm.phase("looking at the disks of cliques"):
+        with comm.collective_phase("looking at the disks of cliques"):
             self._check_apart([route for route in routes if route.target == comm.rank])
-        faults = carry(routes, self._folder, comm)
-        with comm.task("copying parts to other disks"):
+        faults = transfer_parts(routes, self._folder, comm)
+        with comm.local_phase("copying parts to other disks"):
             if faults:
                 raise StorageError("not all parts were copied: " + "; ".join(dict.fromkeys(faults.values())))
 
@@ -191,11 +191,11 @@ class LocalCheckpointManager:
             if other != rank
         ]
 
-    def _load_first(self, saves: list[SaveId], census: Census, comm: Comm) -> TensorAwareStateDict:
+    def _load_first(self, saves: list[SaveId], inventory: Inventory, comm: Comm) -> TensorAwareStateDict:
         """The first of the saves that loads."""
         reasons = []
         for save in saves:
-            state, why = self._load(save, census, comm)
+            state, why = self._load(save, inventory, comm)
             if state is not None:
                 return state
             reasons.append(f"step {save.step} cannot be loaded: {why}")
@@ -205,9 +205,9 @@ class LocalCheckpointManager:
             "; ".join(reasons) + "; load the last global checkpoint with dist_checkpointing.load()"
         )
 
-    def _load(self, save: SaveId, census: Census, comm: Comm) -> tuple[TensorAwareStateDict | None, str]:
+    def _load(self, save: SaveId, inventory: Inventory, comm: Comm) -> tuple[TensorAwareStateDict | None, str]:
         """Every rank's part, from wherever it is whole; else why not, the same on every rank."""
-        sources = {rank: census.others(PartId(save, rank)) for rank in range(comm.world_size)}
+        sources = {rank: inventory.others(PartId(save, rank)) for rank in range(comm.world_size)}
         state, fault = self._read(PartId(save, comm.rank))
         while True:
             lacking = {rank: why for rank, why in enumerate(comm.all_gather(fault)) if why}
@@ -217,7 +217,7 @@ class LocalCheckpointManager:
             if not lacking:
                 return state, ""
             routes = [Route(PartId(save, rank), sources[rank].pop(0), rank) for rank in lacking]
-            failed = carry(routes, self._folder, comm)
+            failed = transfer_parts(routes, self._folder, comm)
             if fault:
                 state, fault = self._fetched(next(r for r in routes if r.target == comm.rank), fault, failed)
 
@@ -261,9 +261,11 @@ def _check_step(step: int) -> None:
         raise CheckpointingException(f"step={step!r}: expected a whole number from 0 on")
 
 
-def _stamp(step: int, census: Census) -> int:
+def _stamp(step: int, inventory: Inventory) -> int:
     """Later than that of any other save of the step, whatever the clock says."""
-    return max(time.time_ns(), *(save.stamp + 1 for save in (*census.saves, *census.foreign) if save.step == step), 0)
+    return max(
+        time.time_ns(), *(save.stamp + 1 for save in (*inventory.saves, *inventory.foreign) if save.step == step), 0
+    )
 
 
 __all__ = ["LocalCheckpointManager"]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.distributed import Comm
 from shardckpt.engine import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException, KeyMismatchError
-from shardckpt.local.holdings import check_exchange, deal_shards, drop_others, fetch_shards, shard_id
+from shardckpt.local.memory_shards import fetch_shards, keep_share
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.planning import check_dtypes, check_shapes
+from shardckpt.parallel import check_algorithm
+from shardckpt.planning import check_dtypes, check_shapes, shard_id
 from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_for_save
 from shardckpt.tensors import fill
 from shardckpt.validation import (
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from shardckpt.local.memory_shards import KeptShards
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
-    from shardckpt.parallel import ShardDistribution
 
 _ALGORITHMS = ("fully_parallel", "atomic")
 
@@ -62,16 +63,16 @@ class TensorAwareStateDict:
         sharded_state_dict: ShardedStateDict,
         algo: str = "fully_parallel",
         parallelization_group: ProcessGroup | None = None,
-        cached_metadata: ShardDistribution | None = None,
-    ) -> tuple[TensorAwareStateDict, ShardDistribution | None]:
-        """Take this rank's part of a state dict; the argument stays, and its tensors are shared, not copied.
+        cached_metadata: KeptShards | None = None,
+    ) -> tuple[TensorAwareStateDict, KeptShards | None]:
+        """Collective: take this rank's part of a state dict; the argument stays, its tensors are shared, not copied.
 
         Args:
             sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.save`.
             algo: ``"fully_parallel"``: of the tensors that ranks of the group replicate each rank keeps its share.
                 ``"atomic"``: each rank keeps all of its own.
             parallelization_group: The ranks that hold copies of each other's shards; by default all.
-            cached_metadata: What this gave back last time: while no rank has other shards, nothing is dealt anew.
+            cached_metadata: What this gave back last time: while no rank has other shards, nothing is assigned anew.
 
         Returns:
             The part, and what to pass as ``cached_metadata`` next time (None for ``"atomic"``).
@@ -80,8 +81,8 @@ class TensorAwareStateDict:
             CheckpointingException: the same on every rank.
         """
         comm = Comm()
-        with comm.task("taking a state dict"):
-            with comm.phase("preparing the state dict"):
+        with comm.local_phase("taking a state dict"):
+            with comm.collective_phase("preparing the state dict"):
                 _check_algo(algo)
                 nest, common = split_for_save(sharded_state_dict)
                 _check_filled(nest)
@@ -91,11 +92,12 @@ class TensorAwareStateDict:
                 validate_shards(list(nested_values(nest)), comm)
             if algo == "atomic":
                 return cls(common, nest), None
-            comm.settle()
-            with comm.phase("dealing out the shards"), Comm(parallelization_group).phase("dealing out the shards"):
-                distribution = deal_shards(nest, parallelization_group, cached_metadata)
-                drop_others(nest, distribution, parallelization_group)
-            return cls(common, nest), distribution
+            comm.sync_errors()
+            with comm.collective_phase("assigning the shards"):
+                group = Comm(parallelization_group)
+                with group.collective_phase("assigning the shards"):
+                    kept = keep_share(list(_tensors_of(nest)), group, cached_metadata)
+            return cls(common, nest), kept
 
     def to_state_dict(
         self,
@@ -109,7 +111,7 @@ class TensorAwareStateDict:
         *,
         allow_dtype_cast: bool = False,
     ) -> Any:
-        """The state dict again, of the form that is asked for; all ranks call it.
+        """Collective: return the state dict again, of the form that is asked for.
 
         Shards must be cut as they were when this was made: nothing is resharded.
 
@@ -132,11 +134,11 @@ class TensorAwareStateDict:
             self._check_tensors("to_state_dict")
             return dict_list_map_outplace(lambda leaf: leaf, self.common)
         comm = Comm()
-        with comm.task("giving a state dict back"):
-            with comm.phase("preparing the state dict"):
+        with comm.local_phase("giving a state dict back"):
+            with comm.collective_phase("preparing the state dict"):
                 self._check_tensors("to_state_dict")
                 _check_algo(algo)
-                check_exchange(exchange_algo)
+                check_algorithm(exchange_algo)
                 template, mode = _checked_template(sharded_state_dict), parse_strict_flag(strict)
             template.shards = settle_replicas(template.shards, comm, compare=False)
             if validate_access_integrity:
@@ -146,15 +148,15 @@ class TensorAwareStateDict:
             wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
             mismatch = compare_keys(wanted, kept_keys, mode, comm)
             available = [shard for shard in wanted if stored_key(shard) not in mismatch.unexpected]
-            with comm.phase("comparing shapes"):
+            with comm.collective_phase("comparing shapes"):
                 described = list(self._described_tensors())
                 check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in described})
                 check_dtypes(available, {shard.key: shard.dtype for shard in described}, allow_cast=allow_dtype_cast)
-            with comm.phase("collecting shards"):
+            with comm.collective_phase("collecting shards"):
                 group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
-                with group.phase("collecting shards"):
+                with group.collective_phase("collecting shards"):
                     collected = self._collected(available, group, exchange_algo)
-            with comm.phase("assembling the state dict"):
+            with comm.collective_phase("assembling the state dict"):
                 found = iter([_delivered(shard, collected) for shard in available])
                 values = [
                     MISSING if number in left_out or stored_key(shard) in mismatch.unexpected else next(found)
@@ -237,12 +239,12 @@ class TensorAwareStateDict:
                 shard.data = shard.data.to(home, non_blocking=non_blocking)
 
     def _collected(self, wanted: Sequence[ShardedBase], group: Comm, algorithm: str) -> dict[Any, Any]:
-        """The values of wanted shards: of tensors by their ids, of objects by their unique keys."""
+        """Collective: return the values of wanted shards, and of all that this rank keeps, by shard id."""
         kept = {shard_id(shard): shard.data for shard in self._kept if shard.data is not None}
         tensors = {shard_id(shard): shard for shard in wanted if isinstance(shard, ShardedTensor)}
         lacking = {shard: tensor for shard, tensor in tensors.items() if shard not in kept}
         objects = {
-            leaf.unique_key: leaf.data
+            shard_id(leaf): leaf.data
             for leaf in nested_values(self.sharded_state_dict)
             if isinstance(leaf, ShardedObject)
         }
@@ -285,7 +287,7 @@ def _check_filled(nest: ShardedStateDict) -> None:
 def _delivered(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
     """A wanted value, in the caller's own tensor where there is one."""
     if not isinstance(shard, ShardedTensor):
-        return _object(stored_key(shard), collected)
+        return _object(shard, collected)
     value: torch.Tensor = collected[shard_id(shard)]
     if shard.data is None:
         return value.to(shard.dtype)
@@ -294,10 +296,12 @@ def _delivered(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
     return shard.data
 
 
-def _object(key: str, collected: dict[Any, Any]) -> Any:
-    if key not in collected:
-        raise KeyMismatchError(f"object {key!r} is not among what this rank keeps: it was not there when it was made")
-    return collected[key]
+def _object(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
+    if shard_id(shard) not in collected:
+        raise KeyMismatchError(
+            f"object {stored_key(shard)!r} is not among what this rank keeps: it was not there when it was made"
+        )
+    return collected[shard_id(shard)]
 
 
 __all__ = ["TensorAwareStateDict"]

@@ -39,7 +39,7 @@ def migrate_checkpoint(
 
 def _migrated(source: Path, target: Path, to: int | None, plugins: PluginHost) -> tuple[str, int, int]:
     operation = Operation("migrate", target, Comm(alone=True), plugins)
-    with operation.whole():
+    with operation.collective_span():
         place, manifest = hold_checkpoint(source, plugins)
         choices = plugins.registry.migrations(manifest.backend, manifest.version)
         chosen = next((m for m in choices if to in (None, m.to_version)), None)

@@ -59,10 +59,10 @@ class RemovalReport:
 def remove_keys(directory: Path, prefix: str, comm: Comm, host: PluginHost, *, dry_run: bool = False) -> RemovalReport:
     """Let the main rank do it; see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`."""
     operation = Operation("remove", directory, comm, host)
-    with operation.whole():
-        with operation.step("comparing the arguments"):
+    with operation.collective_span():
+        with operation.local_phase("comparing the arguments"):
             comm.agree(key_prefix=prefix, dry_run=dry_run)
-        with operation.step("removing keys"):
+        with operation.local_phase("removing keys"):
             report = comm.main_runs(
                 "removing keys",
                 lambda: retry_if_replaced(lambda: _remove(directory, prefix, operation, dry_run=dry_run), directory),

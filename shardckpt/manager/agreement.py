@@ -44,7 +44,7 @@ def agreed_step(
     if shared:
         return comm.main_runs("choosing the step", lambda: _choose(folder, step, without))
     if step != NEWEST:
-        with comm.phase("choosing the step"):
+        with comm.collective_phase("choosing the step"):
             _check(folder, step)
         return step
     return _newest_of_all(folder, comm, without)
@@ -82,7 +82,7 @@ def _newest(folder: StepFolder, without: Collection[int]) -> int | None:
 
 
 def _newest_of_all(folder: StepFolder, comm: Comm, without: Collection[int]) -> int | None:
-    with comm.task("looking for checkpoints on the disk of each rank"):
+    with comm.local_phase("looking for checkpoints on the disk of each rank"):
         found = {step: folder.look(step) for step in folder.steps() if step not in without}
         whole = {step for step, checkpoint in found.items() if checkpoint.error is None}
         for checkpoint in found.values():
@@ -93,7 +93,7 @@ def _newest_of_all(folder: StepFolder, comm: Comm, without: Collection[int]) -> 
     if comm.is_main:
         _warn_of_parts(folder, everyone, newest)
     damaged = comm.largest(sum(checkpoint.is_damaged for checkpoint in found.values()))[0]
-    with comm.phase("choosing the step"):
+    with comm.collective_phase("choosing the step"):
         if newest is None:
             _check_damage(folder, damaged + len(without))
         elif (refusal := found[newest].refusal) is not None:

@@ -57,7 +57,7 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
     comm = Comm()
     limit = getattr(training_args, "save_total_limit", None) or 0
     comm.agree(save_total_limit=limit, shared_file_system=shared_file_system)
-    with comm.phase("removing old checkpoints"):
+    with comm.collective_phase("removing old checkpoints"):
         if _limit(limit) and _removes(comm, shared_file_system):
             _clean(_folders(training_args), limit)
 

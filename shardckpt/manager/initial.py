@@ -43,10 +43,10 @@ def load_initial(
 
 def _load_weights(path: str, mapping: str | None, states: TrainingStates, process_group: ProcessGroup | None) -> None:
     comm = Comm(process_group)
-    with comm.task("describing the model"):
+    with comm.local_phase("describing the model"):
         wanted = states.describe([MODEL], comm)[MODEL]
     loaded = load_from_huggingface(wanted, path, mapping=mapping, prefix=f"{MODEL}.", process_group=process_group)
-    with comm.phase("handing back the model"):
+    with comm.collective_phase("handing back the model"):
         states.restore_model(loaded)
 
 

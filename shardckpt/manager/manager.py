@@ -92,14 +92,14 @@ class CheckpointManager:
         built_in = {RNG: PerRank(RandomState(), own_or_none)} if config.save_rng and RNG not in states else {}
         comm = Comm(process_group)
         self._world_size = comm.world_size
-        with comm.phase("looking at the states"):
+        with comm.collective_phase("looking at the states"):
             self._states = TrainingStates({**states, **built_in}, check_replicas=config.check_replicas)
             comm.agree(states=sorted(self._states.names), **config.stored())
         if fault_tolerance is not None:
             self._replica = Replica(fault_tolerance, config, self._states, process_group, allow_globals)
         if not config.enable_checkpoint:
             return
-        with comm.phase("looking at the configuration"):
+        with comm.collective_phase("looking at the configuration"):
             self._folder = StepFolder(config.folder, host())
             find_mapping(config.hf_mapping)
             if not config.load_only:
@@ -255,7 +255,7 @@ class CheckpointManager:
     def _begin_saving(self, allow_globals: tuple[Any, ...]) -> None:
         config = self.config
         comm = Comm(self._group)
-        with comm.phase("beginning to save checkpoints"):
+        with comm.collective_phase("beginning to save checkpoints"):
             if comm.is_main:
                 kept = (config.keep_latest_k, config.keep_every_n_steps, config.keep_best_k)
                 self._purger = Purger(self._folder, Retention(*kept, config.best_metric, config.best_mode))
@@ -344,7 +344,7 @@ class CheckpointManager:
     ) -> None:
         names = [MODEL] if model_only else [name for name in self._states.names if name not in self._elsewhere]
         comm = Comm(self._group)
-        with comm.task("describing the states"):
+        with comm.local_phase("describing the states"):
             state = self._states.describe(names, comm)
             if model_only:
                 state = with_dtype(state, parse_dtype(self.config.export_dtype))

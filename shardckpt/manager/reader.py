@@ -83,7 +83,7 @@ class StepReader:
                 f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or name "
                 "those that are to stay as they are in exclude_from_loading"
             ) from exc
-        with Comm(self._group).phase("handing back the states"):
+        with Comm(self._group).collective_phase("handing back the states"):
             self._states.restore(*fetched)
 
     def fetch(self, path: Path, *, model_only: bool = False) -> Fetched:
@@ -96,11 +96,11 @@ class StepReader:
             record = checkpoint.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}
             ranks = Ranks.of(comm, None if record is None else record.world_size)
-            with comm.task("choosing states"):
+            with comm.local_phase("choosing states"):
                 names = self._names(path, content.get(CONTENT_KEY) or {}, model_only)
                 wanted = self._states.wanted_objects(names, ranks)
             objects = _load(wanted, checkpoint, validate=False)
-            with comm.task("describing the states"):
+            with comm.local_phase("describing the states"):
                 wanted = self._states.wanted_tensors(names, objects)
             tensors = _load(wanted, checkpoint, validate=True)
         return Fetched(names, objects, tensors, ranks)

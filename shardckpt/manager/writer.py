@@ -74,7 +74,7 @@ class StepWriter:
             CheckpointingException: the same on every rank; nothing has changed at ``target``.
         """
         comm = Comm(self._group)
-        with comm.task("looking at the target"):
+        with comm.local_phase("looking at the target"):
             place = locate(target, host())
         if (remote := on_store(place)) is not None:
             comm.main_runs("making room on the store", functools.partial(_make_room, remote))

@@ -85,7 +85,7 @@ def load_sharded_optimizer_state_dict(
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
-    with comm.phase("reading the arguments"):
+    with comm.collective_phase("reading the arguments"):
         refuse_planner(planner)
         directory, params = locate(get_location(checkpoint_or_reader), host()), get_parameters(model_state_dict)
     comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored)
@@ -102,14 +102,14 @@ def _load(
     key: str, params: Mapping[str, torch.Tensor], checkpoint: OpenCheckpoint, *, shard_factored: bool
 ) -> StateDict:
     index, common = checkpoint.index(), checkpoint.common()
-    with checkpoint.operation.step("choosing the optimizer's state"):
+    with checkpoint.operation.local_phase("choosing the optimizer's state"):
         stored = find_stored_state(key, index, common)
         names = stored.parse_names(params)
     _report_unclaimed(stored, names, params, checkpoint.context.comm)
-    with checkpoint.operation.step("laying out the optimizer's state"):
+    with checkpoint.operation.local_phase("laying out the optimizer's state"):
         template = LoadTemplate(_load_template(stored, names, params, shard_factored=shard_factored))
     values = checkpoint.values(template.shards)
-    with checkpoint.operation.step("assembling the optimizer's state"):
+    with checkpoint.operation.local_phase("assembling the optimizer's state"):
         loaded = template.fill(values, {})
         found = {name: loaded.get(name, stored.entries[name]) for name in names}
         return _assemble(found, names, stored.groups, params)
@@ -141,7 +141,7 @@ def _report_unclaimed(
     state = [name for name in entries if name.startswith(f"{STATE}.")]
     if not unclaimed:
         return
-    with comm.phase("choosing the optimizer's state"):
+    with comm.collective_phase("choosing the optimizer's state"):
         if state and set(state) <= set(unclaimed):
             raise KeyMismatchError(
                 f"the state of no parameter of the model is stored: there are {listed(state)}; the model has "

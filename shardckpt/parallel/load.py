@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from shardckpt.distributed import Comm
+from shardckpt.engine import PlanCache
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel.plan_cache import PlanCache
-from shardckpt.parallel.transfers import ROUND_BYTES, Transfer, check_algorithm, exchange
-from shardckpt.planning import OBJECT_BYTES, deal, holders_by_shard
+from shardckpt.parallel.transfers import (
+    ROUND_BYTES,
+    Transfer,
+    check_algorithm,
+    choose_device,
+    exchange_shards,
+    is_plain,
+)
+from shardckpt.planning import assign_holders, find_holders, shard_id, shard_nbytes
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
 
 if TYPE_CHECKING:
@@ -28,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class _Want(NamedTuple):
-    """What a rank tells the others of a shard that it wants.
+    """What a rank announces of a shard that it wants.
 
     Attributes:
-        shard: What the same shard has in common on all ranks; a rank that must read for itself puts itself into it.
+        shard: The same on all ranks that can share what is read; else this rank's own.
         shape: Of the local tensor.
         dtype: Of the local tensor.
         nbytes: Its size.
@@ -46,34 +52,35 @@ class _Want(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Who reads what, and where it goes; shards are named by their numbers among the wanted.
+    """Who reads what, and where it goes. A position is that of a shard among those that this rank wants.
 
     Attributes:
-        reads: What this rank reads.
-        transfers: What ranks of the group send each other.
-        places: The shard that each transfer brings to or takes from this rank, None where it is no party.
-        twins: Shards that this rank wants a second time, each with the first.
+        reads: Positions of what this rank reads.
+        transfers: What ranks of the group send each other, by shard; the same on every rank.
+        positions: Where this rank has the shards that it sends or receives.
+        repeats: Positions of shards that this rank wants a second time, each with that of the first.
     """
 
     reads: list[int]
-    transfers: list[Transfer]
-    places: list[int | None]
-    twins: list[tuple[int, int]]
+    transfers: dict[Hashable, Transfer]
+    positions: dict[Hashable, int]
+    repeats: list[tuple[int, int]]
 
 
 class FullyParallelLoadStrategyWrapper(LoadStrategy):
     """Loads through another strategy, and reads from storage once what several ranks of a group want.
 
-    The shards are dealt by bytes to the ranks that want them; each goes from its reader to the others that want the
-    same shard in the same dtype, and to no one else. What is loaded is the same as without it. Every rank reads for
-    itself its objects, which are small, and destinations other than plain tensors (quantized ones, for example).
+    Each shard is assigned, balanced by bytes, to one of the ranks that want it, which reads it and sends it to the
+    others that want the same shard in the same dtype, and to no one else. What is loaded is the same as without it.
+    Every rank reads for itself its objects, which are small, and destinations other than plain tensors (quantized
+    ones, for example).
 
     Args:
         strategy: Reads the checkpoint.
         group: The ranks that share the reading (data parallel); by default all that load.
-        do_cache_distribution: Keep the deal for the next load with this instance; it is used as long as no rank of the
-            group wants anything else, which is checked each time, and spares the gathering of what all want.
-            (Megatron's ``pg_cache_path``, a deal from a file that nothing checks, is not taken.)
+        do_cache_distribution: Keep the assignment for the next load with this instance; it is used as long as no rank
+            of the group wants anything else, which is checked each time, and spares the gathering of what all want.
+            (Megatron's ``pg_cache_path``, an assignment from a file that nothing checks, is not taken.)
         exchange_algo: How shards travel. ``"broadcast"``: from rank to rank, or a true broadcast where the whole group
             wants a shard. ``"gather_rounds"``: all from rank to rank. ``"gather_object"``: as pickles, to all, for
             debugging. ``"direct"``: not at all, every rank reads what it wants.
@@ -96,11 +103,11 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         parallelization_group: ProcessGroup | None = None,
         round_bytes: int = ROUND_BYTES,
     ) -> None:
-        check_algorithm(exchange_algo)
+        check_algorithm(exchange_algo, from_storage=True)
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
         self._settings = (exchange_algo, round_bytes)
-        self._cache: PlanCache[_Plan] = PlanCache(enabled=do_cache_distribution)
+        self._cache: PlanCache[_Plan] = PlanCache(int(do_cache_distribution))
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reads = strategy.reads  # type: ignore[misc]
@@ -122,135 +129,105 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         return self._strategy.load_index(context)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Deal out the reading, read this rank's part, and exchange."""
-        with context.comm.phase("dealing out the reading"):
+        """Collective: assign the reading, read this rank's part, and exchange."""
+        with context.comm.collective_phase("assigning the reading"):
             group = context.comm if self._group is None else Comm(self._group)
-            with group.phase("dealing out the reading"):
+            with group.collective_phase("assigning the reading"):
                 plan = self._plan(wanted, group)
         values: list[Any] = [None] * len(wanted)
-        with context.comm.phase("reading this rank's part"):
+        with context.comm.collective_phase("reading this rank's part"):
             read = self._strategy.load([wanted[number] for number in plan.reads], context)
             for number, value in zip(plan.reads, read, strict=True):
                 values[number] = value
-        with context.comm.phase("sharing what was read"), group.phase("sharing what was read"):
+        with context.comm.collective_phase("sharing what was read"), group.collective_phase("sharing what was read"):
             self._share(wanted, values, plan, group)
         return values
 
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> _Plan:
-        with group.phase("listing what this rank wants"):
+        with group.collective_phase("listing what this rank wants"):
             wants = [_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
-        told = (self._settings, [] if self._settings[0] == "direct" else wants)
-        return self._cache.get((self._settings, wants), group, lambda: _dealt(wants, group.all_gather(told), group))
+        announced = (self._settings, [] if self._settings[0] == "direct" else wants)
+        share = (self._settings, wants)
+        return self._cache.find_or_plan(share, group, lambda: _plan_together(wants, group.all_gather(announced), group))
 
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: _Plan, group: Comm) -> None:
-        with group.phase("preparing the exchange"):
-            for transfer, place in zip(plan.transfers, plan.places, strict=True):
-                if place is not None:
-                    shard = cast("ShardedTensor", wanted[place])
-                    is_reader = transfer.reader == group.rank
-                    values[place] = _checked(shard, values[place]) if is_reader else _memory(shard)
-            tensors = [None if place is None else values[place] for place in plan.places]
-        algorithm, round_bytes = self._settings
-        if plan.transfers:
-            exchange(plan.transfers, tensors, group, algorithm, round_bytes)
-        with group.phase("copying shards that are wanted twice"):
-            for number, first in plan.twins:
-                values[number] = _copied(wanted[number], values[first])
+        """Collective: complete the values by what other ranks of the group have read."""
+        shards = {shard: cast("ShardedTensor", wanted[position]) for shard, position in plan.positions.items()}
+        with group.local_phase("checking what was read"):
+            for shard, position in plan.positions.items():
+                if plan.transfers[shard].source == group.rank:
+                    values[position] = _check_value(shards[shard], values[position])
+        loaded = {shard: values[position] for shard, position in plan.positions.items()}
+        received = exchange_shards(plan.transfers, loaded, shards, group, *self._settings)
+        for shard, value in received.items():
+            values[plan.positions[shard]] = value
+        with group.collective_phase("copying shards that are wanted twice"):
+            for position, first in plan.repeats:
+                values[position] = _copy_to(wanted[position], values[first])
 
 
 def _want(shard: ShardedBase, own: tuple[int, int]) -> _Want:
-    """A shard as the others need to know it; ``own`` stands for it if they cannot have the same."""
+    """Describe a shard for the other ranks; ``own`` stands for it if it cannot be shared with them."""
     if not isinstance(shard, ShardedTensor):
-        return _Want(own, (), torch.uint8, OBJECT_BYTES, "cpu")
-    shape, nbytes = shard.data_shape, math.prod(shard.data_shape) * shard.dtype.itemsize
-    if shard.data is not None and not _is_plain(shard.data):
-        return _Want(own, shape, shard.dtype, nbytes, "cpu")
+        return _Want(own, (), torch.uint8, shard_nbytes(shard), "cpu")
+    if shard.data is not None and not is_plain(shard.data):
+        return _Want(own, shard.data_shape, shard.dtype, shard_nbytes(shard), "cpu")
+    # all that decides what a load puts into the shard's memory
+    reading = (tuple(shard.global_shape), shard.prepend_axis_num, shard.allow_shape_mismatch, shard.dtype)
     device_type = "cpu" if shard.data is None else shard.data.device.type
-    return _Want(_identity(shard), shape, shard.dtype, nbytes, device_type)
+    return _Want((shard_id(shard), *reading), shard.data_shape, shard.dtype, shard_nbytes(shard), device_type)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is nothing but memory that can be filled."""
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    return (
-        type(tensor) in kinds
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-        and tensor.device.type != "meta"
-    )
-
-
-def _identity(shard: ShardedTensor) -> tuple[Any, ...]:
-    """All that decides what a load puts into the shard's memory."""
-    part = shard.flattened_range
-    return (
-        shard.key,
-        tuple(shard.global_shape),
-        tuple(shard.global_offset),
-        tuple(shard.local_shape),
-        None if part is None else (part.start, part.stop),
-        shard.prepend_axis_num,
-        shard.allow_shape_mismatch,
-        shard.dtype,
-    )
-
-
-def _dealt(mine: list[_Want], everyone: list[tuple[tuple[str, int], list[_Want]]], group: Comm) -> _Plan:
-    """The plan, from what this rank wants and what all have told each other."""
-    with group.phase("dealing out the reading"):
+def _plan_together(mine: list[_Want], everyone: list[tuple[tuple[str, int], list[_Want]]], group: Comm) -> _Plan:
+    """Collective: make the plan from what this rank wants, and what all ranks have announced."""
+    with group.collective_phase("assigning the reading"):
         for rank, (settings, _) in enumerate(everyone):
             if settings != everyone[0][0]:
                 raise CheckpointingException(
                     f"ranks disagree on exchange_algo and round_bytes: {everyone[0][0]} on rank 0, {settings} on rank "
                     f"{rank} of the group; pass the same on every rank"
                 )
-        plan = _plan_of(mine, [wants for _, wants in everyone], group)
+        plan = _make_plan(mine, [wants for _, wants in everyone], group)
     return plan
 
 
-def _plan_of(mine: list[_Want], everyone: list[list[_Want]], group: Comm) -> _Plan:
-    holders = holders_by_shard([want.shard for want in wants] for wants in everyone)
+def _make_plan(mine: list[_Want], everyone: list[list[_Want]], group: Comm) -> _Plan:
+    holders = find_holders([want.shard for want in wants] for wants in everyone)
     copies: dict[Hashable, list[_Want]] = {}
     for want in itertools.chain.from_iterable(everyone):
         copies.setdefault(want.shard, []).append(want)
     sizes = [copies[shard][0].nbytes for shard in holders]
-    readers = dict(zip(holders, deal(list(holders.values()), sizes), strict=True))
-    first = {want.shard: number for number, want in reversed(list(enumerate(mine)))}
-    shared = [shard for shard, ranks in holders.items() if len(ranks) > 1]
+    sources = dict(zip(holders, assign_holders(list(holders.values()), sizes), strict=True))
+    first = {want.shard: position for position, want in reversed(list(enumerate(mine)))}
+    transfers = {
+        shard: _plan_transfer(copies[shard], sources[shard], ranks, group)
+        for shard, ranks in holders.items()
+        if len(ranks) > 1
+    }
     return _Plan(
-        reads=sorted(number for shard, number in first.items() if readers.get(shard, group.rank) == group.rank),
-        transfers=[_transfer(copies[shard], readers[shard], holders[shard], group) for shard in shared],
-        places=[first.get(shard) for shard in shared],
-        twins=[(number, first[want.shard]) for number, want in enumerate(mine) if first[want.shard] != number],
+        reads=sorted(position for shard, position in first.items() if sources.get(shard, group.rank) == group.rank),
+        transfers=transfers,
+        positions={shard: first[shard] for shard in transfers if shard in first},
+        repeats=[(position, first[want.shard]) for position, want in enumerate(mine) if first[want.shard] != position],
     )
 
 
-def _transfer(copies: list[_Want], reader: int, ranks: tuple[int, ...], group: Comm) -> Transfer:
-    others = tuple(rank for rank in ranks if rank != reader)
-    return Transfer(copies[0].shape, copies[0].dtype, reader, others, _way({c.device_type for c in copies}, group))
+def _plan_transfer(copies: list[_Want], source: int, ranks: tuple[int, ...], group: Comm) -> Transfer:
+    targets = tuple(rank for rank in ranks if rank != source)
+    device_type = choose_device({copy.device_type for copy in copies}, group)
+    return Transfer(copies[0].shape, copies[0].dtype, source, targets, device_type)
 
 
-def _way(device_types: set[str], group: Comm) -> str:
-    """The kind of device over which a shard for such destinations goes."""
-    device_type = next(iter(device_types))
-    return device_type if len(device_types) == 1 and group.moves(device_type) else "cpu"
-
-
-def _checked(shard: ShardedTensor, value: Any) -> torch.Tensor:
-    """What the strategy has read, as the others expect it."""
+def _check_value(shard: ShardedTensor, value: Any) -> torch.Tensor:
+    """Return what the strategy has read in the shard's dtype; raise if it does not fit."""
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shard.data_shape:
         given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise PluginError(f"{shard.key!r}: the strategy gave {given}, not a tensor of shape {shard.data_shape}")
     return value.to(shard.dtype)
 
 
-def _memory(shard: ShardedTensor) -> torch.Tensor:
-    """Where a shard from another rank goes."""
-    return torch.empty(shard.data_shape, dtype=shard.dtype, device="cpu") if shard.data is None else shard.data
-
-
-def _copied(shard: ShardedBase, value: torch.Tensor) -> torch.Tensor:
-    """The same values in the shard's own memory."""
+def _copy_to(shard: ShardedBase, value: torch.Tensor) -> torch.Tensor:
+    """Copy values into the shard's own memory, or into new memory; return it."""
     if not isinstance(shard, ShardedTensor) or shard.data is None:
         return value.clone()
     shard.data.detach().copy_(value)

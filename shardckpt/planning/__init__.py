@@ -1,6 +1,5 @@
 """Arithmetic of shards: boxes in global coordinates, and whether they cover what they should."""
 
-from shardckpt.planning.balance import OBJECT_BYTES, deal, holders_by_shard
 from shardckpt.planning.box_overlaps import Overlaps, overlaps, rows_of
 from shardckpt.planning.boxes import Box, FlatPart, Ints, flat_parts, intersect, part_view, shard_parts, whole_box
 from shardckpt.planning.coverage import Overlap, find_hole, find_overlap, find_uncovered
@@ -8,6 +7,16 @@ from shardckpt.planning.dtypes import Casts, casts_text, check_dtypes, is_exact,
 from shardckpt.planning.lookup import BoxFinder
 from shardckpt.planning.placements import Piece, Split, empty_box, local_shape, pieces
 from shardckpt.planning.shapes import check_shapes
+from shardckpt.planning.shard_copies import (
+    ShardCopy,
+    ShardId,
+    assign_holders,
+    assign_shards,
+    describe_copy,
+    find_holders,
+    shard_id,
+    shard_nbytes,
+)
 from shardckpt.planning.table import (
     LANES,
     PRIME,
@@ -29,7 +38,6 @@ from shardckpt.planning.table import (
 
 __all__ = [
     "LANES",
-    "OBJECT_BYTES",
     "PRIME",
     "Box",
     "BoxFinder",
@@ -40,22 +48,26 @@ __all__ = [
     "Overlap",
     "Overlaps",
     "Piece",
+    "ShardCopy",
+    "ShardId",
     "Split",
     "Table",
     "Whole",
+    "assign_holders",
+    "assign_shards",
     "casts_text",
     "check_dtypes",
     "check_shapes",
-    "deal",
+    "describe_copy",
     "distinct",
     "empty_box",
     "expected",
+    "find_holders",
     "find_hole",
     "find_overlap",
     "find_uncovered",
     "fingerprint",
     "flat_parts",
-    "holders_by_shard",
     "integers",
     "intersect",
     "is_exact",
@@ -70,6 +82,8 @@ __all__ = [
     "refuse_cast",
     "rows_of",
     "same",
+    "shard_id",
+    "shard_nbytes",
     "shard_parts",
     "spread",
     "weigh",

@@ -69,12 +69,12 @@ class GivenShards:
             PluginError: on every rank; it names the first shards that were given and not stored, or stored and not
                 given.
         """
-        with comm.task("summing up what was stored"):
+        with comm.local_phase("summing up what was stored"):
             difference = self._difference(recorded)
         if same(comm.total(*difference), [0] * LANES):
             return
         everyone = comm.gather((self.described[:2], _columns(recorded)))
-        with comm.phase("comparing what was stored with what was given"):
+        with comm.collective_phase("comparing what was stored with what was given"):
             if comm.is_main:
                 _refuse([given for given, _ in everyone], [stored for _, stored in everyone], self._strategy)
 

@@ -114,7 +114,7 @@ def compare_keys(
         ordered = sorted(have)
         wanted_by_any = comm.largest(*(key in mine for key in ordered))
         missing = frozenset(key for key, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted)
-    with comm.task("comparing keys"):
+    with comm.local_phase("comparing keys"):
         if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL) and (unexpected or missing):
             raise KeyMismatchError(mismatch_text(missing, unexpected))
         if strict is StrictHandling.ASSUME_OK_UNEXPECTED and unexpected:
@@ -138,7 +138,7 @@ def compare_common(
     """
     if comm.world_size == 1:
         return
-    with comm.task("preparing the common state"):
+    with comm.local_phase("preparing the common state"):
         mine = dict_list_map_outplace(lambda leaf: leaf, common)
         mine = mine if preprocess is None else preprocess(mine)
     if comm.all_alike(pickled(mine) or os.urandom(8)):

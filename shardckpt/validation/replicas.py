@@ -1,7 +1,7 @@
 """Which rank's copy of replicated shards is the main one, and whether the copies are the same.
 
-Ranks with the same shards find that out by one sum of a few bytes; only others tell what they have. Values are digested
-where several ranks have them, and not sent.
+Ranks with the same shards find that out by one sum of a few bytes; only others announce what they have. Values are
+digested where several ranks have them, and not sent.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTensor
+from shardckpt.planning import find_holders, shard_id
 from shardckpt.state_dict import diff
 from shardckpt.storage import CRC32, digest_function, preferred
 from shardckpt.tensors import dequantized, is_quantized, movable, plain_cpu, tensor_bytes
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from shardckpt.distributed import Comm
     from shardckpt.storage import Digest
 
-#: Says that two ranks mean the same shard, in as many bytes for any key.
-_Mark: TypeAlias = bytes
+#: A digest of a shard's id, of 16 bytes for any key.
+_ShortId: TypeAlias = bytes
 #: The different digests that ranks have of each shard's copies, with the ranks that have them.
-_Seen: TypeAlias = "Mapping[_Mark, Mapping[int, Collection[int]]]"
+_Seen: TypeAlias = "Mapping[_ShortId, Mapping[int, Collection[int]]]"
 
 #: Bytes that are taken from an accelerator at a time.
 _CHUNK = 16 << 20
@@ -44,46 +45,39 @@ _NOTHING = -(1 << 63) + 1
 _SAMPLES_AT_ONCE = 256
 
 
-class _Holders(NamedTuple):
-    """Of a shard: the lowest rank that has it, and whether others have it too."""
-
-    first: int
-    shared: bool
-
-
 class Replicas(NamedTuple):
-    """Which of a rank's shards are replicated, and who has them: found by their descriptions alone.
+    """Which of a rank's shards are replicated, and which ranks have them: found by their descriptions alone.
 
     Attributes:
-        marks: Of those shards, by their numbers.
-        holders: Who has them; None where no rank has any.
+        short_ids: Those of these shards, by their numbers.
+        holders: The ranks that have each of them, ascending; None where no rank has any.
     """
 
-    marks: dict[int, _Mark]
-    holders: dict[_Mark, _Holders] | None
+    short_ids: dict[int, _ShortId]
+    holders: dict[_ShortId, tuple[int, ...]] | None
 
 
 def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
-    """Who has which replicated shards.
+    """Collective: find out which ranks have which replicated shards.
 
     Args:
         shards: This rank's, factories built.
-        comm: The ranks that save or load together; all call it.
+        comm: The ranks that save or load together.
     """
-    with comm.task("listing replicated shards"):
-        marks = {number: _mark(shard) for number, shard in enumerate(shards) if _replicated(shard)}
-        ordered = sorted(marks.values())
-    return Replicas(marks, _find_holders(ordered, comm))
+    with comm.local_phase("listing replicated shards"):
+        short_ids = {number: _short_id(shard) for number, shard in enumerate(shards) if _replicated(shard)}
+        ordered = sorted(short_ids.values())
+    return Replicas(short_ids, _exchange_holders(ordered, comm))
 
 
 def settle_replicas(
     shards: Sequence[ShardedBase], comm: Comm, *, compare: bool, replicas: Replicas | None = None
 ) -> list[ShardedBase]:
-    """The shards with the replica ids of replicated ones decided: 0 on the lowest rank that has it, elsewhere 1.
+    """Collective: return the shards, replicated ones with replica id 0 on the lowest rank that has them, elsewhere 1.
 
     Args:
         shards: This rank's, factories built; they stay as they are, replicated ones are copied.
-        comm: The ranks that save or load together; all call it.
+        comm: The ranks that save or load together.
         compare: Whether copies must have the same values, unless they are ``"unchecked"``; of ``"sampled"`` tensors
             only most of a few elements.
         replicas: Which they are, where all ranks know that already.
@@ -91,15 +85,15 @@ def settle_replicas(
     Raises:
         ShardingError: on every rank, naming shards whose copies differ and the ranks that have them.
     """
-    marks, holders = replicas or find_replicas(shards, comm)
+    short_ids, holders = replicas or find_replicas(shards, comm)
     if holders is None:
         return list(shards)
     if compare:
-        mine = ((shards[number], mark) for number, mark in marks.items() if holders[mark].shared)
+        mine = ((shards[number], short_id) for number, short_id in short_ids.items() if len(holders[short_id]) > 1)
         _compare(sorted((pair for pair in mine if _is_compared(pair[0])), key=lambda pair: pair[1]), comm)
     settled = list(shards)
-    for number, mark in marks.items():
-        settled[number] = _settled(shards[number], holders[mark].first == comm.rank)
+    for number, short_id in short_ids.items():
+        settled[number] = _settled(shards[number], holders[short_id][0] == comm.rank)
     return settled
 
 
@@ -107,21 +101,16 @@ def _replicated(shard: ShardedBase) -> Replicated:
     return shard.replicated if isinstance(shard, (ShardedTensor, ShardedObject)) else False
 
 
-def _mark(shard: Any) -> _Mark:
-    place = (type(shard) is ShardedObject, shard.key, tuple(shard.global_offset), shard.replicated)
-    extent = tuple(shard.global_shape if isinstance(shard, ShardedObject) else shard.local_shape)
-    return hashlib.sha256(repr((place, extent)).encode()).digest()[:16]
+def _short_id(shard: Any) -> _ShortId:
+    return hashlib.sha256(repr((shard_id(shard), shard.replicated)).encode()).digest()[:16]
 
 
-def _find_holders(marks: list[_Mark], comm: Comm) -> dict[_Mark, _Holders] | None:
-    """Who has this rank's replicated shards; None where no rank has any."""
-    if comm.all_alike(b"".join(marks)):
-        return {mark: _Holders(0, comm.world_size > 1) for mark in marks} if marks else None
-    ranks = defaultdict(list)
-    for rank, theirs in enumerate(comm.all_gather(sorted(set(marks)))):
-        for mark in theirs:
-            ranks[mark].append(rank)
-    return {mark: _Holders(ranks[mark][0], len(ranks[mark]) > 1) for mark in marks}
+def _exchange_holders(short_ids: list[_ShortId], comm: Comm) -> dict[_ShortId, tuple[int, ...]] | None:
+    """Collective: return the ranks that have each of this rank's replicated shards; None where no rank has any."""
+    if comm.all_alike(b"".join(short_ids)):
+        return dict.fromkeys(short_ids, tuple(range(comm.world_size))) if short_ids else None
+    holders = find_holders(comm.all_gather(sorted(set(short_ids))))
+    return {short_id: holders[short_id] for short_id in short_ids}
 
 
 def _settled(shard: Any, is_main: bool) -> Any:
@@ -141,22 +130,28 @@ def _is_sampled(shard: Any) -> bool:
     return shard.data is not None and shard.data.layout == torch.strided and not shard.data.is_meta
 
 
-def _compare(shared: list[tuple[Any, _Mark]], comm: Comm) -> None:
-    """Raise on all ranks if copies differ; ``shared`` has this rank's of those that others have, too."""
+def _compare(shared: list[tuple[Any, _ShortId]], comm: Comm) -> None:
+    """Collective: raise on all ranks if copies differ; ``shared`` has this rank's shards that others have, too."""
     without_xxhash = comm.largest(preferred() == CRC32)[0]
-    with comm.task("comparing replicated shards"):
+    with comm.local_phase("comparing replicated shards"):
         digest = digest_function(CRC32 if without_xxhash else preferred())
-        sampled = [(shard, mark) for shard, mark in shared if _is_sampled(shard)]
-        samples = dict(zip((mark for _, mark in sampled), _samples([shard.data for shard, _ in sampled]), strict=True))
+        sampled = [(shard, short_id) for shard, short_id in shared if _is_sampled(shard)]
+        samples = dict(
+            zip((short_id for _, short_id in sampled), _samples([shard.data for shard, _ in sampled]), strict=True)
+        )
         mine = [(m, digest(tensor_bytes(samples[m])) if m in samples else _digest(s.data, digest)) for s, m in shared]
-    if comm.all_alike(b"".join(mark + value.to_bytes(8, "little") for mark, value in mine)):
+    if comm.all_alike(b"".join(short_id + value.to_bytes(8, "little") for short_id, value in mine)):
         return
     different = _different(comm.all_gather(mine))
     objects = {m: s.data for s, m in shared if m in different and isinstance(s, ShardedObject)}
     equal = _equal_objects(comm.all_gather(objects))  # the same values may be pickled in two ways
-    equal |= _mostly_equal({mark: sample for mark, sample in samples.items() if mark in different}, comm)
-    with comm.phase("comparing replicated shards"):
-        faults = {shard.key: (shard, different[mark]) for shard, mark in shared if mark in different.keys() - equal}
+    equal |= _mostly_equal({short_id: sample for short_id, sample in samples.items() if short_id in different}, comm)
+    with comm.collective_phase("comparing replicated shards"):
+        faults = {
+            shard.key: (shard, different[short_id])
+            for shard, short_id in shared
+            if short_id in different.keys() - equal
+        }
         _refuse(faults)
 
 
@@ -193,41 +188,43 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return bits >> 1 if width == torch.int64 else bits
 
 
-def _mostly_equal(samples: Mapping[_Mark, torch.Tensor], comm: Comm) -> set[_Mark]:
+def _mostly_equal(samples: Mapping[_ShortId, torch.Tensor], comm: Comm) -> set[_ShortId]:
     """Of the samples that differ between ranks, those of which at least half is the same; no rank sends its tensors."""
-    marks = sorted({mark for theirs in comm.all_gather(sorted(samples)) for mark in theirs})
+    ids = sorted({short_id for theirs in comm.all_gather(sorted(samples)) for short_id in theirs})
     equal = set()
-    for first in range(0, len(marks), _SAMPLES_AT_ONCE):
-        batch = marks[first : first + _SAMPLES_AT_ONCE]
-        bits = [samples[mark].tolist() if mark in samples else [] for mark in batch]
+    for first in range(0, len(ids), _SAMPLES_AT_ONCE):
+        batch = ids[first : first + _SAMPLES_AT_ONCE]
+        bits = [samples[short_id].tolist() if short_id in samples else [] for short_id in batch]
         padded = [value for values in bits for value in (*values, *[None] * (_SAMPLE - len(values)))]
         numbers = [_NOTHING if value is None else value for value in padded]
         negated = [_NOTHING if value is None else -value for value in padded]
         found = comm.largest(*numbers, *negated)
         largest, smallest = found[: len(numbers)], found[len(numbers) :]
-        for number, mark in enumerate(batch):
+        for number, short_id in enumerate(batch):
             place = slice(number * _SAMPLE, (number + 1) * _SAMPLE)
             pairs = [pair for pair in zip(largest[place], smallest[place], strict=True) if pair[0] != _NOTHING]
             if 2 * sum(high != -low for high, low in pairs) <= len(pairs):
-                equal.add(mark)
+                equal.add(short_id)
     return equal
 
 
-def _different(everyone: list[list[tuple[_Mark, int]]]) -> _Seen:
-    seen: dict[_Mark, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+def _different(everyone: list[list[tuple[_ShortId, int]]]) -> _Seen:
+    seen: dict[_ShortId, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, digests in enumerate(everyone):
-        for mark, value in digests:
-            seen[mark][value].append(rank)
-    return {mark: ranks for mark, ranks in seen.items() if len(ranks) > 1}
+        for short_id, value in digests:
+            seen[short_id][value].append(rank)
+    return {short_id: ranks for short_id, ranks in seen.items() if len(ranks) > 1}
 
 
-def _equal_objects(everyone: list[dict[_Mark, Any]]) -> set[_Mark]:
+def _equal_objects(everyone: list[dict[_ShortId, Any]]) -> set[_ShortId]:
     """Of objects whose pickles differ, those that are equal."""
     copies = defaultdict(list)
     for objects in everyone:
-        for mark, value in objects.items():
-            copies[mark].append(value)
-    return {mark for mark, values in copies.items() if not any(any(diff(values[0], other)) for other in values[1:])}
+        for short_id, value in objects.items():
+            copies[short_id].append(value)
+    return {
+        short_id for short_id, values in copies.items() if not any(any(diff(values[0], other)) for other in values[1:])
+    }
 
 
 def _refuse(faults: dict[str, tuple[Any, Mapping[int, Collection[int]]]]) -> None:

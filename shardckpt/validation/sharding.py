@@ -1,8 +1,8 @@
 """Whether the shards of all ranks fit together: they agree on what is global, and fill it exactly, each once.
 
-Every rank tells sums over its boxes, which are as many bytes for any number of shards (see
-:func:`shardckpt.planning.table.fingerprint`); ranks with the same keys tell them once. Only if something is wrong are
-the boxes of all ranks looked at, to name it.
+Every rank announces sums over its boxes, which are as many bytes for any number of shards (see
+:func:`shardckpt.planning.table.fingerprint`); of ranks with the same keys one announces them. Only if something is
+wrong are the boxes of all ranks compared, to name it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Described(NamedTuple):
 
 
 def validate_shards(shards: Sequence[ShardedBase], comm: Comm, described: Described | None = None) -> None:
-    """Check that the shards of all ranks describe every global tensor and object exactly once.
+    """Collective: check that the shards of all ranks describe every global tensor and object exactly once.
 
     Each shard by itself was checked before. Grids may be regular or not. Every rank raises the same error, with all
     faults found.
@@ -70,11 +70,11 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm, described: Descri
     Raises:
         ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
     """
-    with comm.task("describing shards"):
+    with comm.local_phase("describing shards"):
         wholes, _, weights, sums = described or describe_shards(shards)
     if not _fit(wholes, weights, sums, comm):
         everyone = comm.gather([_claim(shard) for shard in shards])
-        with comm.phase("checking the shards of all ranks"):
+        with comm.collective_phase("checking the shards of all ranks"):
             if comm.is_main:
                 _refuse(_find_faults(everyone))
 
@@ -85,9 +85,9 @@ def refuse_misfits(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> None:
 
 
 def _fit(wholes: list[Whole], weights: torch.Tensor, sums: list[int], comm: Comm) -> bool:
-    """Whether the boxes of all ranks add up to what they are parts of."""
-    mine = _marks(weights)
-    squares = [mark * mark % PRIME for mark in mine]
+    """Collective: return whether the boxes of all ranks add up to what they are parts of."""
+    mine = _digest(weights)
+    squares = [element * element % PRIME for element in mine]
     total = comm.total(*sums, *mine, *squares)
     if _all_equal(total[LANES : 2 * LANES], total[2 * LANES :], comm.world_size):
         return _agree(wholes) and same(total[:LANES], expected(wholes, weights))
@@ -95,7 +95,7 @@ def _fit(wholes: list[Whole], weights: torch.Tensor, sums: list[int], comm: Comm
     return bool(comm.largest(comm.is_main and _agree(known) and same(total[:LANES], expected(known, weigh(known))))[0])
 
 
-def _marks(weights: torch.Tensor) -> list[int]:
+def _digest(weights: torch.Tensor) -> list[int]:
     """Elements of the field, the same where ranks have the same wholes in the same order, and hardly ever else."""
     digest = hashlib.sha256(repr(weights.tolist()).encode()).digest()
     return [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
@@ -112,11 +112,11 @@ def _agree(wholes: list[Whole]) -> bool:
 
 
 def _everyones(wholes: list[Whole], mine: list[int], comm: Comm) -> list[Whole]:
-    """On the main rank, the wholes of all ranks; of ranks with the same ones, one tells them."""
+    """Collective: return, on the main rank, the wholes of all ranks; of ranks with the same ones one announces them."""
     everyone = comm.gather(tuple(mine))
-    speakers = comm.broadcast({marks: rank for rank, marks in reversed(list(enumerate(everyone)))})
-    told = comm.gather_some(wholes, given=speakers[tuple(mine)] == comm.rank)
-    return list(dict.fromkeys(whole for part in told for whole in part))
+    speakers = comm.broadcast({digest: rank for rank, digest in reversed(list(enumerate(everyone)))})
+    announced = comm.gather_some(wholes, given=speakers[tuple(mine)] == comm.rank)
+    return list(dict.fromkeys(whole for part in announced for whole in part))
 
 
 def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> Described:

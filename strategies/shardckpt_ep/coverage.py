@@ -53,7 +53,7 @@ def check_experts(shards: Sequence[ShardedBase], expert_dims: Mapping[str, int],
         validate_shards(shards, comm)
     except ShardingError as generic:
         everyone = comm.gather([_claim(shard, expert_dims) for shard in shards])
-        with comm.phase("checking the experts of all ranks"):
+        with comm.collective_phase("checking the experts of all ranks"):
             if comm.is_main:
                 refuse_faults(everyone)
         raise generic from None

@@ -40,7 +40,7 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Check the experts, then read as (torch_dist, 1) does."""
-        with context.comm.phase("comparing experts with their layouts"):
+        with context.comm.collective_phase("comparing experts with their layouts"):
             for shard in wanted:
                 if isinstance(shard, ShardedTensor):
                     self._experts.check_described(shard)

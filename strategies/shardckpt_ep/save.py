@@ -33,7 +33,7 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
     backend = "ep"
     version = 1
     reader = "shardckpt 0.1, torch 2.6"
-    recalled = True
+    caches_plan = True
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
         self._has_layouts = bool(layouts)
 
     @property
-    def plans_like(self) -> Hashable:
+    def plan_cache_key(self) -> Hashable:
         """What (torch_dist, 1) plans by, and whose layouts the experts were compared with."""
-        return super().plans_like, self if self._has_layouts else self._sections
+        return super().plan_cache_key, self if self._has_layouts else self._sections
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
         """Check the experts, then plan as (torch_dist, 1) does."""
-        with context.comm.phase("comparing experts with their layouts"):
+        with context.comm.collective_phase("comparing experts with their layouts"):
             for shard in shards:
                 if isinstance(shard, ShardedTensor):
                     self._experts.check_described(shard)

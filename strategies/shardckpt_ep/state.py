@@ -60,7 +60,7 @@ def expert_sharded_state_dict(
             layout; a layout without a tensor, or with one of another shape.
     """
     comm = Comm(process_group)
-    with comm.phase("describing experts"):
+    with comm.collective_phase("describing experts"):
         describer = _Describer(Experts(layouts, sections, is_expert), prefix, compared=check_replicas)
         state = describer.described(state_dict, "")
         describer.check_complete()

@@ -41,12 +41,12 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Plan, and once every rank has a sound plan, read into the destinations."""
         index = read_index(context.reader)
-        with context.comm.task("planning the load"):
+        with context.comm.local_phase("planning the load"):
             plan = LoadPlan(wanted, index, context.reader, context.allow_globals)
         if not context.comm.all_alike(index.save.encode()):  # all have planned, too
-            with context.comm.task("comparing the metadata that the ranks have read"):
+            with context.comm.local_phase("comparing the metadata that the ranks have read"):
                 raise replaced_error(context.reader.directory, "the ranks have read different metadata")
-        with context.comm.task("reading shards"):
+        with context.comm.local_phase("reading shards"):
             plan.read()
         return [_value(shard) for shard in wanted]
 

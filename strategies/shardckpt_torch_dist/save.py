@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.parallel import share_out
+from shardckpt.parallel import assign_main_replicas
 from shardckpt.storage import check_file_name, side_by_side
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.archive import pickled
@@ -35,7 +35,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     Args:
         backend: Must be ``torch_dist``: Megatron's callers name it.
         version: Must be 1.
-        keep_only_main_replica: Write the main replicas; False lets any holder of a copy write it, dealt out by bytes
+        keep_only_main_replica: Write the main replicas; False lets any holder of a copy write it, balanced by bytes
             over all ranks.
         thread_count: Files a rank, filled evenly. By default one; on a file system that is known to write through the
             page cache alone, as many as can be written at a time, of 32 MiB at least.
@@ -48,7 +48,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     backend = "torch_dist"
     version = 1
     reader = "shardckpt 0.1, Megatron-Core 0.9, torch 2.6"
-    recalled = True
+    caches_plan = True
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         self._hint = separation_hint
 
     @property
-    def plans_like(self) -> Hashable:
+    def plan_cache_key(self) -> Hashable:
         """All that the plan depends on besides the shards."""
         return type(self), self._main_only, self._files, self._hint
 
@@ -80,26 +80,39 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         """Plan together; objects and the common state are pickled here."""
         comm = context.comm
         if not self._main_only:
-            shards = share_out(shards, comm)
+            shards = assign_main_replicas(shards, comm)
         stored_common = _common(common, context)
-        with comm.task("planning"):
+        with comm.local_phase("planning"):
             items = local_items(shards)
-        with comm.task("pickling objects"):
+        with comm.local_phase("pickling objects"):
             archives = archives_of(items.objects, shards, context.allow_globals)
-        with comm.task("placing items in files"):
+        with comm.local_phase("placing items in files"):
             nbytes = sum(tensor.nbytes for tensor in items.tensors)
             files = _file_count(self._files, nbytes, context.staging)
             placed = place(items, archives, comm.rank, files, self._hint)
             local = local_plan(items, placed)
-        plan = _global_plan(local, comm)
+        stored = _global_plan(local, comm)
 
         work = replace(placed.work, tensors=[], archives={}, stored=local.stored)
-        made = Made(items.sources, items.objects, _lengths(archives), nbytes, files, self._files, work, plan)
-        return made.filled(items.tensors, archives, stored_common, context)
+        plan = SavePlan(items.sources, items.objects, _lengths(archives), nbytes, files, work, stored)
+        return plan.prepare(items.tensors, archives, stored_common, context)
+
+    def replan(
+        self, plan: SavePlan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> PreparedSave | None:
+        """Plan by an earlier plan; None if an object is longer or shorter now, or another number of files better."""
+        comm = context.comm
+        stored_common = _common(common, context)
+        with comm.local_phase("pickling objects"):
+            archives = archives_of(plan.objects, shards, context.allow_globals)
+            files = _file_count(self._files, plan.nbytes, context.staging)
+        if not comm.all_true(_lengths(archives) == plan.lengths and files == plan.files):
+            return None
+        return plan.prepare(tensors_of(plan.sources, shards), archives, stored_common, context)
 
 
-class Made(NamedTuple):
-    """A rank's part of a plan, for saves of shards with the same descriptions.
+class SavePlan(NamedTuple):
+    """A rank's part of a plan, for saves of shards with the same metadata.
 
     Attributes:
         sources: Where its tensors come from.
@@ -107,9 +120,8 @@ class Made(NamedTuple):
         lengths: Of their archives, in bytes.
         nbytes: Of the tensors.
         files: How many they go to.
-        asked: The caller's number of them.
         work: What to write, without values.
-        plan: On the main rank what all store.
+        stored: On the main rank, what all ranks store.
     """
 
     sources: list[Source]
@@ -117,29 +129,15 @@ class Made(NamedTuple):
     lengths: dict[str, int]
     nbytes: int
     files: int
-    asked: int | None
     work: SaveWork
-    plan: StoredIndex | None
+    stored: StoredIndex | None
 
-    def again(
-        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
-    ) -> PreparedSave | None:
-        """A save by this plan; None if an object is longer or shorter now, or another number of files better."""
-        comm = context.comm
-        stored_common = _common(common, context)
-        with comm.task("pickling objects"):
-            archives = archives_of(self.objects, shards, context.allow_globals)
-            files = _file_count(self.asked, self.nbytes, context.staging)
-        if not comm.all_true(_lengths(archives) == self.lengths and files == self.files):
-            return None
-        return self.filled(tensors_of(self.sources, shards), archives, stored_common, context)
-
-    def filled(
+    def prepare(
         self, tensors: list[torch.Tensor], archives: dict[str, bytes], stored_common: bytes, context: PlanContext
     ) -> PreparedSave:
-        """A save by this plan of some values."""
-        names = None if self.plan is None else Names(self.plan, context.save_id, stored_common)
-        return PreparedSave(replace(self.work, tensors=tensors, archives=archives, names=names), again=self.again)
+        """Return a save of these values by this plan."""
+        names = None if self.stored is None else Names(self.stored, context.save_id, stored_common)
+        return PreparedSave(replace(self.work, tensors=tensors, archives=archives, names=names), plan=self)
 
 
 def _file_count(asked: int | None, nbytes: int, directory: Path | None) -> int:
@@ -154,7 +152,7 @@ def _lengths(archives: dict[str, bytes]) -> dict[str, int]:
 
 def _common(common: CommonStateDict, context: PlanContext) -> bytes:
     """The common state's file, on the main rank."""
-    with context.comm.task("pickling the common state"):
+    with context.comm.local_phase("pickling the common state"):
         return pickled(common, "the common state", context.allow_globals) if context.comm.is_main else b""
 
 
@@ -162,7 +160,7 @@ def _global_plan(local: LocalPlan, comm: Comm) -> StoredIndex | None:
     """What all ranks store, on the main rank."""
     plans = comm.gather(local)
     plan = None
-    with comm.task("planning for all ranks"):
+    with comm.local_phase("planning for all ranks"):
         if comm.is_main:
             plan = merged(plans)
     return plan

@@ -33,6 +33,28 @@ def fail_with_a_cause() -> None:
         raise StorageError("__0_0.distcp cannot be written") from exc
 
 
+class BadCodeError(StorageError):
+    """A plugin's error, whose constructor takes other arguments."""
+
+    def __init__(self, code: int, *, path: str) -> None:
+        super().__init__(f"{path}: code {code}")
+        self.code = code
+
+
+def fail_like_a_plugin() -> None:
+    """An error that is the plugin's own."""
+    raise BadCodeError(7, path="f")
+
+
+def fail_like_nobody_else() -> None:
+    """An error whose class is only in the process that raises it."""
+
+    class LocalError(StorageError):
+        """Only here."""
+
+    raise LocalError("odd")
+
+
 def give_what_nobody_can_take() -> _OnlyHere:
     """A result that only the process that made it can rebuild."""
     return _OnlyHere(os.getpid())

@@ -47,6 +47,16 @@ def test_an_error_keeps_its_class_and_its_causes(worker: WorkerProcess) -> None:
     assert "OSError: disk on fire" in str(error.__cause__)
 
 
+def test_an_error_of_a_plugin_keeps_its_class(worker: WorkerProcess) -> None:
+    """A plugin's exception class arrives in the trainer as itself; one that only the process has is named."""
+    error = _outcome(worker, calls.fail_like_a_plugin)
+    assert isinstance(error, calls.BadCodeError)
+    assert (error.code, str(error)) == (7, f"in process {worker.pid}: f: code 7")
+    error = _outcome(worker, calls.fail_like_nobody_else)
+    assert isinstance(error, RankFailedError)
+    assert str(error) == f"in process {worker.pid}: LocalError: odd"
+
+
 def test_a_result_that_cannot_be_unpickled_ends_the_wait(worker: WorkerProcess) -> None:
     """A result that breaks in the trainer is that call's error; the next call works."""
     error = _outcome(worker, calls.give_what_nobody_can_take)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import signal
@@ -7,6 +8,7 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +24,6 @@ from shardckpt.mapping import ShardedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.ranks import RankPool
 
@@ -57,15 +58,15 @@ def test_values_of_any_size_are_gathered(ranks: RankPool, unit: int) -> None:
 
 def _fails(where: str) -> None:
     comm = Comm()
-    with comm.phase("outer"):
-        with comm.phase("first"):
+    with comm.collective_phase("outer"):
+        with comm.collective_phase("first"):
             if where == "own" and comm.rank == 1:
                 raise ShardingError("bad shard")
             if where == "foreign" and comm.rank >= 1:
                 raise ValueError(f"odd value {comm.rank}")
         if where == "between" and comm.rank == 2:
             raise ShardingError("outside of any inner phase")
-        with comm.phase("second"):
+        with comm.collective_phase("second"):
             pass
         comm.gather(1)
 
@@ -119,21 +120,21 @@ def test_one_process_needs_no_group() -> None:
     comm = Comm()
     assert (comm.rank, comm.world_size, comm.is_main) == (0, 1, True)
     assert (comm.gather(1), comm.all_gather(2), comm.broadcast(3), comm.main_runs("x", lambda: 4)) == ([1], [2], 3, 4)
-    with pytest.raises(RankFailedError, match="in 'step': KeyError"), comm.phase("step"):
+    with pytest.raises(RankFailedError, match="in 'step': KeyError"), comm.collective_phase("step"):
         raise KeyError("k")
-    with pytest.raises(ShardingError, match=r"^plain$"), comm.phase("step"):
+    with pytest.raises(ShardingError, match=r"^plain$"), comm.collective_phase("step"):
         raise ShardingError("plain")
 
 
-def _through_a_twin() -> list[int]:
+def _through_a_gloo_group() -> list[int]:
     accelerators_only = dist.new_group(backend="cuda:gloo")
     first, second = Comm(accelerators_only), Comm(accelerators_only)
     return first.all_gather(first.rank) + second.all_gather(second.rank)
 
 
-def test_a_group_for_accelerators_gets_a_twin_for_the_cpu(ranks: RankPool) -> None:
-    """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the verdicts."""
-    assert ranks.run(2, _through_a_twin) == [[0, 1, 0, 1]] * 2
+def test_a_group_for_accelerators_gets_a_gloo_group_for_the_cpu(ranks: RankPool) -> None:
+    """Where the caller's group moves no CPU tensors (NCCL), a gloo group of the same ranks carries the messages."""
+    assert ranks.run(2, _through_a_gloo_group) == [[0, 1, 0, 1]] * 2
 
 
 def _hands_out_what_cannot_be_pickled(how: str) -> None:
@@ -153,17 +154,17 @@ def test_a_value_that_cannot_travel_is_everyones_error(ranks: RankPool, how: str
 def _fails_in_a_smaller_group(how: str) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     outer = Comm()
-    with outer.phase("outer"):
+    with outer.collective_phase("outer"):
         inner = Comm(alone=True) if how == "alone" else Comm(halves[outer.rank // 2])
-        with inner.phase("inner"):
+        with inner.collective_phase("inner"):
             if outer.rank == 1:
                 raise ShardingError("bad shard")
     outer.gather(1)
 
 
 @pytest.mark.parametrize("how", ["alone", "half"])
-def test_an_error_settled_in_a_smaller_group_is_settled_again_in_the_larger(ranks: RankPool, how: str) -> None:
-    """A verdict of some ranks is no verdict of all: the others hear of it at once, and raise the same."""
+def test_an_error_of_a_smaller_group_is_shared_in_the_larger(ranks: RankPool, how: str) -> None:
+    """An error that some ranks share is not yet that of all: the others hear of it at once, and raise the same."""
     outcomes = ranks.outcomes(4, _fails_in_a_smaller_group, how)
     assert {outcome.kind for outcome in outcomes} == {"ShardingError"}
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -173,7 +174,7 @@ def test_an_error_settled_in_a_smaller_group_is_settled_again_in_the_larger(rank
 def _is_interrupted() -> list[int]:
     comm = Comm()
     try:
-        with comm.phase("step"):
+        with comm.collective_phase("step"):
             if comm.rank == 1:
                 raise KeyboardInterrupt
     except (KeyboardInterrupt, RankFailedError) as exc:
@@ -189,7 +190,7 @@ def test_an_interrupt_on_one_rank_is_heard_by_all(ranks: RankPool) -> None:
 def _is_interrupted_deep_inside() -> list[int]:
     comm = Comm()
     try:
-        with comm.task("operation"), comm.phase("step"), comm.task("part"):
+        with comm.local_phase("operation"), comm.collective_phase("step"), comm.local_phase("part"):
             if comm.rank == 1:
                 raise KeyboardInterrupt
     except (KeyboardInterrupt, RankFailedError) as exc:
@@ -198,7 +199,7 @@ def _is_interrupted_deep_inside() -> list[int]:
 
 
 def test_an_interrupt_is_told_once(ranks: RankPool) -> None:
-    """However deep in tasks and phases a rank is, the others hear of its end once, and wait for it no second time."""
+    """However deep in phases a rank is, the others hear of its end once, and wait for it no second time."""
     assert ranks.run(3, _is_interrupted_deep_inside) == [[False, 0, 1, 2], [True, 0, 1, 2], [False, 0, 1, 2]]
 
 
@@ -206,9 +207,9 @@ def _fails_on_the_way_out(who: int) -> list[Any]:
     comm = Comm()
 
     def operation() -> None:
-        with comm.task("operation"):
+        with comm.local_phase("operation"):
             try:
-                with comm.phase("step"):
+                with comm.collective_phase("step"):
                     if comm.rank == 1:
                         raise ShardingError("bad shard")
             finally:
@@ -216,7 +217,7 @@ def _fails_on_the_way_out(who: int) -> list[Any]:
                     raise OSError("and the disk is full")
 
     def next_operation() -> None:
-        with comm.phase("next"):
+        with comm.collective_phase("next"):
             if comm.rank == who:
                 raise ValueError("another")
 
@@ -232,20 +233,20 @@ def _error_of(operation: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_fails_after_the_verdict_is_told_to_no_one(ranks: RankPool, who: int) -> None:
+def test_what_fails_after_a_shared_error_is_not_reported(ranks: RankPool, who: int) -> None:
     """An error while a failed operation is cleaned up does not become the others' in what they do next."""
-    verdict, another = "rank 1, in 'step': bad shard", f"rank {who}, in 'next': ValueError: another"
-    assert ranks.run(2, _fails_on_the_way_out, who) == [[verdict, [0, 1], another]] * 2
+    shared, another = "rank 1, in 'step': bad shard", f"rank {who}, in 'next': ValueError: another"
+    assert ranks.run(2, _fails_on_the_way_out, who) == [[shared, [0, 1], another]] * 2
 
 
 def _fails_after_an_interrupt() -> str:
     comm = Comm()
-    with suppress(KeyboardInterrupt, RankFailedError), comm.phase("first"):
+    with suppress(KeyboardInterrupt, RankFailedError), comm.collective_phase("first"):
         if comm.rank == 1:
             raise KeyboardInterrupt
 
     def second() -> None:
-        with comm.phase("second"):
+        with comm.collective_phase("second"):
             if comm.rank == 1:
                 raise ValueError("odd value")
 
@@ -257,14 +258,14 @@ def test_after_an_interrupt_errors_are_told_again(ranks: RankPool) -> None:
     assert ranks.run(2, _fails_after_an_interrupt) == ["rank 1, in 'second': ValueError: odd value"] * 2
 
 
-def _fails_in_a_task(then: str) -> int:
+def _fails_in_a_local_phase(then: str) -> int:
     comm = Comm()
-    with comm.task("alone"):
+    with comm.local_phase("alone"):
         if comm.rank == 1:
             raise ShardingError("bad shard")
-    done = 1  # the others go on, until they settle
+    done = 1  # the others go on, until they sync errors
     calls = {
-        "phase": lambda: _phase(comm),
+        "collective_phase": lambda: _phase(comm),
         "agree": lambda: comm.agree(value=1),
         "largest": lambda: comm.largest(1),
         "many": lambda: comm.largest(1, 2, 3),
@@ -275,21 +276,21 @@ def _fails_in_a_task(then: str) -> int:
         "main_runs": lambda: comm.main_runs("x", lambda: 1),
         "exchange": lambda: comm.exchange([], []),
         "broadcast_tensors": lambda: comm.broadcast_tensors([]),
-        "settle": comm.settle,
+        "sync_errors": comm.sync_errors,
     }
     calls[then]()
     return done
 
 
 def _phase(comm: Comm) -> None:
-    with comm.phase("together"):
+    with comm.collective_phase("together"):
         pass
 
 
 @pytest.mark.parametrize(
     "then",
     [
-        "phase",
+        "collective_phase",
         "agree",
         "largest",
         "many",
@@ -300,12 +301,12 @@ def _phase(comm: Comm) -> None:
         "main_runs",
         "exchange",
         "broadcast_tensors",
-        "settle",
+        "sync_errors",
     ],
 )
-def test_an_error_in_a_task_is_everyones_in_what_follows(ranks: RankPool, then: str) -> None:
+def test_an_error_in_a_local_phase_is_everyones_in_what_follows(ranks: RankPool, then: str) -> None:
     """Whatever the ranks do together next, they do not do it, and raise the error of the one that has failed."""
-    outcomes = ranks.outcomes(3, _fails_in_a_task, then)
+    outcomes = ranks.outcomes(3, _fails_in_a_local_phase, then)
     assert [outcome.kind for outcome in outcomes] == ["ShardingError"] * 3
     assert {outcome.message for outcome in outcomes} == {"rank 1, in 'alone': bad shard"}
 
@@ -393,7 +394,7 @@ def _after_the_end(path: str) -> str:
     comm = Comm()
     dist.destroy_process_group()
     try:
-        comm.settle()
+        comm.sync_errors()
     except CommunicationError as exc:
         return str(exc)
     finally:
@@ -412,13 +413,13 @@ def _waits_and_is_interrupted(who: int) -> list[Any]:
     comm, before = Comm(), signal.signal(signal.SIGINT, signal.default_int_handler)
     heard: list[Any] = []
     try:
-        with comm.task("waiting"):
+        with comm.local_phase("waiting"):
             if rank == who:
                 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             if rank == slow:
                 time.sleep(1)
-            comm.settle()
-        comm.settle()
+            comm.sync_errors()
+        comm.sync_errors()
     except (KeyboardInterrupt, RankFailedError) as exc:
         heard.append(type(exc).__name__)
     finally:
@@ -488,7 +489,7 @@ def _sends_in_every_way(folder: str) -> list[int]:
             values = (comm.all_gather(comm.rank), comm.gather(comm.rank), comm.broadcast(7), comm.total(1))
             assert values == ([0, 1], [0, 1] if comm.is_main else [], 7, [2])
         comm_module._AT_ONCE, comm_module.BY_MAIN = kept
-        with suppress(CheckpointingException), comm.phase("failing"):
+        with suppress(CheckpointingException), comm.collective_phase("failing"):
             raise ShardingError("bad shard")
         LocalCheckpointManager(f"{folder}/{comm.rank}", CliqueReplication(1, 2)).save(part, 1)
     return [len(noted), sum(not tensor.untyped_storage().resizable() for tensor in noted)]
@@ -499,3 +500,27 @@ def test_messages_are_in_memory_of_torch(ranks: RankPool, tmp_path: Path) -> Non
     for count, foreign in ranks.run(2, _sends_in_every_way, str(tmp_path)):
         assert count > 40
         assert foreign == 0  # what torch has not allocated cannot be resized
+
+
+def test_what_is_collective_says_so() -> None:
+    """A function of the room that always reaches a collective says ``Collective:`` first, and no other does."""
+    nodes = [node for path in Path(comm_module.__file__).parent.glob("*.py") for node in ast.walk(_tree(path))]
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)}
+    for where_it_fails in ("local_phase", "_diagnosis"):
+        assert not _says_collective(functions.pop(where_it_fails))
+    collective = {"_call", "new_group", "diagnose"}
+    while found := {name for name, node in functions.items() if _attributes(node) & collective} - collective:
+        collective |= found
+    assert {name for name, node in functions.items() if _says_collective(node)} == collective & functions.keys()
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _says_collective(function: ast.FunctionDef) -> bool:
+    return (ast.get_docstring(function) or "").startswith("Collective: ")
+
+
+def _attributes(function: ast.FunctionDef) -> set[str]:
+    return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}

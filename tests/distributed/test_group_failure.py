@@ -92,7 +92,7 @@ def _twice(folder: str) -> list[object]:
         failure = GroupFailure(dist.group.WORLD)
         found.append(failure.is_announced())
         found.append(failure.abandon(Diagnosis(f"failure {len(found)}", (3,))).text)
-        comm.settle()
+        comm.sync_errors()
     return found
 
 

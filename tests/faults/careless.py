@@ -118,26 +118,21 @@ class DropsWork(TorchDistSaveShardedStrategy):
 class DropsAgain(TorchDistSaveShardedStrategy):
     """Writes everything the first time, and less by the same plan."""
 
-    recalled = True
+    caches_plan = True
 
     def __init__(self, key: str) -> None:
         super().__init__()
         self._key = key
 
     @property
-    def plans_like(self) -> Any:
+    def plan_cache_key(self) -> Any:
         """What is lost, too."""
         return type(self), self._key
 
-    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
-        """Plan."""
-        prepared = super().prepare(shards, common, context)
-        made: Any = prepared.again
-
-        def again(*args: Any) -> PreparedSave:
-            return _without(made(*args), self._key)
-
-        return replace(prepared, again=again)
+    def replan(self, plan: Any, shards: Any, common: Any, context: Any) -> PreparedSave | None:
+        """Plan by an earlier plan."""
+        prepared = super().replan(plan, shards, common, context)
+        return None if prepared is None else _without(prepared, self._key)
 
 
 def wrapped(make: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -289,7 +284,7 @@ class Careless(TorchDistSaveShardedStrategy):
         prepared = super().prepare(shards, common, context)
         rank, world = where()
         if rank < world - 1:
-            return replace(prepared, again=None)
+            return replace(prepared, plan=None)
         return PreparedSave(CarelessWork(**vars(prepared.work), misdeed=self._misdeed))
 
 

@@ -50,13 +50,13 @@ def _rank(folder: Path, scenario: Scenario, rank: int, world: int) -> None:
     if rank not in scenario["members"]:
         return
     comm = Comm(group)
-    comm.settle()
+    comm.sync_errors()
     time.sleep(scenario["delays"][rank])
     if rank == scenario["victim"] and scenario["how"] != "none":
         os.kill(os.getpid(), signal.SIGKILL if scenario["how"] == "kill" else signal.SIGSTOP)
     entered, outcome = time.monotonic(), ("", [])
     try:
-        with comm.phase("meeting"):
+        with comm.collective_phase("meeting"):
             if rank == scenario["victim"]:
                 comm._call(_fail)
     except CommunicationError as exc:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SIZES = (2, 3, 4)
 
 
-def one_verdict(attempts: list[Attempt]) -> Attempt:
+def one_error(attempts: list[Attempt]) -> Attempt:
     """The attempt of all ranks, after checking that they agree, left nothing behind, and then went on."""
     assert all(found.family for found in attempts), attempts
     assert len({(found.kind, found.message) for found in attempts}) == 1, attempts
@@ -139,7 +139,7 @@ def test_bad_state_on_one_rank(
     ranks: RankPool, tmp_path: Path, world: int, spoil: Any, kind: str, texts: list[str]
 ) -> None:
     """A state dict that is wrong on one rank is refused on all, with rank, phase and key, before a file is left."""
-    found = one_verdict(ranks.run(world, save_with, str(tmp_path), spoil))
+    found = one_error(ranks.run(world, save_with, str(tmp_path), spoil))
     assert found.kind == kind
     for text in texts:
         assert text.format(last=world - 1) in found.message
@@ -147,7 +147,7 @@ def test_bad_state_on_one_rank(
 
 def test_bad_shape_without_validation(ranks: RankPool, tmp_path: Path) -> None:
     """With validate_access_integrity=False a shape that is wrong on one rank is still one error on all."""
-    found = one_verdict(ranks.run(3, _save_unvalidated, str(tmp_path)))
+    found = one_error(ranks.run(3, _save_unvalidated, str(tmp_path)))
     assert "rank 1, in " in found.message
 
 
@@ -180,7 +180,7 @@ def _save_with_limited_files(directory: str, victim: int) -> Attempt:
 def test_file_too_large_on_one_rank(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A write that the system cuts short on one rank ends the save on all, naming file, offset and reason."""
     victim = world - 1
-    found = one_verdict(ranks.run(world, _save_with_limited_files, str(tmp_path), victim))
+    found = one_error(ranks.run(world, _save_with_limited_files, str(tmp_path), victim))
     assert found.kind == "StorageError"
     for text in (f"rank {victim}, in 'writing shards'", f"__{victim}_0.distcp", "at offset 10000", "EFBIG"):
         assert text in found.message
@@ -194,7 +194,7 @@ def _fill(state: dict[str, Any], rank: int, world: int) -> None:
 def test_full_disk(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A disk that fills up in a save is one error on all ranks; its space is free again, and a smaller save fits."""
     with small_disk(tmp_path / "disk", "2m") as disk:
-        found = one_verdict(ranks.run(world, save_with, str(disk), _fill))
+        found = one_error(ranks.run(world, save_with, str(disk), _fill))
     assert found.kind == "StorageError"
     for text in ("in 'writing shards'", "_0.distcp", "No space left on device (ENOSPC)"):
         assert text in found.message
@@ -275,7 +275,7 @@ def _save_with_bad_setting(directory: str) -> Attempt:
 
 def test_bad_setting_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     """An environment variable that is wrong on one rank is one error on all, naming the variable."""
-    found = one_verdict(ranks.run(2, _save_with_bad_setting, str(tmp_path)))
+    found = one_error(ranks.run(2, _save_with_bad_setting, str(tmp_path)))
     assert "SHARDCKPT_IO_THREADS='many'" in found.message
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, NotACheckpointError
-from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, parts, pieces
-from shardckpt.local.carrier import Route, carry
+from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, chunks, parts
+from shardckpt.local.part_transfer import Route, transfer_parts
 from shardckpt.local.parts import PartFolder, PartId
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins.resolver import read_manifest
@@ -169,17 +169,17 @@ def test_it_works_without_a_process_group(tmp_path: Path) -> None:
         manager.load(1)
 
 
-def _in_small_pieces(function: Any, *args: Any) -> Any:
+def _in_small_chunks(function: Any, *args: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_BYTES", MIB + 12345)
+        patch.setattr(chunks, "CHUNK_BYTES", MIB + 12345)
         return function(*args)
 
 
 @pytest.mark.parametrize("cliques", [(1, 2), (1, 4)])
-def test_large_parts_travel_in_pieces(ranks: RankPool, tmp_path: Path, cliques: tuple[int, int]) -> None:
-    """Parts of many pieces, of another number on each rank, arrive as they were, at first and after a loss."""
+def test_large_parts_travel_in_chunks(ranks: RankPool, tmp_path: Path, cliques: tuple[int, int]) -> None:
+    """Parts of many chunks, of another number on each rank, arrive as they were, at first and after a loss."""
     sizes = 5 * MIB + 4 * 1001
-    ranks.run(4, _in_small_pieces, _save_uneven, str(tmp_path), cliques, sizes)
+    ranks.run(4, _in_small_chunks, _save_uneven, str(tmp_path), cliques, sizes)
     for rank in range(4):
         for copy in (tmp_path / f"node{rank}").iterdir():
             owner = PartId.parse(copy.name)
@@ -187,7 +187,7 @@ def test_large_parts_travel_in_pieces(ranks: RankPool, tmp_path: Path, cliques: 
             assert _contents(copy) == _contents(tmp_path / f"node{owner.rank}" / copy.name)
     before = _contents(_directory(tmp_path / "node2", 1, 2))
     shutil.rmtree(tmp_path / "node2")
-    ranks.run(4, _in_small_pieces, _load_uneven, str(tmp_path), cliques, sizes)
+    ranks.run(4, _in_small_chunks, _load_uneven, str(tmp_path), cliques, sizes)
     assert _contents(_directory(tmp_path / "node2", 1, 2)) == before
 
 
@@ -522,7 +522,7 @@ def _carried(base: str) -> tuple[dict[Route, str], list[tuple[int, int]]]:
     (mine,) = folder.look().parts
     save = mine.save
     routes = [Route(PartId(save, 0), 0, 1), Route(PartId(save, 1), 1, 0), Route(PartId(save, 9), 0, 1)]
-    faults = carry(routes, folder, Comm())
+    faults = transfer_parts(routes, folder, Comm())
     assert not folder.look().leftovers
     return faults, _names(base)
 

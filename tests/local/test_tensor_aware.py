@@ -22,7 +22,7 @@ from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTe
 from tests.names import METADATA
 
 if TYPE_CHECKING:
-    from shardckpt.parallel.distribution import ShardDistribution
+    from shardckpt.local.memory_shards import KeptShards
     from tests.ranks import Failure, RankPool
 
 MODES = ("atomic", "fully_parallel")
@@ -88,7 +88,7 @@ def _check(loaded: dict[str, Any], rank: int, world: int) -> None:
     assert loaded["nested"] == {"rank": rank, "empty": []}
 
 
-def _made(algo: str, **kwargs: Any) -> tuple[TensorAwareStateDict, ShardDistribution | None]:
+def _made(algo: str, **kwargs: Any) -> tuple[TensorAwareStateDict, KeptShards | None]:
     return TensorAwareStateDict.from_state_dict(_state(dist.get_rank(), dist.get_world_size()), algo, **kwargs)
 
 
@@ -143,9 +143,22 @@ def _cached() -> list[bool]:
     return [second is first, third is first]
 
 
-def test_a_deal_is_kept_while_no_rank_has_other_shards(ranks: RankPool) -> None:
-    """What is passed back as cached_metadata is used again, and dealt anew on all ranks as soon as one differs."""
+def test_an_assignment_is_kept_while_no_rank_has_other_shards(ranks: RankPool) -> None:
+    """What is passed back as cached_metadata is used again, and made anew on all ranks as soon as one differs."""
     assert ranks.run(4, _cached) == [[True, False]] * 4
+
+
+def _with_an_empty_shard() -> None:
+    rows = 2 * dist.get_rank()
+    shard = ShardedTensor("w", torch.full((rows, 3), 7.0), torch.float32, (rows, 3), (2, 3), (0, 0), None)
+    part, _ = TensorAwareStateDict.from_state_dict({"w": shard})
+    loaded = part.to_state_dict({"w": shard.without_data()}, algo="fully_parallel")
+    assert loaded["w"].tolist() == [[7.0] * 3] * rows
+
+
+def test_an_empty_shard_keeps_none_of_another(ranks: RankPool) -> None:
+    """A rank without rows, whose shard has another one's offset, is not taken for a holder of that one's rows."""
+    ranks.run(2, _with_an_empty_shard)
 
 
 def _hollow() -> None:
@@ -271,7 +284,7 @@ def test_shards_that_are_cut_otherwise_are_refused(ranks: RankPool) -> None:
 
 
 def test_arguments_are_checked() -> None:
-    """Unknown ways to deal and to exchange are named, and tensors without data cannot be kept."""
+    """Unknown ways to assign and to exchange are named, and tensors without data cannot be kept."""
     state = {"w": ShardedTensor.from_rank_offsets("w", _whole(1))}
     part, _ = TensorAwareStateDict.from_state_dict(state)
     with pytest.raises(CheckpointingException, match="no algo 'half'"):

@@ -355,7 +355,7 @@ def _careless(path: str, wrong: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 7), None], ids=["shape", "none"])
 def test_what_does_not_fit_is_not_sent(ranks: RankPool, checkpoint: str, wrong: Any) -> None:
-    """A strategy that gives the reader a tensor of another shape, or nothing, is an error on all ranks."""
+    """A strategy that gives the source a tensor of another shape, or nothing, is an error on all ranks."""
     outcomes = ranks.outcomes(4, _careless, checkpoint, wrong)
     assert {outcome.kind for outcome in outcomes} == {"PluginError"}
     assert len({outcome.message for outcome in outcomes}) == 1
@@ -439,8 +439,8 @@ def _again_and_again(path: str, cached: bool) -> tuple[list[int], list[list[str]
     return gathers, wrong, read
 
 
-def test_a_deal_is_kept_while_nothing_changes(ranks: RankPool, checkpoint: str) -> None:
-    """The same wants send no gather for a deal; as soon as one rank wants anything else all deal anew."""
+def test_an_assignment_is_kept_while_nothing_changes(ranks: RankPool, checkpoint: str) -> None:
+    """The same wants send no gather; as soon as one rank wants anything else all assign anew."""
     plain = ranks.run(4, _again_and_again, checkpoint, False)
     cached = ranks.run(4, _again_and_again, checkpoint, True)
     assert all(wrong == [[]] * 4 for _, wrong, _ in cached)

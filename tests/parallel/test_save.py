@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.distributed.comm import Comm
+from shardckpt.engine import PlanCache
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.parallel import FullyParallelSaveStrategyWrapper, share_out
-from shardckpt.parallel.plan_cache import PlanCache
+from shardckpt.parallel import FullyParallelSaveStrategyWrapper, assign_main_replicas
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,10 +85,10 @@ def test_errors_are_everyones_here_too(ranks: RankPool, tmp_path: Path) -> None:
 
 def _objects() -> int:
     shards = [ShardedObject("o", n, (8,), (n,), replica_id=dist.get_rank()) for n in range(8)]
-    return sum(is_main_replica(shard.replica_id) for shard in share_out(shards, Comm()))
+    return sum(is_main_replica(shard.replica_id) for shard in assign_main_replicas(shards, Comm()))
 
 
-def test_objects_are_dealt_too(ranks: RankPool) -> None:
+def test_objects_are_assigned_too(ranks: RankPool) -> None:
     """Objects of which all ranks have copies are not left to the main rank."""
     assert ranks.run(4, _objects) == [2, 2, 2, 2]
 
@@ -111,7 +111,7 @@ def _save_again_and_again(path: str) -> None:
 
 
 def test_a_changed_structure_is_saved_in_full(ranks: RankPool, tmp_path: Path) -> None:
-    """With a kept deal, what one rank has anew is in the checkpoint, and what all have is still there once."""
+    """With a kept assignment, what one rank has anew is in the checkpoint, and what all have is still there once."""
     ranks.run(4, _save_again_and_again, str(tmp_path))
     for number in range(5):
         ranks.run(4, _load, str(tmp_path / str(number)))
@@ -129,24 +129,24 @@ class _CountingComm(Comm):
 
 
 def _gathers() -> list[int]:
-    comm, cache = _CountingComm(), PlanCache[Any](enabled=True)
+    comm, cache = _CountingComm(), PlanCache[Any](1)
     counts = []
     for number in range(5):
         shards = [leaf for leaf in _with_extra(number).values() if isinstance(leaf, ShardedTensor)]
-        dealt = share_out(shards, comm, cache)
-        again = share_out(shards, Comm())
-        assert [shard.replica_id for shard in dealt] == [shard.replica_id for shard in again]
+        assigned = assign_main_replicas(shards, comm, cache)
+        again = assign_main_replicas(shards, Comm())
+        assert [shard.replica_id for shard in assigned] == [shard.replica_id for shard in again]
         counts.append(comm.gathers)
     return counts
 
 
 def test_an_unchanged_structure_is_not_gathered(ranks: RankPool) -> None:
-    """Saves of the same structure send no gather for a deal; any rank's change makes all deal anew."""
+    """Saves of the same structure send no gather; any rank's change makes all assign anew."""
     assert ranks.run(4, _gathers) == [[1, 1, 2, 3, 3]] * 4
 
 
 def test_megatrons_arguments_are_checked() -> None:
-    """Backend and version may be repeated, not changed; a deal from a file that nothing checks is not taken."""
+    """Backend and version may be repeated, not changed; an assignment from a file that nothing checks is not taken."""
     strategy = dc.get_default_save_sharded_strategy()
     same = FullyParallelSaveStrategyWrapper(strategy, None, False, strategy.backend, strategy.version)
     assert (same.backend, same.version) == (strategy.backend, strategy.version)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException
-from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange
+from shardckpt.mapping import ShardedTensor
+from shardckpt.parallel.transfers import Transfer, check_algorithm, exchange, exchange_shards
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -81,15 +82,15 @@ def _moves(algorithm: str, round_bytes: int) -> tuple[list[str], list[list[int]]
     kinds = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
     transfers, tensors, wanted = [], [], []
     for number, (shape, dtype) in enumerate(kinds):
-        reader = number % comm.world_size
-        others = [rank for rank in range(comm.world_size) if rank != reader]
-        consumers = tuple(others[: 1 + number % len(others)])
-        transfers.append(Transfer(shape, dtype, reader, consumers))
+        source = number % comm.world_size
+        others = [rank for rank in range(comm.world_size) if rank != source]
+        targets = tuple(others[: 1 + number % len(others)])
+        transfers.append(Transfer(shape, dtype, source, targets))
         content, layout = _content(shape, dtype), LAYOUTS[(number + comm.rank) % len(LAYOUTS)]
         tensor = None
-        if comm.rank == reader or comm.rank in consumers:
+        if comm.rank == source or comm.rank in targets:
             tensor = _destination(content, layout)
-        if comm.rank == reader:
+        if comm.rank == source:
             tensor.detach().copy_(content)
         tensors.append(tensor)
         wanted.append(content)
@@ -113,10 +114,10 @@ def test_all_kinds_of_tensors_arrive(ranks: RankPool, algorithm: str, round_byte
 def _receives(algorithm: str) -> tuple[int, int]:
     comm = CountingComm()
     routes = [(100, 0, (1, 2, 3)), (1000, 1, (2,)), (10, 0, (2, 3))]
-    transfers = [Transfer((size,), torch.int8, reader, consumers) for size, reader, consumers in routes]
+    transfers = [Transfer((size,), torch.int8, source, targets) for size, source, targets in routes]
     tensors = [
-        torch.full(transfer.shape, 1 if comm.rank == transfer.reader else 0, dtype=torch.int8)
-        if comm.rank in (transfer.reader, *transfer.consumers)
+        torch.full(transfer.shape, 1 if comm.rank == transfer.source else 0, dtype=torch.int8)
+        if comm.rank in (transfer.source, *transfer.targets)
         else None
         for transfer in transfers
     ]
@@ -157,6 +158,51 @@ def test_an_error_before_the_exchange_is_everyones(ranks: RankPool) -> None:
     outcomes = ranks.outcomes(2, _with_one_tensor_too_few)
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "rank 1, in 'exchanging shards'" in outcomes[0].message
+
+
+def _received(shape: tuple[int, ...] = (2, 3), source_dtype: torch.dtype = torch.float32) -> list[Any]:
+    """Whether what rank 1 receives is in the memory that was given: of the sent dtype, of another, none, quantized."""
+    comm = Comm()
+    data = {
+        "same": torch.nn.Parameter(torch.zeros(2, 3)),
+        "cast": torch.zeros(2, 3, dtype=torch.float64),
+        "none": None,
+        "quantized": torch.quantize_per_tensor(torch.zeros(2, 3), 1.0, 0, torch.qint8),
+    }
+    transfers = {name: Transfer((2, 3), torch.float32, 0, (1,)) for name in data}
+    loaded = {name: torch.full(shape, 3.0, dtype=source_dtype) for name in transfers} if comm.rank == 0 else {}
+    unloaded = {
+        name: ShardedTensor(
+            name, tensor, torch.float32 if tensor is None else tensor.dtype, (2, 3), (2, 3), (0, 0), None
+        )
+        for name, tensor in data.items()
+    }
+    received = exchange_shards(transfers, loaded, {} if comm.rank == 0 else unloaded, comm, "broadcast")
+    assert all(tensor.dtype == torch.float32 and bool((tensor == 3).all()) for tensor in received.values())
+    return [received[name] is data[name] for name in received]
+
+
+def test_plain_destinations_are_filled_in_place(ranks: RankPool) -> None:
+    """A shard arrives in its own memory where that is a plain tensor of the sent dtype, else in new memory."""
+    assert ranks.run(2, _received) == [[], [True, False, False, False]]
+
+
+@pytest.mark.parametrize("wrong", [((3, 2), torch.float32), ((2, 3), torch.float64)], ids=["shape", "dtype"])
+def test_what_was_not_agreed_on_is_not_sent(ranks: RankPool, wrong: tuple[Any, ...]) -> None:
+    """A source whose tensor has another shape or dtype than the transfer is the same error on all ranks."""
+    outcomes = ranks.outcomes(2, _received, *wrong)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "shard same is" in outcomes[0].message
+
+
+def test_what_a_target_lacks_or_has_otherwise_is_named() -> None:
+    """A rank that is to receive a shard, and has not described it or has another shape of it, says which."""
+    transfers = {"w": Transfer((3,), torch.float32, 1, (0,))}
+    with pytest.raises(CheckpointingException, match="shard w is not among the unloaded shards"):
+        exchange_shards(transfers, {}, {}, Comm(), "broadcast")
+    wanted = ShardedTensor("w", None, torch.float32, (2,), (2,), (0,), None)
+    with pytest.raises(CheckpointingException, match=r"shard w is \(2,\) torch.float32 on this rank"):
+        exchange_shards(transfers, {}, {"w": wanted}, Comm(), "broadcast")
 
 
 def test_algorithms_have_names() -> None:

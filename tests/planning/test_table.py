@@ -23,7 +23,7 @@ def _wholes(cuts: list[Cut]) -> list[Whole]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_boxes_that_fill_their_wholes_have_the_expected_sums(seed: int) -> None:
-    """However tensors of 0 to 4 axes are cut, and the boxes dealt out to ranks, the ranks' sums add up to those."""
+    """However tensors of 0 to 4 axes are cut, and the boxes spread over ranks, the ranks' sums add up to those."""
     rng = random.Random(seed)
     cuts = [random_cut(rng) for _ in range(rng.randint(0, 12))]
     wholes = _wholes(cuts)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.engine.plan_cache import recall
+from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import Record
 from shardckpt.mapping import ShardedObject, ShardedTensor
@@ -146,7 +146,7 @@ def test_any_replica_may_be_written(ranks: RankPool, tmp_path: Path) -> None:
 def _cached_saves(folder: str) -> list[int]:
     """Saves with one strategy: the same structure twice, then one that differs on one rank, then that again."""
     strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    recall.forget()
+    saved_plans.clear()
     counts = []
     for step, grown in enumerate((False, False, True, True, False)):
         state = _state(first=10.0 * step)
@@ -190,7 +190,7 @@ def test_whatever_changes_is_seen(tmp_path: Path, change: str) -> None:
     dc.save({"w": first}, tmp_path / "a", strategy)
     second = CHANGES[change](first)
     dc.save({"w": second}, tmp_path / "b", strategy)
-    recall.forget()
+    saved_plans.clear()
     dc.save({"w": second}, tmp_path / "c")
     cached, plain = dc.load_plain_tensors(tmp_path / "b"), dc.load_plain_tensors(tmp_path / "c")
     assert cached.keys() == plain.keys()
@@ -201,7 +201,7 @@ def _cached_in_the_background(folder: str) -> int:
     from shardckpt.async_save import AsyncCallsQueue
 
     strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    recall.forget()
+    saved_plans.clear()
     with Plans() as plans, AsyncCallsQueue() as queue:
         for step in range(4):
             request = dc.save(_state(first=10.0 * step), f"{folder}/{step}", strategy, async_sharded_save=True)

@@ -92,7 +92,7 @@ class OwnCheckpoints:
         if self._writer.busy:
             return
         names = list(self._states.per_rank)
-        with comm.task("describing the states of the replica's own"):
+        with comm.local_phase("describing the states of the replica's own"):
             state = self._states.describe(names, comm)
         self._loaded = {}
         content = {"step": step, "states": names, "model_only": False, "metrics": {}}
@@ -123,7 +123,7 @@ class OwnCheckpoints:
         base = next((each for each in reversed(found) if each <= step and self._fetch(each)), None)
         if comm.is_main and base != step and step:  # with step 0, a seed, nothing has been read yet
             self._warn(step, base)
-        with comm.phase("handing back the states of the replica's own"):
+        with comm.collective_phase("handing back the states of the replica's own"):
             self.go_to(step)
 
     def go_to(self, step: int) -> None:

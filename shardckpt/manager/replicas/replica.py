@@ -61,12 +61,12 @@ class Replica:
         self._group = process_group
         self._checkpoints: OwnCheckpoints | None = None
         comm = Comm(process_group)
-        with comm.phase("registering with the replica manager"):
+        with comm.collective_phase("registering with the replica manager"):
             _check_loader(states)
             self._healing = Healing(states)
             fault_tolerance.register(self._take, self._give)
         if self.own and config.enable_checkpoint:
-            with comm.phase("opening the replica's own folder"):
+            with comm.collective_phase("opening the replica's own folder"):
                 comm.agree(replica_id=fault_tolerance.replica_id)
                 folders = (
                     StepFolder(f"{config.folder}/{fault_tolerance.folder}", host()),
@@ -85,7 +85,7 @@ class Replica:
         comm = Comm(self._group)
         rank = comm.main_runs("asking which replicas take part", self._tolerance.manager.participating_rank)
         if due or self._healing.has_copies:
-            with comm.task("looking at the modules"):
+            with comm.local_phase("looking at the modules"):
                 self._healing.refresh()
         if rank is None:  # it has still to take over another's states, or is a spare: what it read was for nothing
             self.advance()
@@ -100,7 +100,7 @@ class Replica:
             step: Of the checkpoint that was loaded, if it is this training's.
         """
         self.step = step or 0
-        with Comm(self._group).phase("looking at the modules"):
+        with Comm(self._group).collective_phase("looking at the modules"):
             self._healing.refresh()
         if self._checkpoints is not None:
             self._checkpoints.load(step)

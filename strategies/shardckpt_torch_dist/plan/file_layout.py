@@ -1,4 +1,4 @@
-"""Where a rank's items go: dealt out to files by bytes, each at a place that is known before anything is written."""
+"""Where a rank's items go: balanced over files by bytes, each at a place that is known before anything is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.planning import deal
+from shardckpt.planning import assign_holders
 from shardckpt.tensors import page_place
 from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, fitted
 from shardckpt_torch_dist.dialects import Item
@@ -37,7 +37,7 @@ class Placed(NamedTuple):
 
 
 def place(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: int, hint: str | None) -> Placed:
-    """Deal the items out to ``count`` files; those whose keys begin with the hint to as many files of their own.
+    """Assign the items to ``count`` files; those whose keys begin with the hint to as many files of their own.
 
     Objects, of which there are archives by unique key, come first in a file, as Megatron has it.
     """
@@ -47,7 +47,7 @@ def place(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: in
     chosen = [""] * len(names)
     for prefix, numbers in _groups(names, hint):
         files = [f"{prefix}__{rank}_{n}.distcp" for n in range(count)]
-        bins = deal([tuple(range(count))] * len(numbers), [sizes[n] for n in numbers]) if count > 1 else None
+        bins = assign_holders([tuple(range(count))] * len(numbers), [sizes[n] for n in numbers]) if count > 1 else None
         for number, bucket in zip(numbers, bins or itertools.repeat(0), strict=False):
             chosen[number] = files[bucket]
     work = SaveWork([], items.tensors, keys, [], archives)

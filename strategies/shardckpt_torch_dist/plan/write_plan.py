@@ -1,4 +1,4 @@
-"""What one rank writes: its objects, pickled, and its tensors, dealt out to files."""
+"""What one rank writes: its objects, pickled, and its tensors, balanced over files."""
 
 from __future__ import annotations
 

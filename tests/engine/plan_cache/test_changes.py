@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.engine.plan_cache import recall
+from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
@@ -58,7 +58,7 @@ def test_whatever_changes_is_saved(tmp_path: Path, change: str) -> None:
     save({"w": before}, tmp_path / "a")
     second = {"w": CHANGES[change](before)}
     save(second, tmp_path / "b")
-    recall.forget()
+    saved_plans.clear()
     dc.save(second, tmp_path / "c")
     check(tmp_path / "b", dc.load_plain_tensors(tmp_path / "c"))
 
@@ -203,7 +203,7 @@ def test_what_was_not_validated_is_validated_when_asked(tmp_path: Path) -> None:
     whole = {"w": first()}
     for step, validate in enumerate((False, False, True, True)):
         save(whole, tmp_path / f"w{step}", validate_access_integrity=validate)
-    assert next(known.validated for known in recall._kept)
+    assert saved_plans._entries[0][1].validated
 
 
 def _first_part() -> ShardedTensor:

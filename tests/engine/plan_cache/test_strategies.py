@@ -1,4 +1,4 @@
-"""Which strategies are recalled: those whose class says so, as it is."""
+"""Of which strategies plans are cached: those whose own class says so, and nobody has changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
-from shardckpt.engine.plan_cache import recall
+from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt.planning.boxes import Box
@@ -99,30 +99,58 @@ class _Work:
 
 
 class _Popping(AsyncSaveStrategy):
-    """A third party's that may be recalled, and uses up its list of tensors while it writes."""
+    """A third party's that caches plans, and uses up its list of tensors while it writes."""
 
     backend = "torch_dist"
     version = 1
-    recalled = True
+    caches_plan = True
+
+    def __init__(self) -> None:
+        self.prepared = 0
 
     def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
-        return PreparedSave(_Work(shards), again=self.prepare)
+        self.prepared += 1
+        return PreparedSave(_Work(shards), plan="plan")
+
+    def replan(self, plan: Any, shards: Any, common: Any, context: Any) -> PreparedSave:
+        assert plan == "plan"
+        return PreparedSave(_Work(shards))
 
 
-def test_a_strategy_of_ones_own_may_be_recalled(tmp_path: Path, mode: str) -> None:
-    """Another's ``again`` is asked, and what its work does to its list of tensors is not seen by the next save."""
+def test_a_strategy_of_ones_own_may_cache_plans(tmp_path: Path, mode: str) -> None:
+    """Another's ``replan`` is asked, and what its work does to its list of tensors is not seen by the next save."""
     strategy = _Popping()
     for step in range(4):
         shards = {f"w{n}": tensor(f"w{n}", torch.full((3,), float(step + n))) for n in range(2)}
         save(shards, tmp_path / str(step), strategy)
         assert json.loads((tmp_path / str(step) / "sums").read_text()) == [3.0 * step + 3, 3.0 * step]
-    assert (recall._kept[0].layout is not None) == (mode == "background")
+    assert strategy.prepared == 1
+    assert (saved_plans._entries[0][1].layout is not None) == (mode == "background")
+
+
+class _NeverAgain(_Popping):
+    """A third party's that says that it caches plans, and cannot plan by one."""
+
+    caches_plan = True
+    replan = AsyncSaveStrategy.replan
+
+    def prepare(self, shards: Any, common: Any, context: Any) -> PreparedSave:
+        return super().prepare(_doubled(shards), common, context)
+
+
+def test_a_plan_that_does_not_serve_is_made_anew(tmp_path: Path) -> None:
+    """Where ``replan`` gives nothing, ``prepare`` is called, with shards that are not the caller's."""
+    strategy = _NeverAgain()
+    for step in range(3):
+        shard = tensor("w", torch.full((3,), float(step)))
+        save({"w": shard}, tmp_path / str(step), strategy)
+        assert json.loads((tmp_path / str(step) / "sums").read_text()) == [6.0 * step]
+        assert torch.equal(shard.data, torch.full((3,), float(step)))  # type: ignore[arg-type]
+    assert strategy.prepared == 3
 
 
 class _SavingItself(_Popping):
-    """One that may be recalled, and saves in a way of its own in the foreground."""
-
-    recalled = True
+    """One that saves in a way of its own in the foreground: its base's ``caches_plan`` is not for it."""
 
     def save(self, shards: Any, common: Any, context: Any) -> None:
         context.writer.write("own", b"own", keys=0)
@@ -166,7 +194,7 @@ def test_strategies_that_write_other_files_share_no_plan(tmp_path: Path) -> None
     assert made[0] == made[3] == ["__0_0.distcp"]
     assert made[1] == ["__0_0.distcp", "__0_1.distcp"]
     assert made[2] == ["__0_0.distcp", "w__0_0.distcp"]
-    keys = {TorchDistSaveShardedStrategy(**option).plans_like for option in options}
+    keys = {TorchDistSaveShardedStrategy(**option).plan_cache_key for option in options}
     assert len(keys) == 4
 
 
@@ -196,8 +224,8 @@ def test_ranks_with_different_classes_keep_in_step(ranks: RankPool, tmp_path: Pa
 
 def test_experts_are_compared_with_the_layouts_of_their_strategy() -> None:
     """Strategies of (ep, 1) with layouts share no plans: another's have not been compared with these shards."""
-    assert EPSaveStrategy().plans_like == EPSaveStrategy().plans_like
-    assert EPSaveStrategy(sections=("x",)).plans_like != EPSaveStrategy().plans_like
+    assert EPSaveStrategy().plan_cache_key == EPSaveStrategy().plan_cache_key
+    assert EPSaveStrategy(sections=("x",)).plan_cache_key != EPSaveStrategy().plan_cache_key
     layouts = {"experts.w1": ExpertLayout((4, 4), Box((2, 0), (2, 4)))}
-    assert EPSaveStrategy(layouts).plans_like != EPSaveStrategy(layouts).plans_like
-    assert EPSaveStrategy().plans_like != TorchDistSaveShardedStrategy().plans_like
+    assert EPSaveStrategy(layouts).plan_cache_key != EPSaveStrategy(layouts).plan_cache_key
+    assert EPSaveStrategy().plan_cache_key != TorchDistSaveShardedStrategy().plan_cache_key

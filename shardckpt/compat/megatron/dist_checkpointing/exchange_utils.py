@@ -3,31 +3,65 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
-
+from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id, _ShardId
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel import (
-    ShardDistribution,
-    ShardId,
-    Transfer,
-    check_algorithm,
-    distribute_shards_to_ranks,
-    exchange,
-)
-from shardckpt.parallel import determine_main_replica_uniform_distribution as determine_distribution
+from shardckpt.mapping import ShardedTensor, is_main_replica
+from shardckpt.parallel import Transfer, check_algorithm, exchange_shards
+from shardckpt.planning import ShardCopy, assign_holders, assign_shards, shard_nbytes
+from shardckpt.state_dict import nested_values
 from shardckpt.tensors import is_quantized as is_float8tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Hashable, Mapping, Sequence
 
+    import torch
     from torch.distributed import ProcessGroup
 
-    from shardckpt.mapping import ShardedStateDict, ShardedTensor
-    from shardckpt.parallel import ShardId
+    from shardckpt.mapping import ShardedStateDict
+
+_K = TypeVar("_K", bound="Hashable")
+
+
+class ShardDistribution(NamedTuple):
+    """Which rank of a group does the work for each shard; ranks are those of the group.
+
+    Attributes:
+        main_rank_for_shard: The rank that saves, or reads, each shard; the same in order on every rank.
+        shards_in_this_group: The shards whose work is done in this group.
+        shard_to_metadata: Their descriptions, without data.
+        all_ranks_for_shard: The ranks that have, or want, each shard.
+    """
+
+    main_rank_for_shard: dict[_ShardId, int]
+    shards_in_this_group: set[_ShardId]
+    shard_to_metadata: dict[_ShardId, ShardedTensor]
+    all_ranks_for_shard: dict[_ShardId, list[int]]
+
+
+def distribute_shards_to_ranks(
+    shard_to_ranks: Mapping[_K, Sequence[int]],
+    shard_to_size: Mapping[_K, int],
+    num_ranks: int,
+    cross_parallelization_group_loads: Collection[_K] = (),
+) -> dict[_K, int]:
+    """Choose for each shard the least loaded of its ranks, by bytes; see :func:`shardckpt.planning.assign_holders`.
+
+    Args:
+        shard_to_ranks: The ranks that hold each shard.
+        shard_to_size: Bytes of each shard.
+        num_ranks: Number of ranks in the group.
+        cross_parallelization_group_loads: Shards that are assigned last: those whose main replica is in another group.
+    """
+    for shard, ranks in shard_to_ranks.items():
+        if not ranks or min(ranks) < 0 or max(ranks) >= num_ranks:
+            raise CheckpointingException(f"shard {shard!r} is held by ranks {list(ranks)}, in a group of {num_ranks}")
+    late = {number for number, shard in enumerate(shard_to_ranks) if shard in cross_parallelization_group_loads}
+    holders = [tuple(sorted(set(ranks))) for ranks in shard_to_ranks.values()]
+    chosen = assign_holders(holders, [shard_to_size[shard] for shard in shard_to_ranks], late)
+    return dict(zip(shard_to_ranks, chosen, strict=True))
 
 
 def determine_main_replica_uniform_distribution(
@@ -37,19 +71,43 @@ def determine_main_replica_uniform_distribution(
     pg_cache_path: str | None = None,
     pg_cache_create: bool = False,
 ) -> ShardDistribution:
-    """As ours; a cache of distributions on disk, which Megatron never checks, is refused."""
+    """Collective: assign the sharded tensors of all ranks of a group to its ranks, balanced by bytes.
+
+    Args:
+        sharded_state_dict: This rank's; it stays as it is.
+        parallelization_group: The ranks; by default all.
+        ignore_groups: Assign every shard that the group has, even where its main replica is in another group (for
+            loads).
+        pg_cache_path: Refused: nothing checks a distribution that is cached on disk.
+        pg_cache_create: Refused, too.
+    """
     refuse_group_cache(pg_cache_path, pg_cache_create)
-    return determine_distribution(sharded_state_dict, parallelization_group, ignore_groups)
+    comm = Comm(parallelization_group)
+    with comm.collective_phase("listing shards"):
+        shards = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
+        described = [(_sharded_tensor_shard_id(shard), shard.without_data()) for shard in shards]
+    everyone = comm.all_gather(described)
+    metadata = {number: shard for rank in reversed(everyone) for number, shard in reversed(rank)}
+    copies = [
+        [ShardCopy(n, shard_nbytes(shard), is_main_replica(shard.replica_id)) for n, shard in rank] for rank in everyone
+    ]
+    assigned = assign_shards(copies, main_only=not ignore_groups)
+    return ShardDistribution(
+        {number: assignment.rank for number, assignment in assigned.items()},
+        set(assigned),
+        {number: metadata[number] for number in assigned},
+        {number: list(assignment.holders) for number, assignment in assigned.items()},
+    )
 
 
 def exchange_by_distribution(
-    loaded_tensors: Mapping[ShardId, torch.Tensor],
-    unloaded_shards: Mapping[ShardId, ShardedTensor],
+    loaded_tensors: Mapping[_ShardId, torch.Tensor],
+    unloaded_shards: Mapping[_ShardId, ShardedTensor],
     shard_distribution: ShardDistribution,
     parallelization_group: ProcessGroup | None = None,
     exchange_algo: str = "broadcast",
-) -> dict[ShardId, torch.Tensor]:
-    """What this rank has loaded, and what the others have loaded for it; called on every rank of the group.
+) -> dict[_ShardId, torch.Tensor]:
+    """Collective: return what this rank has loaded, and what the others have loaded for it.
 
     Args:
         loaded_tensors: What this rank has loaded: the shards of which it is the main rank.
@@ -59,52 +117,24 @@ def exchange_by_distribution(
         exchange_algo: ``"broadcast"``, ``"gather_rounds"`` or ``"gather_object"``.
     """
     comm = Comm(parallelization_group)
-    with comm.phase("preparing the exchange"):
+    with comm.collective_phase("preparing the exchange"):
         check_algorithm(exchange_algo)
-        if exchange_algo == "direct":
-            raise CheckpointingException("exchange_algo 'direct' exchanges nothing: load all shards on every rank")
         transfers = {number: _transfer(number, shard_distribution) for number in shard_distribution.main_rank_for_shard}
-        tensors = {
-            number: _checked(number, transfer, _party(number, transfer, comm.rank, loaded_tensors, unloaded_shards))
-            for number, transfer in transfers.items()
-            if comm.rank in (transfer.reader, *transfer.consumers)
-        }
+        for number in transfers.keys() & unloaded_shards.keys():
+            if unloaded_shards[number].dtype != transfers[number].dtype:
+                raise CheckpointingException(
+                    f"shard {number} is {unloaded_shards[number].dtype} here, the distribution says "
+                    f"{transfers[number].dtype}: pass the distribution of these state dicts"
+                )
     comm.agree(exchange_algo=exchange_algo)
-    exchange(list(transfers.values()), [tensors.get(number) for number in transfers], comm, exchange_algo)
-    return {**loaded_tensors, **tensors}
+    received = exchange_shards(transfers, loaded_tensors, unloaded_shards, comm, exchange_algo)
+    return {**loaded_tensors, **{number: tensor.detach() for number, tensor in received.items()}}
 
 
-def _transfer(number: ShardId, distribution: ShardDistribution) -> Transfer:
-    shard, reader = distribution.shard_to_metadata[number], distribution.main_rank_for_shard[number]
-    others = tuple(rank for rank in distribution.all_ranks_for_shard[number] if rank != reader)
-    return Transfer(shard.data_shape, shard.dtype, reader, others)
-
-
-def _party(
-    number: ShardId,
-    transfer: Transfer,
-    rank: int,
-    loaded: Mapping[ShardId, torch.Tensor],
-    unloaded: Mapping[ShardId, ShardedTensor],
-) -> torch.Tensor:
-    """This rank's tensor of a shard: what it has loaded, or what it wants filled."""
-    if rank == transfer.reader:
-        if number not in loaded:
-            raise CheckpointingException(f"shard {number} is not among the loaded tensors of its main rank {rank}")
-        return loaded[number]
-    if number not in unloaded:
-        raise CheckpointingException(f"shard {number} is not among the unloaded shards of rank {rank}, which wants it")
-    shard = unloaded[number]
-    return torch.empty(shard.data_shape, dtype=shard.dtype, device="cpu") if shard.data is None else shard.data.detach()
-
-
-def _checked(number: ShardId, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:
-    if (tuple(tensor.shape), tensor.dtype) != (transfer.shape, transfer.dtype):
-        raise CheckpointingException(
-            f"shard {number} is {tuple(tensor.shape)} {tensor.dtype} here, the distribution says {transfer.shape} "
-            f"{transfer.dtype}"
-        )
-    return tensor
+def _transfer(number: _ShardId, distribution: ShardDistribution) -> Transfer:
+    shard, source = distribution.shard_to_metadata[number], distribution.main_rank_for_shard[number]
+    targets = tuple(rank for rank in distribution.all_ranks_for_shard[number] if rank != source)
+    return Transfer(shard.data_shape, shard.dtype, source, targets)
 
 
 exchange_loaded_tensors_broadcast = partial(exchange_by_distribution, exchange_algo="broadcast")

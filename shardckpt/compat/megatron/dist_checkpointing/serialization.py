@@ -147,7 +147,7 @@ def _bind(function: str, args: Sequence[Any], order: Sequence[str], keywords: di
 def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
     """Collective: warn on the main rank if the target is not empty."""
     comm = Comm(process_group)
-    with comm.phase("looking at the target"):
+    with comm.collective_phase("looking at the target"):
         taken = comm.is_main and not is_free(locate(checkpoint_dir, host()))
     if taken:
         logger.warning("%s is not empty: this save will replace the checkpoint there when it commits", checkpoint_dir)

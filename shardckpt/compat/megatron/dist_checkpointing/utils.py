@@ -6,7 +6,7 @@ import logging
 import time
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt.mapping import (
     LocalNonpersistentObject,
@@ -16,8 +16,7 @@ from shardckpt.mapping import (
     ShardedTensorFactory,
     StateDict,
 )
-from shardckpt.parallel import ShardId as _ShardId
-from shardckpt.parallel import sharded_tensor_shard_id as _sharded_tensor_shard_id
+from shardckpt.planning import shard_id
 from shardckpt.quantized import is_native_factory
 from shardckpt.state_dict import (
     extract_matching_values,
@@ -42,6 +41,16 @@ _stack: ContextVar[tuple[tuple[str, ...], logging.Logger]] = ContextVar("logger_
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """Return ``zip`` of the arguments, which raises if lengths differ."""
     return zip(*args, strict=True)
+
+
+#: Key, global offset, and start and stop of the flattened range if there is one.
+_ShardId: TypeAlias = "tuple[str, tuple[int, ...], tuple[int, int] | None]"
+
+
+def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
+    """What tells tensor shards apart for Megatron: ours, :func:`shardckpt.planning.shard_id`, has the shape as well."""
+    _, key, offset, _, flattened_range = shard_id(sharded_tensor)
+    return key, offset, flattened_range
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

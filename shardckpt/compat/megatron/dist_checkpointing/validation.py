@@ -92,7 +92,7 @@ def determine_global_metadata(
         This rank's shards, and those of all ranks, by rank.
     """
     comm = Comm(process_group)
-    with comm.task("describing shards"):
+    with comm.local_phase("describing shards"):
         mine = [leaf.without_data() for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)]
     return mine, comm.all_gather(mine)
 
@@ -110,7 +110,7 @@ def validate_sharding_integrity(
         ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
     """
     comm = Comm()
-    with comm.phase("checking the shards of all ranks"):
+    with comm.collective_phase("checking the shards of all ranks"):
         refuse_misfits(global_metadata)
     if common_state_dict is not None:
         compare_common(common_state_dict, None, comm)

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.tensors.memory import plain_cpu
+from shardckpt.tensors import plain_cpu
 
 if TYPE_CHECKING:
-    from shardckpt.storage.reader import CheckpointReader
-    from shardckpt.storage.writer import CheckpointWriter
+    from shardckpt.storage import CheckpointReader, CheckpointWriter
 
 INDEX = "index.json"
 COMMON = "common.json"

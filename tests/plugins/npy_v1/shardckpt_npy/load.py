@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.planning.boxes import Box, part_view, shard_parts
-from shardckpt.planning.lookup import BoxFinder
+from shardckpt.planning import Box, BoxFinder, part_view, shard_parts
 from shardckpt.strategy import LoadStrategy
 from shardckpt_npy.files import COMMON, INDEX, read_array, read_json
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardckpt.mapping import ShardedBase, StateDict
-    from shardckpt.storage.reader import CheckpointReader
+    from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext
 
 

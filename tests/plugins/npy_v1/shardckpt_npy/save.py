@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning.boxes import part_view, shard_parts
+from shardckpt.planning import part_view, shard_parts
 from shardckpt.strategy import SaveStrategy
 from shardckpt_npy.files import COMMON, INDEX, write_array, write_json
 
@@ -26,12 +26,12 @@ class NpySaveStrategy(SaveStrategy):
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Write this rank's shards, and on the main rank what names those of all."""
-        with context.comm.phase("writing .npy files"):
+        with context.comm.collective_phase("writing .npy files"):
             stored = [shard for shard in shards if is_main_replica(shard.replica_id)]
             entries = [entry for number, shard in enumerate(stored) for entry in _entries(shard, number, context)]
             context.writer.record_shards(stored)
         everyone = context.comm.gather(entries)
-        with context.comm.phase("writing the index"):
+        with context.comm.collective_phase("writing the index"):
             if context.comm.is_main:
                 write_json(context.writer, INDEX, [entry for entries in everyone for entry in entries])
                 write_json(context.writer, COMMON, common)

@@ -8,8 +8,7 @@ from shardckpt.strategy import Migration
 from shardckpt_npy.files import COMMON, INDEX, dtype_name, read_json, read_plain, write_json
 
 if TYPE_CHECKING:
-    from shardckpt.storage.reader import CheckpointReader
-    from shardckpt.storage.writer import CheckpointWriter
+    from shardckpt.storage import CheckpointReader, CheckpointWriter
 
 
 class AddDtypes(Migration):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt import hookimpl
 
 if TYPE_CHECKING:
-    from shardckpt.plugins.registry import StrategyRegistry
+    from shardckpt.plugins import StrategyRegistry
 
 
 @hookimpl

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
 from shardckpt.mapping import ShardedTensor
-from shardckpt.parallel import ShardDistribution, sharded_tensor_shard_id
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
@@ -19,7 +18,8 @@ from typing import Any
 from shardckpt import parallel
 from shardckpt.compat.megatron.abcs import AsyncSaveShardedStrategy, LoadShardedStrategy
 from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
-from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import refuse_group_cache
+from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import ShardDistribution, refuse_group_cache
+from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id
 
 
 class FullyParallelSaveStrategyWrapper(
@@ -51,7 +51,7 @@ def distribute_main_replicas_with_precomputed_distribution(
     rank = Comm(group).rank
     for shard in nested_values(sharded_state_dict):
         if isinstance(shard, ShardedTensor):
-            is_main = distribution.main_rank_for_shard.get(sharded_tensor_shard_id(shard)) == rank
+            is_main = distribution.main_rank_for_shard.get(_sharded_tensor_shard_id(shard)) == rank
             shard.replica_id = 0 if is_main else 1
 
 

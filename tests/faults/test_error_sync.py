@@ -15,7 +15,7 @@ from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt.storage import commit
 from shardckpt_torch_dist.plan.write_plan import SaveWork
 from tests.faults.attempts import Attempt, attempt
-from tests.faults.test_rank_errors import one_verdict, set_on_rank
+from tests.faults.test_rank_errors import one_error, set_on_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ def _save_in_pairs(directory: str) -> Attempt:
 
 def test_all_ranks_are_there_when_smaller_groups_meet(ranks: RankPool, tmp_path: Path) -> None:
     """A rank that cannot begin to write leaves no partner waiting in the group that deals the shards out."""
-    assert "SHARDCKPT_IO_THREADS='many'" in one_verdict(ranks.run(4, _save_in_pairs, str(tmp_path))).message
+    assert "SHARDCKPT_IO_THREADS='many'" in one_error(ranks.run(4, _save_in_pairs, str(tmp_path))).message
 
 
 def test_a_discarded_directory_takes_no_more_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,18 +8,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import exchange_by_distribution
-from shardckpt.compat.megatron.dist_checkpointing.strategies.fully_parallel import (
-    distribute_main_replicas_with_precomputed_distribution,
-)
-from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import ShardedTensor, is_main_replica
-from shardckpt.parallel.distribution import (
+from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
     distribute_shards_to_ranks,
-    sharded_tensor_shard_id,
+    exchange_by_distribution,
 )
+from shardckpt.compat.megatron.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
+from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id
+from shardckpt.errors import CheckpointingException
+from shardckpt.mapping import ShardedTensor, is_main_replica
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -37,7 +37,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _dealt(grouped: bool, ignore_groups: bool) -> tuple[ShardDistribution, list[Any]]:
+def _distributed(grouped: bool, ignore_groups: bool) -> tuple[ShardDistribution, list[Any]]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[dist.get_rank() // 2] if grouped else None
     state = _state()
@@ -47,9 +47,9 @@ def _dealt(grouped: bool, ignore_groups: bool) -> tuple[ShardDistribution, list[
     return distribution, [before, [is_main_replica(shard.replica_id) for shard in state["list"]]]
 
 
-def test_main_replicas_are_dealt_evenly(ranks: RankPool) -> None:
+def test_main_replicas_are_distributed_evenly(ranks: RankPool) -> None:
     """All ranks find the same distribution, each shard has one main rank, and bytes are even."""
-    results = ranks.run(4, _dealt, False, False)
+    results = ranks.run(4, _distributed, False, False)
     first = results[0][0]
     assert all(distribution.main_rank_for_shard == first.main_rank_for_shard for distribution, _ in results)
     assert len(first.shards_in_this_group) == 12
@@ -60,19 +60,19 @@ def test_main_replicas_are_dealt_evenly(ranks: RankPool) -> None:
     assert [sum(ids[1]) for _, ids in results] == [3] * 4
 
 
-def test_a_group_deals_what_is_its_own(ranks: RankPool) -> None:
+def test_a_group_distributes_what_is_its_own(ranks: RankPool) -> None:
     """A group without main replicas has nothing to save, and all to load."""
-    results = ranks.run(4, _dealt, True, False)
+    results = ranks.run(4, _distributed, True, False)
     assert [len(distribution.shards_in_this_group) for distribution, _ in results] == [12, 12, 0, 0]
     assert not any(results[2][1][1])
-    results = ranks.run(4, _dealt, True, True)
+    results = ranks.run(4, _distributed, True, True)
     assert [len(distribution.shards_in_this_group) for distribution, _ in results] == [12] * 4
 
 
 def _exchanged(algorithm: str, spoil: str = "") -> tuple[list[str], bool]:
     state, rank = _state(), dist.get_rank()
     distribution = determine_main_replica_uniform_distribution(state, None, True)
-    shards = {sharded_tensor_shard_id(shard): shard for shard in state["list"]}
+    shards = {_sharded_tensor_shard_id(shard): shard for shard in state["list"]}
     loaded = {n: s.data for n, s in shards.items() if distribution.main_rank_for_shard[n] == rank}
     unloaded = {n: s for n, s in shards.items() if n not in loaded}
     expected = {n: s.data.clone() for n, s in shards.items()}
@@ -107,6 +107,15 @@ def test_nothing_to_exchange_directly() -> None:
     empty = ShardDistribution({}, set(), {}, {})
     with pytest.raises(CheckpointingException, match="exchanges nothing"):
         exchange_by_distribution({}, {}, empty, None, "direct")
+
+
+def test_another_dtype_than_the_distributions_is_refused() -> None:
+    """A distribution of other state dicts gives no tensor in a dtype that the caller did not ask for."""
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+    distribution = determine_main_replica_uniform_distribution({"w": shard})
+    wanted = ShardedTensor.from_rank_offsets("w", torch.ones(3, dtype=torch.float64))
+    with pytest.raises(CheckpointingException, match=r"torch.float64 here, the distribution says torch.float32"):
+        exchange_by_distribution({}, {_sharded_tensor_shard_id(wanted): wanted}, distribution)
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.integers(0, 99)), max_size=30))

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CannotLoadError, IncompleteCheckpointError, NotACheckpointError
 from shardckpt.local.parts import PartId, SaveId
+from shardckpt.planning import find_holders
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class Census:
+class Inventory:
     """The parts on all disks; the same on every rank.
 
     Args:
@@ -21,15 +22,9 @@ class Census:
     def __init__(self, everyone: Sequence[Mapping[PartId, str]]) -> None:
         self.world_size = len(everyone)
         #: Of each part that is not damaged, the ranks on whose disks it is.
-        self.holders: dict[PartId, list[int]] = {}
+        self.holders = find_holders([part for part, fault in parts.items() if not fault] for parts in everyone)
         #: (rank, part, what is wrong with it).
-        self.faults: list[tuple[int, PartId, str]] = []
-        for rank, parts in enumerate(everyone):
-            for part, fault in parts.items():
-                if fault:
-                    self.faults.append((rank, part, fault))
-                else:
-                    self.holders.setdefault(part, []).append(rank)
+        self.faults = [(rank, part, why) for rank, parts in enumerate(everyone) for part, why in parts.items() if why]
         found = {part.save for parts in everyone for part in parts}
         #: The saves of as many ranks as there are now, the newest last; those of others.
         self.saves = sorted(save for save in found if save.world_size == self.world_size)
@@ -104,4 +99,4 @@ class Census:
         return f"step {save.step} was saved by {save.world_size} ranks, and there are {self.world_size}"
 
 
-__all__ = ["Census"]
+__all__ = ["Inventory"]

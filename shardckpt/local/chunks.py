@@ -1,4 +1,4 @@
-"""The files of a stored part as pieces that travel, and the memory that they travel through."""
+"""The files of a stored part as chunks that travel, and the memory that they travel through."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import FileRecord, Record
 
-#: Bytes of a piece at most. Of each part that it sends or receives, a rank has two in memory.
-PIECE_BYTES = 16 << 20
+#: Bytes of a chunk at most. Of each part that it sends or receives, a rank has two in memory.
+CHUNK_BYTES = 16 << 20
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Bytes of a file that travel together: whole segments of its digests."""
 
     name: str
@@ -31,41 +31,41 @@ class Piece(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """How many bytes of its first page belong to the piece before."""
+        """How many bytes of its first page belong to the chunk before."""
         return self.span.start % PAGE
 
 
-def pieces_of(record: Record) -> list[Piece]:
+def list_chunks(record: Record) -> list[Chunk]:
     """All bytes of a checkpoint's files, but for its JSON files, in the order of the record."""
-    return [Piece(file.name, span) for file in record.files for span in _spans(file, record.digest_algorithm)]
+    return [Chunk(file.name, span) for file in record.files for span in _spans(file, record.digest_algorithm)]
 
 
 class Buffers:
-    """Memory for two pieces: one travels while the other is read or written.
+    """Memory for two chunks: one travels while the other is read or written.
 
-    It begins on a page, and a piece lies in it as it does in the pages of its file.
+    It begins on a page, and a chunk lies in it as it does in the pages of its file.
 
     Args:
-        pieces: What travels.
+        chunks: What travels.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        nbytes = max((piece.nbytes for piece in pieces), default=0) + PAGE
-        self._memory = [_page_aligned(nbytes) for _ in range(min(len(pieces), 2))]
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        nbytes = max((chunk.nbytes for chunk in chunks), default=0) + PAGE
+        self._memory = [_page_aligned(nbytes) for _ in range(min(len(chunks), 2))]
 
     def pages(self, number: int) -> memoryview:
-        """The memory of a piece from the beginning of its first page on."""
+        """The memory of a chunk from the beginning of its first page on."""
         return view_tensor(self._memory[number % 2])
 
     def view(self, number: int) -> memoryview:
-        """The memory of a piece."""
+        """The memory of a chunk."""
         return view_tensor(self.tensor(number))
 
     def tensor(self, number: int) -> torch.Tensor:
         """The same as a tensor."""
-        piece = self._pieces[number]
-        return self._memory[number % 2][piece.lead : piece.lead + piece.nbytes]
+        chunk = self._chunks[number]
+        return self._memory[number % 2][chunk.lead : chunk.lead + chunk.nbytes]
 
 
 def _page_aligned(nbytes: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _page_aligned(nbytes: int) -> torch.Tensor:
 
 def _spans(file: FileRecord, algorithm: str) -> list[Span]:
     segments = Segments.unpack(file.segments, file.digest, file.size, algorithm)
-    return list(cut(segments, [(0, file.size)], PIECE_BYTES, Elements(0, file.size)))
+    return list(cut(segments, [(0, file.size)], CHUNK_BYTES, Elements(0, file.size)))
 
 
-__all__ = ["PIECE_BYTES", "Buffers", "Piece", "pieces_of"]
+__all__ = ["CHUNK_BYTES", "Buffers", "Chunk", "list_chunks"]

@@ -1,4 +1,4 @@
-"""Parts of local checkpoints from disk to disk over the process group, a piece at a time; no rank has one in memory."""
+"""Parts of local checkpoints from disk to disk over the process group, a chunk at a time; no rank has one in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.local.copies import Head, Incoming, Outgoing
+from shardckpt.local.part_copy import Head, Incoming, Outgoing
 from shardckpt.storage import is_free
 from shardckpt.tensors import packed, view_tensor
 
@@ -30,11 +30,11 @@ class Route(NamedTuple):
     target: int
 
 
-def carry(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> dict[Route, str]:
-    """Copy parts from disk to disk; what fails of one leaves the others alone.
+def transfer_parts(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> dict[Route, str]:
+    """Collective: copy parts from disk to disk; what fails of one leaves the others alone.
 
     Args:
-        routes: What goes where; the same on every rank, all of which call.
+        routes: What goes where; the same on every rank.
         folder: This rank's disk. A part that is there already is replaced when the new one is whole.
         comm: The ranks.
 
@@ -44,20 +44,20 @@ def carry(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> dict[Route
     Raises:
         CommunicationError: a rank died.
     """
-    trip = _Trip(routes, folder, comm)
+    transfer = _PartTransfer(routes, folder, comm)
     try:
-        trip.open()
-        trip.exchange_heads()
-        trip.begin()
-        trip.stream()
-        trip.finish()
+        transfer.open()
+        transfer.exchange_heads()
+        transfer.begin()
+        transfer.stream()
+        transfer.finish()
     finally:
-        trip.close()
-    return trip.faults
+        transfer.close()
+    return transfer.faults
 
 
-class _Trip:
-    """Copies under way, in steps that all ranks take together."""
+class _PartTransfer:
+    """Copies under way, in steps that all ranks take together: its public methods are collective."""
 
     def __init__(self, routes: Sequence[Route], folder: PartFolder, comm: Comm) -> None:
         self._routes = routes
@@ -73,10 +73,10 @@ class _Trip:
 
     def open(self) -> None:
         """Open what this rank sends."""
-        with self._comm.task("opening parts to copy"):
+        with self._comm.local_phase("opening parts to copy"):
             for part in {route.part for route in self._sent()}:
                 self._try(self._routes_of(part), partial(self._open, part))
-        self._tell()
+        self._exchange_faults()
 
     def exchange_heads(self) -> None:
         """Get the JSON files of what this rank receives: they say what else comes."""
@@ -97,15 +97,15 @@ class _Trip:
 
     def begin(self) -> None:
         """Make the places for what this rank receives."""
-        with self._comm.task("beginning copies"):
+        with self._comm.local_phase("beginning copies"):
             for route in list(self._received()):
                 self._try([route], partial(self._begin, route))
-        self._tell()
+        self._exchange_faults()
 
     def stream(self) -> None:
-        """Let all pieces travel: while one does, the next is read and the one before is written."""
-        own = [self._outgoing[route.part].pieces for route in self._sent()]
-        own += [self._incoming[route].pieces for route in self._received()]
+        """Let all chunks travel: while one does, the next is read and the one before is written."""
+        own = [self._outgoing[route.part].chunks for route in self._sent()]
+        own += [self._incoming[route].chunks for route in self._received()]
         (rounds,) = self._comm.largest(max(map(len, own), default=0))
         with ThreadPoolExecutor(2, "shardckpt-copy") as pool:
             reading, writing = pool.submit(self._read, 0), None
@@ -119,10 +119,10 @@ class _Trip:
 
     def finish(self) -> None:
         """Make what has come durable, and publish it."""
-        with self._comm.task("finishing copies"):
+        with self._comm.local_phase("finishing copies"):
             for route in list(self._received()):
                 self._try([route], partial(self._publish, route))
-        self._tell()
+        self._exchange_faults()
 
     def close(self) -> None:
         """Leave nothing of copies that failed."""
@@ -154,21 +154,21 @@ class _Trip:
     def _read(self, number: int) -> None:
         for part in {route.part for route in self._sent()}:
             outgoing = self._outgoing[part]
-            if number < len(outgoing.pieces):
+            if number < len(outgoing.chunks):
                 self._try(self._routes_of(part), partial(outgoing.read, number))
 
     def _write(self, number: int) -> None:
         for route in self._received():
             incoming = self._incoming[route]
-            if number < len(incoming.pieces):
+            if number < len(incoming.chunks):
                 self._try([route], partial(incoming.write, number))
 
     def _travelling(self, number: int) -> tuple[_Tensors, _Tensors]:
         sent = [(self._outgoing[route.part], route.target) for route in self._sent()]
         received = [(self._incoming[route], route.source) for route in self._received()]
         return (
-            [(part.buffers.tensor(number), rank) for part, rank in sent if number < len(part.pieces)],
-            [(part.buffers.tensor(number), rank) for part, rank in received if number < len(part.pieces)],
+            [(part.buffers.tensor(number), rank) for part, rank in sent if number < len(part.chunks)],
+            [(part.buffers.tensor(number), rank) for part, rank in received if number < len(part.chunks)],
         )
 
     def _try(self, routes: list[Route], action: Callable[[], None]) -> None:
@@ -181,12 +181,12 @@ class _Trip:
             text = str(exc) if isinstance(exc, CheckpointingException) else f"{type(exc).__name__}: {exc}"
             self._own.update(dict.fromkeys(routes, f"rank {self._comm.rank}: {text}"))
 
-    def _tell(self) -> None:
-        """Let all ranks know what has failed on any."""
+    def _exchange_faults(self) -> None:
+        """Collective: add what has failed on any rank to the faults that all know."""
         for found in self._comm.all_gather(self._own):
             for route, why in found.items():
                 known = self.faults.get(route, "")
                 self.faults[route] = known if why in known else f"{known}; {why}".removeprefix("; ")
 
 
-__all__ = ["Route", "carry"]
+__all__ = ["Route", "transfer_parts"]

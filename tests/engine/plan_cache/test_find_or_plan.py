@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardckpt.distributed.comm import Comm
-from shardckpt.parallel.plan_cache import PlanCache
+from shardckpt.engine.plan_cache import PlanCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,10 +31,10 @@ class _Deals:
 
 def _deal(shares: list[list[Any]], enabled: bool) -> tuple[list[Any], list[int]]:
     comm = Comm()
-    cache: PlanCache[list[Any]] = PlanCache(enabled=enabled)
+    cache: PlanCache[list[Any]] = PlanCache(int(enabled))
     deals, got, counts = _Deals(comm), [], []
     for everyones in shares:
-        got.append(cache.get(everyones[comm.rank], comm, deals.of(everyones[comm.rank])))
+        got.append(cache.find_or_plan(everyones[comm.rank], comm, deals.of(everyones[comm.rank])))
         counts.append(deals.count)
     return got, counts
 
@@ -50,8 +50,8 @@ def test_a_change_on_one_rank_is_a_new_deal_on_all(ranks: RankPool) -> None:
 
 def _deal_that_fails_once() -> list[Any]:
     comm = Comm()
-    cache: PlanCache[list[Any]] = PlanCache(enabled=True)
-    cache.get("old", comm, _Deals(comm).of("old"))
+    cache: PlanCache[list[Any]] = PlanCache(1)
+    cache.find_or_plan("old", comm, _Deals(comm).of("old"))
 
     def failing() -> list[Any]:
         everyone = comm.all_gather(f"new {comm.rank}")
@@ -61,8 +61,8 @@ def _deal_that_fails_once() -> list[Any]:
 
     share = "old" if comm.rank == 0 else "new 1"
     with suppress(MemoryError):
-        cache.get(share, comm, failing)
-    return cache.get(share, comm, _Deals(comm).of(share))
+        cache.find_or_plan(share, comm, failing)
+    return cache.find_or_plan(share, comm, _Deals(comm).of(share))
 
 
 def test_a_deal_that_fails_is_forgotten_everywhere(ranks: RankPool) -> None:
@@ -71,12 +71,12 @@ def test_a_deal_that_fails_is_forgotten_everywhere(ranks: RankPool) -> None:
 
 
 def _deal_in_other_groups() -> list[list[int]]:
-    cache: PlanCache[list[int]] = PlanCache(enabled=True)
+    cache: PlanCache[list[int]] = PlanCache(1)
     rank, found = dist.get_rank(), []
     for pairs in ([[0, 1], [2, 3]], [[0, 3], [1, 2]]):
         groups = [dist.new_group(pair) for pair in pairs]
         comm = Comm(groups[0] if rank in pairs[0] else groups[1])
-        found.append(cache.get("same", comm, lambda comm=comm: comm.all_gather(rank)))
+        found.append(cache.find_or_plan("same", comm, lambda comm=comm: comm.all_gather(rank)))
     return found
 
 

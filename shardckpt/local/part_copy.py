@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.local.pieces import Buffers, Piece, pieces_of
+from shardckpt.local.chunks import Buffers, Chunk, list_chunks
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
 from shardckpt.storage import (
     NewFile,
@@ -48,16 +48,16 @@ class Outgoing:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.head = Head(read_file(path / MARKER_NAME, MARKER_LIMIT), read_file(path / RECORD_NAME, RECORD_LIMIT))
-        self.pieces = pieces_of(_parsed(self.head, str(path)))
-        self.buffers = Buffers(self.pieces)
+        self.chunks = list_chunks(_parsed(self.head, str(path)))
+        self.buffers = Buffers(self.chunks)
 
     def read(self, number: int) -> None:
-        """Get a piece into the buffers."""
-        piece = self.pieces[number]
-        path = self._path / check_file_name(piece.name)
+        """Get a chunk into the buffers."""
+        chunk = self.chunks[number]
+        path = self._path / check_file_name(chunk.name)
         fd, _ = open_existing(path)
         try:
-            read_into(fd, path, self.buffers.view(number), piece.span.start)
+            read_into(fd, path, self.buffers.view(number), chunk.span.start)
         finally:
             close_file(fd)
 
@@ -77,19 +77,19 @@ class Incoming:
         self._origin = origin
         record = _parsed(head, origin)
         self._digest = digest_function(record.digest_algorithm)
-        self.pieces = pieces_of(record)
-        self.buffers = Buffers(self.pieces)
+        self.chunks = list_chunks(record)
+        self.buffers = Buffers(self.chunks)
         self._waiting = list(record.files)
         self._file: _PagedFile | None = None
         self._staging: Path | None = create_staging(target, new_save_id())
 
     def write(self, number: int) -> None:
-        """Check a piece that is in the buffers, and write it; pieces come in their order."""
-        piece = self.pieces[number]
-        self._check(piece, self.buffers.view(number))
-        while self._file is None or self._file.name != piece.name:
+        """Check a chunk that is in the buffers, and write it; chunks come in their order."""
+        chunk = self.chunks[number]
+        self._check(chunk, self.buffers.view(number))
+        while self._file is None or self._file.name != chunk.name:
             self._turn()
-        self._file.write(self.buffers.pages(number), piece)
+        self._file.write(self.buffers.pages(number), chunk)
 
     def complete(self) -> None:
         """Make all files durable."""
@@ -130,17 +130,17 @@ class Incoming:
             raise CorruptCheckpointError(f"{self._target} was published before {name} was written to it")
         return self._staging / check_file_name(name)
 
-    def _check(self, piece: Piece, view: memoryview) -> None:
-        for start, stop, digest in piece.span.segments:
-            if self._digest(view[start - piece.span.start : stop - piece.span.start]) != digest:
+    def _check(self, chunk: Chunk, view: memoryview) -> None:
+        for start, stop, digest in chunk.span.segments:
+            if self._digest(view[start - chunk.span.start : stop - chunk.span.start]) != digest:
                 raise CorruptCheckpointError(
-                    f"bytes {start} to {stop} of {self._target.name}/{piece.name}, from {self._origin}, are not those "
+                    f"bytes {start} to {stop} of {self._target.name}/{chunk.name}, from {self._origin}, are not those "
                     "that were written (digest differs): they are damaged on its disk, or were on the way"
                 )
 
 
 class _PagedFile:
-    """A new file that is written in pieces, whole pages at a time, past the page cache where it is large.
+    """A new file that is written in chunks, whole pages at a time, past the page cache where it is large.
 
     Args:
         path: The file.
@@ -151,17 +151,17 @@ class _PagedFile:
         self.name = path.name
         self._nbytes = nbytes
         self._file = NewFile(path, nbytes)
-        #: What there is already of the page that the next piece goes on with.
+        #: What there is already of the page that the next chunk goes on with.
         self._tail = b""
         if nbytes >= LARGE:
             self._file.reserve(nbytes)
 
-    def write(self, pages: memoryview, piece: Piece) -> None:
-        """Write the next piece, in memory that begins with the first byte of the piece's first page."""
-        stop = piece.lead + piece.nbytes
+    def write(self, pages: memoryview, chunk: Chunk) -> None:
+        """Write the next chunk, in memory that begins with the first byte of the chunk's first page."""
+        stop = chunk.lead + chunk.nbytes
         whole = stop // PAGE * PAGE
-        pages[: piece.lead] = self._tail
-        self._file.write_pages(pages[:whole], piece.span.start - piece.lead)
+        pages[: chunk.lead] = self._tail
+        self._file.write_pages(pages[:whole], chunk.span.start - chunk.lead)
         self._tail = bytes(pages[whole:stop])
 
     def finish(self, rest: bytes = b"") -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue, release_memory
-from shardckpt.engine.plan_cache import recall
+from shardckpt.engine.plan_cache import saved_plans
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
@@ -156,4 +156,4 @@ def test_release_memory_forgets(tmp_path: Path) -> None:
             if step:
                 release_memory()
     assert plans.count == 2
-    assert not recall._kept
+    assert not saved_plans._entries

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt.distributed import Comm, ErrorReport
+from shardckpt.errors import CheckpointingException, RankFailedError, ShardingError
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+
+class PluginError(ShardingError):
+    """A class that shares its name with one of shardckpt.errors."""
+
+
+class listed(CheckpointingException):  # noqa: N801 - that is the point
+    """A class that shares its name with a function of shardckpt.errors."""
+
+
+class CodeError(CheckpointingException):
+    """A class whose constructor takes other arguments."""
+
+    def __init__(self, code: int, *, path: str) -> None:
+        super().__init__(f"{path}: code {code}")
+        self.code = code
+        self.lock = threading.Lock()  # it cannot be pickled
+
+
+class OwnTextError(CheckpointingException):
+    """A class that makes its text from its attributes."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"code {self.code}"
+
+
+class LockTextError(OwnTextError):
+    """A class whose text needs what cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"locked: {self.lock.locked()}"
+
+
+class BrokenTextError(CheckpointingException):
+    """A class that has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class DiskError(CheckpointingException, OSError):
+    """A class that is an error of the system, too."""
+
+
+def _local_error() -> CheckpointingException:
+    class LocalError(CheckpointingException):
+        """A class that no other process can import."""
+
+    return LocalError("odd")
+
+
+def _replaced_error() -> CheckpointingException:
+    """An error whose class is not the one that its name says."""
+    return type("PluginError", (CheckpointingException,), {"__module__": __name__})("odd")
+
+
+ERRORS = {
+    "plugin": lambda: PluginError("odd"),
+    "unlucky name": lambda: listed("odd"),
+    "other arguments": lambda: CodeError(7, path="f"),
+    "own text": lambda: OwnTextError(7),
+    "of the system": lambda: DiskError(28, "full"),
+    "local": _local_error,
+    "replaced": _replaced_error,
+    "text of a lock": LockTextError,
+    "no text": BrokenTextError,
+    "foreign": lambda: KeyError("odd"),
+}
+
+
+def _class_and_texts(case: str) -> tuple[str, str, bool]:
+    """The class of the error that the last rank raises, as every rank raises it, and its texts."""
+    comm, error = Comm(), ERRORS[case]()
+    try:
+        with comm.collective_phase("step"):
+            if comm.rank == comm.world_size - 1:
+                raise error
+    except Exception as exc:  # noqa: BLE001 - the test decides
+        return f"{type(exc).__module__}.{type(exc).__name__}", str(exc), "rank 1, in 'step': " in _shown(exc)
+    return "", "", False
+
+
+def _shown(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        ("plugin", f"{__name__}.PluginError", "odd"),
+        ("unlucky name", f"{__name__}.listed", "odd"),
+        ("other arguments", f"{__name__}.CodeError", "f: code 7"),
+        ("own text", f"{__name__}.OwnTextError", "code 7"),
+        ("of the system", f"{__name__}.DiskError", "[Errno 28] full"),
+        ("local", "shardckpt.errors.RankFailedError", "LocalError: odd"),
+        ("replaced", "shardckpt.errors.RankFailedError", "PluginError: odd"),
+        ("text of a lock", "shardckpt.errors.RankFailedError", "LockTextError: locked: False"),
+        ("no text", "shardckpt.errors.RankFailedError", "BrokenTextError: (its text cannot be had)"),
+        ("foreign", "shardckpt.errors.RankFailedError", "KeyError: 'odd'"),
+    ],
+)
+def test_a_class_does_not_depend_on_the_number_of_ranks(ranks: RankPool, case: str, kind: str, text: str) -> None:
+    """An error has the same class on one rank and on every one of two, which also say which rank failed and where."""
+    alone = ranks.run(1, _class_and_texts, case)
+    both = ranks.run(2, _class_and_texts, case)
+    assert [found for found, *_ in alone + both] == [kind] * 3
+    assert all(shown.endswith(text) for _, shown, _ in alone + both)
+    assert both[0] == both[1]
+    assert both[0][2]
+
+
+def _attributes() -> tuple[Any, Any]:
+    comm = Comm()
+    try:
+        with comm.collective_phase("step"):
+            if comm.rank == 1:
+                raise CodeError(7, path="f")
+    except CodeError as exc:
+        return exc.code, getattr(exc, "lock", None)
+    return None, None
+
+
+def test_attributes_arrive_where_they_can(ranks: RankPool) -> None:
+    """What an error carries is the same on every rank; what cannot be pickled is on none."""
+    assert ranks.run(2, _attributes) == [(7, None), (7, None)]
+
+
+def _fails_again_on_the_way_out() -> list[str]:
+    comm = Comm()
+    try:
+        with comm.local_phase("operation"):
+            try:
+                _raise_on_rank_1(comm)
+            finally:
+                raise OSError("and the disk is full")
+    except CheckpointingException as exc:
+        return [type(exc).__name__, str(exc)]
+
+
+def _raise_on_rank_1(comm: Comm) -> None:
+    with comm.collective_phase("step"):
+        if comm.rank == 1:
+            raise CodeError(7, path="f")
+
+
+def test_what_fails_later_does_not_change_the_class(ranks: RankPool) -> None:
+    """An error of any class stays the error of all ranks when cleaning up fails after it."""
+    assert ranks.run(2, _fails_again_on_the_way_out) == [["CodeError", "rank 1, in 'step': f: code 7"]] * 2
+
+
+def _raises_of_its_own_module() -> tuple[str, str]:
+    comm = Comm()
+    name = f"only_rank_1_has_{os.getpid()}"
+    if comm.rank == 1:
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].OddError = type("OddError", (CheckpointingException,), {"__module__": name})  # type: ignore[attr-defined]
+    try:
+        with comm.collective_phase("step"):
+            if comm.rank == 1:
+                raise sys.modules[name].OddError("odd")
+    except CheckpointingException as exc:
+        return type(exc).__name__, str(exc)
+    finally:
+        sys.modules.pop(name, None)
+    return "", ""
+
+
+def test_a_class_that_one_rank_has_is_named_on_all(ranks: RankPool) -> None:
+    """A class that some rank cannot import is a RankFailedError on every rank, and the group can be used after it."""
+    assert ranks.run(2, _raises_of_its_own_module) == [("RankFailedError", "rank 1, in 'step': OddError: odd")] * 2
+
+
+def _both_fail() -> None:
+    comm = Comm()
+    with comm.collective_phase("step"):
+        raise (PluginError, ShardingError)[comm.rank]("odd")
+
+
+def test_all_that_failed_are_told(ranks: RankPool) -> None:
+    """An error of another class with the same text is another error: the text of all has both ranks."""
+    outcomes = ranks.outcomes(2, _both_fail)
+    assert {outcome.message for outcome in outcomes} == {"rank 0, in 'step': odd\nrank 1, in 'step': odd"}
+    assert {outcome.kind for outcome in outcomes} == {"PluginError"}
+
+
+@pytest.mark.parametrize(
+    "path", ["os:system", "builtins:print", "builtins:ValueError", "shardckpt.errors:listed", "", "x"]
+)
+def test_a_report_makes_errors_of_the_family_only(path: str) -> None:
+    """A report that names anything but an exception class of the family makes nothing, and calls nothing."""
+    assert ErrorReport("rank 1", "x", path, "true", {}).rebuild("true") is None
+
+
+def test_large_attributes_stay_at_home() -> None:
+    """An attribute as large as a tensor does not travel with the error."""
+    error = ShardingError("odd")
+    error.data, error.key = bytes(1 << 20), "w"  # type: ignore[attr-defined]
+    rebuilt = ErrorReport.of(error, "here").rebuild("there: odd")
+    assert isinstance(rebuilt, ShardingError)
+    assert (str(rebuilt), vars(rebuilt)) == ("there: odd", {"key": "w"})
+
+
+def test_an_error_of_one_process_is_the_one_that_was_raised() -> None:
+    """On one rank an error of the family keeps its identity, and with it all of its attributes."""
+    error = CodeError(7, path="f")
+    with pytest.raises(CodeError) as caught, Comm().collective_phase("step"):
+        raise error
+    assert caught.value is error
+    with pytest.raises(RankFailedError, match=r"^in 'step': LocalError: odd$"), Comm().collective_phase("step"):
+        raise _local_error()
