@@ -48,7 +48,7 @@ _ShardId: TypeAlias = "tuple[str, tuple[int, ...], tuple[int, int] | None]"
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
-    """What tells tensor shards apart for Megatron: ours, :func:`shardckpt.planning.shard_id`, has the shape as well."""
+    """Return Megatron's id of a tensor shard; ours, :func:`shardckpt.planning.shard_id`, has the shape too."""
     _, key, offset, _, flattened_range = shard_id(sharded_tensor)
     return key, offset, flattened_range
 
