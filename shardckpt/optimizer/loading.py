@@ -58,8 +58,8 @@ def load_sharded_optimizer_state_dict(
 
     Example::
 
-        model_state = get_model_state_dict(model)
-        loaded = load_sharded_optimizer_state_dict(model_state, "optimizer", "checkpoints/step-100")
+        params = get_model_state_dict(model)
+        loaded = load_sharded_optimizer_state_dict(params, "optimizer", "checkpoints/step-100")
         set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
 
     Args:
