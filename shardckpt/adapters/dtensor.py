@@ -1,4 +1,4 @@
-"""DTensors as shards: the boxes of the local tensor in the global one, by the mesh and the placements."""
+"""Describe DTensors as shards: mesh and placements say which boxes of the global tensor the local tensor holds."""
 
 from __future__ import annotations
 
@@ -24,20 +24,26 @@ if TYPE_CHECKING:
 def describe_dtensor(
     key: str, dtensor: DTensor, replicated: Replicated = True
 ) -> InPlaceFactory | LocalNonpersistentObject:
-    """A DTensor as its shards, which a load fills in place and gives back as the DTensor.
+    """Describe a DTensor as shards that a load fills in place.
 
-    Any number of mesh dimensions may shard, evenly or not, or replicate. The replica is named by the coordinates on
-    those that replicate. Where the mesh has not all ranks of the job, other ranks may have a DTensor of the same key
-    with a mesh of their own: copies, of which the lowest rank's is the main one. What cannot be described is an error
-    when it is saved or loaded, and so the same on every rank.
+    Any number of mesh dimensions may shard, evenly or not, or replicate. The coordinates on those that replicate become
+    the replica id. If the mesh does not span all ranks of the job, other ranks may hold a DTensor of the same key on a
+    mesh of their own. These are copies, and the lowest rank's is the main one.
+
+    Placements that cannot be described raise when the tensor is saved or loaded, not here: only then do all ranks
+    raise the same error.
 
     Args:
         key: Name of the global tensor.
-        dtensor: The tensor. A rank outside its mesh stores nothing of it, and gets it back as it is.
-        replicated: Of ShardedTensor, for the copies on other meshes.
+        dtensor: The tensor. A rank outside its mesh stores nothing of it; a load returns it unchanged there.
+        replicated: ``replicated`` of ShardedTensor, for the copies on other meshes.
+
+    Returns:
+        A factory of the shards, which a load resolves to ``dtensor`` itself; outside the mesh, a local object.
     """
     if dtensor.device_mesh.get_coordinate() is None:
         return LocalNonpersistentObject(dtensor)
+    # a mesh of all ranks names every copy; only copies on other meshes remain to be compared
     build = partial(_build, dtensor, replicated if dtensor.device_mesh.size() < dist.get_world_size() else False)
     return InPlaceFactory(key, dtensor, build, replica_id=_replica(dtensor))
 
@@ -50,31 +56,41 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
 
     Args:
         key: Name of the global tensor.
-        dtensor: The tensor; its local tensor is the ``data``, not a copy of it.
+        dtensor: The tensor; its local tensor becomes ``data`` without a copy.
+
+    Returns:
+        The shard of this rank, of the local tensor's dtype.
 
     Raises:
-        ShardingError: a placement other than Shard, _StridedShard and Replicate, a rank outside the mesh, a local
-            tensor of another shape than the placements say, or of several boxes.
+        ShardingError: a placement is not Shard, _StridedShard or Replicate; this rank is outside the mesh; the local
+            tensor's shape is not that of the placements; or the local tensor is several boxes of the global one.
     """
     found = _shards(key, dtensor, _local_tensor(dtensor), _replica(dtensor), replicated=False)
     if len(found) > 1:
         raise ShardingError(
             f"DTensor {key!r} has the placements {dtensor.placements}: its local tensor is {len(found)} boxes of the "
-            "global tensor; to_sharded_state_dict describes it as so many shards"
+            "global tensor; to_sharded_state_dict describes it as several shards"
         )
     return found[0]
 
 
 def splits_of(key: str, dtensor: DTensor) -> list[Split]:
-    """The steps, left to right, by which this rank's part is cut out of the global tensor.
+    """Return the splits that cut this rank's part out of the global tensor, in mesh order.
+
+    Args:
+        key: Name of the tensor, for errors.
+        dtensor: The tensor.
+
+    Returns:
+        One split for each mesh dimension that shards; the next one cuts what the one before it left.
 
     Raises:
-        ShardingError: a placement other than Shard, _StridedShard and Replicate, or a rank outside the mesh.
+        ShardingError: a placement is not Shard, _StridedShard or Replicate, or this rank is outside the mesh.
     """
     coordinate = dtensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ShardingError(
-            f"DTensor {key!r}: this rank is not in its mesh and holds nothing of it; leave it out on this rank"
+            f"DTensor {key!r}: this rank is not in its mesh and holds no part of it; leave it out on this rank"
         )
     steps = zip(dtensor.placements, dtensor.device_mesh.shape, coordinate, strict=True)
     splits = (_split(key, placement, count, index) for placement, count, index in steps)
@@ -94,7 +110,7 @@ def _split(key: str, placement: Any, count: int, index: int) -> Split | None:
 
 
 def _replica(dtensor: DTensor) -> ReplicaId:
-    """The coordinates on mesh dimensions that replicate."""
+    """Return the coordinates on the mesh dimensions that replicate; 0 if none does."""
     steps = zip(dtensor.placements, dtensor.device_mesh.get_coordinate() or (), strict=False)
     return tuple(index for placement, index in steps if isinstance(placement, Replicate)) or 0
 
@@ -102,7 +118,8 @@ def _replica(dtensor: DTensor) -> ReplicaId:
 def _build(
     source: DTensor, replicated: Replicated, key: str, data: torch.Tensor, replica_id: ReplicaId, _: slice | None
 ) -> list[ShardedTensor]:
-    """The shards of ``data``: a DTensor, or a local tensor that lies as that of ``source`` does."""
+    """Build the shards of ``data``: a DTensor, or a local tensor with the layout of ``source``."""
+    # optimizer state of a DTensor may be a plain tensor in the DTensor's layout
     if isinstance(data, DTensor):
         return _shards(key, data, _local_tensor(data), replica_id, replicated=replicated)
     return _shards(key, source, data, replica_id, replicated=replicated)
@@ -111,15 +128,15 @@ def _build(
 def _shards(
     key: str, dtensor: DTensor, local: torch.Tensor, replica_id: ReplicaId, *, replicated: Replicated
 ) -> list[ShardedTensor]:
-    """A shard for every box of the local tensor; for an empty one, an empty shard."""
+    """Build one shard for each box of the local tensor; an empty local tensor gives one empty shard."""
     splits, shape = splits_of(key, dtensor), tuple(dtensor.shape)
     extent = local_shape(shape, splits)
     if tuple(local.shape) != extent:
         raise ShardingError(
-            f"DTensor {key!r}: the local tensor has shape {tuple(local.shape)}, but its place in the global shape "
-            f"{shape} by {dtensor.placements} has {extent}; DTensor.from_local needs shape= and stride= where shards "
-            "are uneven"
+            f"DTensor {key!r}: the local tensor has shape {tuple(local.shape)}, but {dtensor.placements} of the global "
+            f"shape {shape} make it {extent}; pass shape= and stride= to DTensor.from_local where shards are uneven"
         )
+    # every rank stores at least an empty shard, so that all ranks describe the same keys
     held = pieces(shape, splits) or [Piece(empty_box(shape, splits), (0,) * len(shape))]
     grid = _grid(shape, splits)
     return [
@@ -139,14 +156,15 @@ def _shards(
 
 
 def _part(local: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece of the local tensor, as a view; the whole is itself, as wrappers may have no views."""
+    """Return a piece of the local tensor as a view."""
+    # all of it is returned as it is: tensor subclasses may not support slicing
     if piece.box.shape == tuple(local.shape):
         return local
     return local[tuple(slice(start, start + size) for start, size in zip(piece.place, piece.box.shape, strict=True))]
 
 
 def _grid(shape: Ints, splits: Sequence[Split]) -> Ints | None:
-    """Number of equal pieces along every axis, or None if some axis is split unevenly or in strides."""
+    """Return the number of equal parts along every axis; None if an axis is split unevenly or in strides."""
     counts = [1] * len(shape)
     for split in splits:
         counts[split.dim] *= split.count
@@ -155,10 +173,10 @@ def _grid(shape: Ints, splits: Sequence[Split]) -> Ints | None:
 
 
 def _local_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The local tensor itself, outside autograd, once a collective that still fills it has ended."""
+    """Return the local tensor without autograd."""
     with torch.no_grad():
         local = dtensor.to_local()
-    wait = getattr(local, "wait", None)
+    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor, which a redistribute may still be filling
     return (local if wait is None else wait()).detach()
 
 

@@ -1,4 +1,4 @@
-"""A value that torch spreads over ranks: stored as pieces, filled where it lies, and handed back itself."""
+"""A factory for a tensor that torch shards itself: stored as shards, loaded in place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class InPlaceFactory(ShardedTensorFactory):
-    """A factory of pieces that are views of ``data``; what a load gives back is ``data``, filled through them."""
+    """A factory whose shards are views of ``data``; a load fills them, and returns ``data`` itself."""
 
     merge_fn: FactoryMergeFn = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.merge_fn = self._itself
+        self.merge_fn = self._get_data
 
-    def _itself(self, _: Any) -> Any:
+    # the shards are views of data, so there is nothing to merge
+    def _get_data(self, _: Any) -> Any:
         return self.data
 
 

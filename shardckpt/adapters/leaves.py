@@ -1,4 +1,4 @@
-"""Any leaf of a state dict as what a save or load takes."""
+"""Describe the leaves of a state dict, of any type, for a save or a load."""
 
 from __future__ import annotations
 
@@ -14,37 +14,51 @@ from shardckpt.mapping import Replicated, ShardedObject, ShardedTensor
 from shardckpt.tensors import is_sharded_tensor
 
 
-def describe_nest(value: Any, key: str, replicated: Replicated, *, objects: bool) -> Any:
-    """A nest of dicts and lists with its leaves described; keys are the path, joined by dots.
+def describe_tree(value: Any, key: str, replicated: Replicated, *, objects: bool) -> Any:
+    """Describe the leaves of nested dicts and lists; the key of a leaf is its path, joined by dots.
 
     Args:
-        value: The nest, or a leaf; it stays as it is.
-        key: Path so far.
-        replicated: For what is whole on every rank that has it; see ShardedTensor.
-        objects: Whether leaves that are no tensors become replicated objects; else they stay, as common state.
+        value: Nested dicts and lists, or a leaf; it does not change.
+        key: The path so far.
+        replicated: ``replicated`` of ShardedTensor, for leaves that are not sharded.
+        objects: Whether leaves that are not tensors become replicated objects; else they stay, as common state.
+
+    Returns:
+        The same structure, with descriptions for leaves.
     """
     if isinstance(value, dict):
-        return {k: describe_nest(v, f"{key}.{k}", replicated, objects=objects) for k, v in value.items()}
+        return {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects) for k, v in value.items()}
     if isinstance(value, list):
-        return [describe_nest(v, f"{key}.{i}", replicated, objects=objects) for i, v in enumerate(value)]
+        return [describe_tree(v, f"{key}.{i}", replicated, objects=objects) for i, v in enumerate(value)]
     if objects or isinstance(value, torch.Tensor):
         return describe_leaf(value, key, replicated)
     return value
 
 
 def describe_leaf(value: Any, key: str, replicated: Replicated) -> Any:
-    """A tensor of any kind as its shards; anything else as an object that all ranks that have it have alike."""
+    """Describe a leaf: a tensor of any kind as its shards, anything else as a replicated object.
+
+    Args:
+        value: The leaf.
+        key: Its key in the checkpoint.
+        replicated: ``replicated`` of ShardedTensor, for a leaf that is not sharded, or for copies on other meshes.
+
+    Returns:
+        A ShardedTensor, a factory of several, or a ShardedObject; for a sharded tensor of which this rank holds no
+        part, a LocalNonpersistentObject.
+    """
     if isinstance(value, DTensor):
         return describe_dtensor(key, value, replicated)
     if is_sharded_tensor(value):
         return describe_torch_sharded(key, value, replicated)
     if isinstance(value, torch.Tensor):
+        # the lowest rank that has the key writes it: rank 0 may not have it
         return ShardedTensor.from_rank_offsets(key, value.detach(), replica_id=_rank(), replicated=replicated)
     return describe_object(value, key, replicated)
 
 
 def describe_object(value: Any, key: str, replicated: Replicated) -> ShardedObject:
-    """An object that all ranks that have it have alike."""
+    """Return the description of an object that is equal on all ranks that have it; the lowest rank's is saved."""
     return ShardedObject(key, value, (1,), (0,), _rank(), replicated=replicated)
 
 
@@ -52,4 +66,4 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-__all__ = ["describe_leaf", "describe_nest", "describe_object"]
+__all__ = ["describe_leaf", "describe_object", "describe_tree"]

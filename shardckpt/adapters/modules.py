@@ -1,4 +1,4 @@
-"""Modules and optimizers as state dicts by full names, and back: by torch's own state-dict API."""
+"""State dicts of modules and optimizers by full parameter names, through torch's own state-dict API."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def parts_of(model: Any) -> list[Module]:
-    """The modules that a caller gives: one, or a list of the stages that this rank has.
+def as_parts(model: Any) -> list[Module]:
+    """Return the list of modules for one module, or for a list of this rank's pipeline stages.
 
     Raises:
-        ShardingError: it is something else.
+        ShardingError: ``model`` is neither.
     """
     parts = list(model) if isinstance(model, (list, tuple)) else [model]
     for part in parts:
@@ -34,35 +34,45 @@ def parts_of(model: Any) -> list[Module]:
 
 
 def model_state(parts: Sequence[Module]) -> dict[str, Any]:
-    """The state of all parts by full name, wrappers' prefixes taken out.
+    """Return the parameters and buffers of all modules by full name, without the prefixes of wrappers.
+
+    Args:
+        parts: The modules of this rank.
+
+    Returns:
+        Tensors by name: DTensors and ShardedTensors as FSDP has them, plain tensors else. They share the modules'
+        memory.
 
     Raises:
-        ShardingError: two parts have different things under one name.
+        ShardingError: two modules have different tensors of the same name.
     """
-    merged = _Merged("model part")
+    merged = _MergedValues("model part")
     for number, part in enumerate(parts):
         merged.add(number, get_model_state_dict(part))
     return merged.values
 
 
-def buffers_among(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
-    """The names of those values of :func:`model_state` that are buffers: they lie in a buffer's memory."""
-    places = {_place(buffer) for part in parts for buffer in part.buffers()} - {0}
-    return frozenset(name for name, value in values.items() if _place(value) in places)
+def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
+    """Return the names of those values of :func:`model_state` that share a buffer's memory."""
+    # 0 is no address: values that are not tensors, and tensors without memory
+    places = {_data_address(buffer) for part in parts for buffer in part.buffers()} - {0}
+    return frozenset(name for name, value in values.items() if _data_address(value) in places)
 
 
-def optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State and group options of every parameter by full name: ``({name: state}, {name: options})``.
+def get_optimizer_state(
+    parts: Sequence[Module], optimizers: Sequence[Optimizer]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state and the group options of every parameter: ``({name: state}, {name: options})``.
 
-    A parameter that has no state yet (no step was made, or it had no gradient) is not among the states.
+    A parameter without state (no step was made, or it had no gradient) is not among the states.
 
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
-    states, options = _Merged("optimizer"), _Merged("optimizer")
+    states, options = _MergedValues("optimizer"), _MergedValues("optimizer")
     for number, optimizer in enumerate(optimizers):
-        with without_initial_state(optimizer):
-            found: Any = get_optimizer_state_dict(owner(parts, optimizer, number), optimizer)
+        with suppress_initial_state(optimizer):
+            found: Any = get_optimizer_state_dict(find_owner(parts, optimizer, number), optimizer)
         states.add(number, {name: state for name, state in found["state"].items() if state})
         for group in found["param_groups"]:
             given = {name: value for name, value in group.items() if name != "params"}
@@ -70,19 +80,19 @@ def optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) ->
     return states.values, options.values
 
 
-def initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """State as the optimizers make it for parameters that have none yet, by full name: memory that a load can fill.
+def make_initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Make state for the parameters that have none, by full name: memory for a load to fill.
 
-    Its values mean nothing, and the optimizers do not keep it. FSDP1 gives one state for parameters that it has made
-    one, so under it only an optimizer without any state counts; and so of optimizers that are not torch's own, whose
-    step may be collective, or not take zeros.
+    Its values are not meaningful, and the optimizers do not keep it. Under FSDP1, and for optimizers that are not
+    torch's own, this is done only for an optimizer without any state: FSDP1 keeps one state for all parameters of a
+    flat parameter, and the step of another optimizer may be collective, or fail for gradients of zero.
 
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
-    states = _Merged("optimizer")
+    states = _MergedValues("optimizer")
     for number, optimizer in enumerate(optimizers):
-        part = owner(parts, optimizer, number)
+        part = find_owner(parts, optimizer, number)
         if optimizer.state and (not _steps_alone(optimizer) or FullyShardedDataParallel.fsdp_modules(part)):
             continue
         lacking = [
@@ -91,62 +101,62 @@ def initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> d
             for param in group["params"]
             if param.requires_grad and not optimizer.state.get(param)
         ]
-        with _made_state(optimizer, lacking) as is_made:
-            found: Any = get_optimizer_state_dict(part, optimizer)["state"] if is_made else {}
+        with _temporary_state(optimizer, lacking) as has_state:
+            found: Any = get_optimizer_state_dict(part, optimizer)["state"] if has_state else {}
         states.add(number, {name: state for name, state in found.items() if state})
     return states.values
 
 
 def _steps_alone(optimizer: Optimizer) -> bool:
-    """Whether a step with some gradients needs neither other ranks nor a closure: torch's own, but for LBFGS."""
+    """Return whether a step with some gradients needs no other rank and no closure: torch's own, except LBFGS."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
-    """The part that has all parameters of an optimizer.
+def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
+    """Return the module that has all parameters of an optimizer.
 
     Raises:
-        ShardingError: there is none.
+        ShardingError: no module has all of them.
     """
-    wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    owned = [wanted & {id(param) for param in part.parameters()} for part in parts]
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    owned = [params & {id(param) for param in part.parameters()} for part in parts]
     for part, mine in zip(parts, owned, strict=True):
-        if mine == wanted:
+        if mine == params:
             return part
     holders = [str(index) for index, mine in enumerate(owned) if mine]
-    where = f"spread over parts {', '.join(holders)}" if len(holders) > 1 else "not all in the model"
+    where = f"spread over modules {', '.join(holders)}" if len(holders) > 1 else "not all in the model"
     raise ShardingError(
-        f"the parameters of optimizer {number} are {where}: make an optimizer of each part's own parameters, after the "
-        "model was wrapped, and pass all of them"
+        f"the parameters of optimizer {number} are {where}: make one optimizer for each module, after the model was "
+        "wrapped, and pass all of them"
     )
 
 
-class _Merged:
-    """Values by name, of several givers, each of which must give names of its own.
+class _MergedValues:
+    """Values by name from several sources, whose names must not collide.
 
     Args:
-        giver: What gives them, for errors.
+        kind: What the sources are, for errors.
     """
 
-    def __init__(self, giver: str) -> None:
+    def __init__(self, kind: str) -> None:
         self.values: dict[str, Any] = {}
-        self._giver = giver
-        self._givers: dict[str, int] = {}
+        self._kind = kind
+        self._sources: dict[str, int] = {}
 
-    def add(self, giver: int, values: dict[str, Any]) -> None:
-        """Add what the giver of this number gives."""
+    def add(self, source: int, values: dict[str, Any]) -> None:
+        """Add the values of the source of this number."""
         for name, value in values.items():
             if name in self.values and not _is_same(self.values[name], value):
                 raise ShardingError(
-                    f"{name!r} is in {self._giver} {self._givers[name]} and in {self._giver} {giver}, and is not the "
-                    "same: names must be those in the whole model (give each part its own prefix or layer numbers)"
+                    f"{name!r} is in {self._kind} {self._sources[name]} and in {self._kind} {source}, with different "
+                    "values: names must be unique in the model (give each part its own prefix or layer numbers)"
                 )
             self.values[name] = value
-            self._givers.setdefault(name, giver)
+            self._sources.setdefault(name, source)
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether both are one thing, as shared parameters are."""
+    """Return whether both are one object or one tensor's memory, as shared parameters are."""
     if not isinstance(one, torch.Tensor) or type(one) is not type(other):
         return one is other
     with torch.no_grad():
@@ -154,22 +164,24 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (here.is_set_to(there) if type(here) is torch.Tensor else False)
 
 
-def _place(value: Any) -> int:
-    """Where in memory the values of a tensor begin, of a DTensor this rank's; 0 for any other value."""
+def _data_address(value: Any) -> int:
+    """Return the address of a tensor's memory (of a DTensor, its local tensor's); 0 for any other value."""
     with torch.no_grad():
         local = value.to_local() if isinstance(value, DTensor) else value
     return local.data_ptr() if type(local) in (torch.Tensor, torch.nn.Buffer) else 0
 
 
 @contextmanager
-def without_initial_state(optimizer: Optimizer) -> Iterator[None]:
-    """Keep torch from making state for an optimizer that has none: it takes memory, and is not the true initial state.
+def suppress_initial_state(optimizer: Optimizer) -> Iterator[None]:
+    """Keep torch's state-dict functions from making state for an optimizer that has none.
 
-    (It comes of a step with a learning rate of 0, which Rprop and NAdam remember.)
+    They make it by a step with a learning rate of 0. This takes memory, and it is not the true initial state: Rprop and
+    NAdam remember the learning rate.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     is_fresh = not optimizer.state
     if is_fresh:
+        # torch makes state only for an optimizer whose state is empty
         optimizer.state.update({param: {} for param in params})
     try:
         yield
@@ -179,17 +191,19 @@ def without_initial_state(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _made_state(optimizer: Optimizer, lacking: Sequence[Any]) -> Iterator[bool]:
-    """Have an optimizer make the state of parameters that lack it, and take it away again; tells whether it has any.
+def _temporary_state(optimizer: Optimizer, lacking: Sequence[Any]) -> Iterator[bool]:
+    """Make state for the parameters that lack it, and remove it at the end; yields whether the optimizer made any.
 
-    As torch does it for an optimizer without any state: by a step with gradients of zero and a learning rate of 0,
-    which changes no parameter. Parameters with state have no gradient in it, so theirs stays.
+    Like torch, it makes a step with gradients of zero and a learning rate of 0, which changes no parameter. Parameters
+    with state get no gradient for this step, so their state stays.
     """
+    # an optimizer may have an empty entry for a parameter: it is put back at the end
     before = {param: optimizer.state[param] for param in lacking if param in optimizer.state}
     params = [param for group in optimizer.param_groups for param in group["params"]] if lacking else []
     gradients = [param.grad for param in params]
     options = [dict(group) for group in optimizer.param_groups]
-    counted = [(value, value.clone()) for group in options for value in group.values() if torch.is_tensor(value)]
+    # a step may change options that are tensors in place
+    tensors = [(value, value.clone()) for group in options for value in group.values() if torch.is_tensor(value)]
     try:
         if lacking:
             _make_state(optimizer, params, lacking)
@@ -200,7 +214,7 @@ def _made_state(optimizer: Optimizer, lacking: Sequence[Any]) -> Iterator[bool]:
         for group, saved in zip(optimizer.param_groups, options, strict=True):
             group.clear()
             group.update(saved)
-        for value, saved_value in counted:
+        for value, saved_value in tensors:
             value.copy_(saved_value)
         for param in lacking:
             optimizer.state.pop(param, None)
@@ -220,4 +234,11 @@ def _make_state(optimizer: Optimizer, params: Sequence[Any], lacking: Sequence[A
         param.grad = None
 
 
-__all__ = ["initial_state", "model_state", "optimizer_state", "owner", "parts_of", "without_initial_state"]
+__all__ = [
+    "as_parts",
+    "find_owner",
+    "get_optimizer_state",
+    "make_initial_state",
+    "model_state",
+    "suppress_initial_state",
+]

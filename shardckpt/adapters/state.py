@@ -1,4 +1,4 @@
-"""State dicts, modules and optimizers as what a save and a load take; and what was loaded handed back to them."""
+"""Describe state dicts, modules and optimizers for a save or a load, and restore what was loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.adapters.leaves import describe_leaf, describe_nest, describe_object
+from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_tree
 from shardckpt.errors import KeyMismatchError, ShardingError, listed
 from shardckpt.mapping import OptionalEntries
 
@@ -28,46 +28,63 @@ def to_sharded_state_dict(
 ) -> ShardedStateDict:
     """Describe a state dict, or a model and its optimizers, so that they can be saved, or loaded in place.
 
-    A DTensor, or a ShardedTensor of torch's, becomes its pieces of the global tensor: a load fills them and gives the
-    tensor itself back. Any other tensor is whole on every rank that has it, and the lowest of these writes it.
+    A DTensor, or torch's ShardedTensor, becomes its shards of the global tensor: a load fills them in place and returns
+    the tensor itself. Any other tensor counts as replicated on all ranks that have it; the lowest of these writes it.
 
-    A state dict keeps its form, and its keys are the path in it, joined by dots; what is no tensor stays: common state,
-    and shards described already. Of modules the keys are the full names of torch's state-dict API, without what
-    wrappers (checkpoint wrappers, torch.compile, FSDP, DDP) put into them; what is no tensor is stored once a name.
-    With optimizers the result is ``{"model": ..., "optimizer": ...}`` and keys are ``model.<name>``,
-    ``optimizer.state.<name>.exp_avg`` and, for the options of its group, ``optimizer.param_groups.<name>``. Hand what
-    was loaded to :func:`load_into`.
+    A state dict keeps its structure, and the key of a leaf is its path, joined by dots. Leaves that are not tensors
+    stay: they are common state, or shards that are described already.
 
-    A parameter may have no state yet: no step was made, or it never had a gradient (an unused branch, an expert that no
-    token reached). Then a save stores none, and a load leaves it out where none is stored: the optimizer makes it at
-    the parameter's next step, as it would have. A load fills what is stored, whether the optimizer has state of the
-    parameter already or not. State of which a part is missing is an error.
+    For modules, keys are the full names of torch's state-dict API, without the prefixes of wrappers (checkpoint
+    wrappers, torch.compile, FSDP, DDP). With optimizers, the result is ``{"model": ..., "optimizer": ...}``, and keys
+    are ``model.<name>``, ``optimizer.state.<name>.exp_avg`` and, for the options of the parameter's group,
+    ``optimizer.param_groups.<name>``. Values that are not tensors are stored as objects, one for each name.
+
+    A parameter may have no optimizer state yet: no step was made, or it never had a gradient (an unused branch, an
+    expert that no token reached). Then a save stores none, and a load that finds none leaves it out; the optimizer
+    makes it at the parameter's next step. A load fills stored state whether or not the optimizer has state of the
+    parameter already. If only a part of a parameter's state is stored, the load fails.
+
+    Example::
+
+        state = to_sharded_state_dict(model, optimizer)
+        dist_checkpointing.save(state, "checkpoints/step-100")
+        ...
+        state = to_sharded_state_dict(model, optimizer)
+        load_into(dist_checkpointing.load(state, "checkpoints/step-100"), model, optimizer)
 
     Args:
-        model_or_dict: A nest of dicts and lists, a module, or a list of the modules of this rank (pipeline or virtual
-            stages); it stays as it is.
-        optimizers: Of the modules; each has parameters of one of them.
-        prefix: Put before every key as it is: ``"model."``.
-        check_replicas: Whether a save compares what several ranks have under one key without a mesh to say that these
-            are replicas, and raises where values differ; it reads all of them. Without, the lowest rank's is saved
-            where any rank's will do: vectors and scalars (BatchNorm's statistics), objects, a module's buffers. A
-            weight, of two and more axes, of which more than half of 32 elements spread over it differ between ranks is
-            still an error: it is no copy (an expert of this rank's), and the others' would be lost.
+        model_or_dict: Nested dicts and lists, a module, or a list of this rank's modules (pipeline or virtual stages);
+            it does not change.
+        optimizers: Optimizers of the modules, one by one; the parameters of each belong to one module.
+        prefix: Put before every key; no dot is added: ``"model."``.
+        check_replicas: Whether a save compares the tensors and objects that several ranks have under one key and that
+            no mesh declares as replicas, and raises if their values differ. This reads all of them. If False, the
+            lowest rank's is saved of vectors and scalars (the statistics of BatchNorm), objects and buffers of modules.
+            A tensor of two or more axes is still sampled at 32 elements: if more than half of them differ between
+            ranks, it is not a copy but another tensor (an expert of this rank), and the save fails instead of losing
+            the others.
+
+    Returns:
+        A dict for ``dist_checkpointing.save`` and ``load``. It shares the tensors' memory. Pass what ``load`` returns
+        to :func:`load_into`.
 
     Raises:
-        ShardingError: two modules or two optimizers have different things under one name, or arguments do not fit.
+        ShardingError: two modules or two optimizers have different values under one name, or an argument has the wrong
+            type.
     """
     replicated: Replicated = True if check_replicas else "sampled"
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ShardingError(
-                f"expected an optimizer, got a {type(optimizer).__name__}: optimizers are passed one by one, and "
-                "prefix= by its name"
+                f"expected an optimizer, got a {type(optimizer).__name__}: pass optimizers one by one, and prefix= "
+                "as a keyword"
             )
     if isinstance(model_or_dict, Mapping):
         if optimizers:
-            raise ShardingError("optimizers are described with their modules; put an optimizer's state into the dict")
-        return {k: describe_nest(v, f"{prefix}{k}", replicated, objects=False) for k, v in model_or_dict.items()}
+            raise ShardingError(
+                "optimizers are described only with their modules: put the optimizer's state dict into the dict"
+            )
+        return {k: describe_tree(v, f"{prefix}{k}", replicated, objects=False) for k, v in model_or_dict.items()}
     return _describe_modules(model_or_dict, optimizers, prefix, replicated)
 
 
@@ -77,35 +94,36 @@ def load_into(
     *optimizers: Optimizer,
     strict: bool = True,
 ) -> None:
-    """Hand what was loaded to the modules and optimizers that were described, options of groups (lr, betas) included.
+    """Restore what was loaded into modules and optimizers, with the options of their groups (lr, betas).
 
     Args:
-        loaded: What ``load`` gave for ``to_sharded_state_dict(model_or_parts, *optimizers)``.
+        loaded: What ``load`` returned for ``to_sharded_state_dict(model_or_parts, *optimizers)``.
         model_or_parts: The same modules.
         optimizers: The same optimizers.
-        strict: Whether everything must have been loaded; else what was not stays as it is.
+        strict: Whether every parameter must have been loaded; if False, the others keep their values.
 
     Raises:
-        KeyMismatchError: something was not loaded; modules and optimizers stay as they are.
-        CheckpointingException: parameters of one group of an optimizer were saved with different options, or what was
-            loaded is of another form.
+        KeyMismatchError: a parameter was not loaded; modules and optimizers do not change.
+        CheckpointingException: parameters of one group were saved with different options, or ``loaded`` does not have
+            the structure of ``to_sharded_state_dict``.
     """
-    from shardckpt.adapters import handing_back, modules
+    from shardckpt.adapters import modules, restore
 
-    parts = modules.parts_of(model_or_parts)
-    _check_form(loaded, with_optimizers=bool(optimizers))
+    parts = modules.as_parts(model_or_parts)
+    _check_structure(loaded, with_optimizers=bool(optimizers))
     model, optimizer = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
     options = {name: _options(values) for name, values in optimizer.get("param_groups", {}).items()}
-    groups = [handing_back.groups_of(parts, each, number) for number, each in enumerate(optimizers)]
+    groups = [restore.groups_of(parts, each, number) for number, each in enumerate(optimizers)]
     if strict:
         trained = {name for each in groups for group in each for name in group["params"]}
         _refuse(modules.model_state(parts).keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
-    filled = [[handing_back.with_options(group, options) for group in each] for each in groups]
+    filled = [[restore.apply_options(group, options) for group in each] for each in groups]
+    # everything is checked above, before the first module changes
     for part in parts:
-        handing_back.set_model(part, model)
+        restore.set_model(part, model)
     for number, each in enumerate(optimizers):
-        handing_back.set_optimizer(modules.owner(parts, each, number), each, optimizer.get("state", {}), filled[number])
+        restore.set_optimizer(modules.find_owner(parts, each, number), each, optimizer.get("state", {}), filled[number])
 
 
 def _describe_modules(
@@ -113,56 +131,58 @@ def _describe_modules(
 ) -> ShardedStateDict:
     from shardckpt.adapters import modules  # torch's state-dict API is slow to import
 
-    parts = modules.parts_of(model)
+    parts = modules.as_parts(model)
     values = modules.model_state(parts)
-    buffers = modules.buffers_among(values, parts) if replicated == "sampled" else frozenset()
+    # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
+    buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
 
-    def described_model(prefix: str) -> ShardedStateDict:
+    def describe_model(prefix: str) -> ShardedStateDict:
         kinds: dict[str, Replicated] = dict.fromkeys(buffers, "unchecked")
         return {n: describe_leaf(value, f"{prefix}{n}", kinds.get(n, replicated)) for n, value in values.items()}
 
     if not optimizers:
-        return described_model(prefix)
-    states, options = modules.optimizer_state(parts, optimizers)
+        return describe_model(prefix)
+    states, options = modules.get_optimizer_state(parts, optimizers)
     state, groups = f"{prefix}optimizer.state", f"{prefix}optimizer.param_groups"
 
-    def described(found: dict[str, Any]) -> dict[str, Any]:
-        return describe_nest(found, state, replicated, objects=True)  # type: ignore[no-any-return]
+    def describe_state(values: dict[str, Any]) -> dict[str, Any]:
+        return describe_tree(values, state, replicated, objects=True)  # type: ignore[no-any-return]
 
-    def lacking() -> dict[str, Any]:
-        made = modules.initial_state(parts, optimizers)
-        return described({name: values for name, values in made.items() if name not in states})
+    def describe_lacking_state() -> dict[str, Any]:
+        made = modules.make_initial_state(parts, optimizers)
+        return describe_state({name: values for name, values in made.items() if name not in states})
 
     return {
-        "model": described_model(f"{prefix}model."),
+        "model": describe_model(f"{prefix}model."),
         "optimizer": {
-            "state": OptionalEntries(described(states), f"{state}.", lacking),
+            "state": OptionalEntries(describe_state(states), f"{state}.", describe_lacking_state),
             "param_groups": {n: _describe_options(o, f"{groups}.{n}", replicated) for n, o in options.items()},
         },
     }
 
 
 def _describe_options(options: dict[str, Any], key: str, replicated: Replicated) -> dict[str, Any]:
-    """The options of a parameter's group: what is no tensor as one object; a load must not fill the live tensors."""
+    """Describe the options of a parameter's group: plain values as one object, tensors one by one."""
     tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
     plain = {name: value for name, value in options.items() if name not in tensors}
+    # copies, so that a load does not fill the live tensors before load_into has checked what was loaded
     copies = {n: describe_leaf(tensor.detach().clone(), f"{key}.{n}", replicated) for n, tensor in tensors.items()}
     return {"values": describe_object(plain, key, replicated), **({"tensors": copies} if copies else {})}
 
 
-def _check_form(loaded: StateDict, *, with_optimizers: bool) -> None:
-    """Whether it is what the description of these modules and optimizers is loaded as."""
+def _check_structure(loaded: StateDict, *, with_optimizers: bool) -> None:
+    """Raise unless ``loaded`` has the structure that :func:`to_sharded_state_dict` gives."""
     has_both = {"model", "optimizer"} <= loaded.keys()
     if with_optimizers and not has_both:
         raise ShardingError(
-            "what was loaded has no model and optimizer: describe both, to_sharded_state_dict(model, optimizer)"
+            "the loaded state dict has no 'model' and 'optimizer': load to_sharded_state_dict(model, optimizer)"
         )
     if has_both and not with_optimizers and all(isinstance(part, dict) for part in loaded.values()):
-        raise ShardingError("what was loaded has an optimizer, too: pass the optimizers, or loaded['model'] alone")
+        raise ShardingError("the loaded state dict has an optimizer: pass the optimizers too, or loaded['model'] alone")
     if has_both and not isinstance(loaded["optimizer"].get("param_groups", {}), dict):
         raise ShardingError(
-            "the optimizer's part is not of to_sharded_state_dict(model, optimizer): hand a state dict of torch's form "
-            "back by torch's set_model_state_dict and set_optimizer_state_dict"
+            "the optimizer's part does not come from to_sharded_state_dict(model, optimizer): restore a state dict of "
+            "torch's structure with torch's set_model_state_dict and set_optimizer_state_dict"
         )
 
 
@@ -174,7 +194,7 @@ def _options(loaded: dict[str, Any]) -> dict[str, Any]:
 def _refuse(missing: Collection[str], what: str) -> None:
     if missing:
         raise KeyMismatchError(
-            f"the {what} has parameters that are not in what was loaded: {listed(sorted(missing))}; "
+            f"the {what} has parameters that were not loaded: {listed(sorted(missing))}; "
             "load with to_sharded_state_dict of the same modules and optimizers, or pass strict=False to keep theirs"
         )
 

@@ -1,4 +1,4 @@
-"""ShardedTensors of torch's (FSDP1's, also over tensor parallelism's) as shards."""
+"""Describe torch's ShardedTensors (those of FSDP1, also over tensor parallelism) as shards."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ if TYPE_CHECKING:
 
     from shardckpt.planning import Ints
 
-#: An offset in the global tensor, and what lies there.
+#: An offset in the global tensor, and the local tensor that begins there.
 _Part: TypeAlias = "tuple[Ints, torch.Tensor]"
 
 
 def describe_torch_sharded(
     key: str, value: Any, replicated: Replicated = True
 ) -> InPlaceFactory | LocalNonpersistentObject:
-    """A ShardedTensor of torch's as its local shards, which a load fills in place and gives back as the ShardedTensor.
+    """Describe torch's ShardedTensor as shards that a load fills in place.
 
-    Local shards may be ShardedTensors again, in coordinates of their own (FSDP1 over tensor parallelism). Copies that
-    other ranks have in a group of their own (hybrid sharding) are copies: the lowest rank's is the main one.
+    Local shards may be ShardedTensors themselves, in their own coordinates (FSDP1 over tensor parallelism). With hybrid
+    sharding, the ranks of other groups hold copies; the lowest rank's is the main one.
 
     Args:
         key: Name of the global tensor.
-        value: The ShardedTensor; a rank without local shards stores nothing of it, and gets it back as it is.
-        replicated: Of our ShardedTensor, for the copies in other groups.
+        value: torch's ShardedTensor. A rank without local shards stores nothing of it; a load returns it unchanged.
+        replicated: ``replicated`` of our ShardedTensor, for the copies in other groups.
+
+    Returns:
+        A factory of the shards, which a load resolves to ``value`` itself; without local shards, a local object.
     """
     if not any(True for _ in _parts(key, value)):
         return LocalNonpersistentObject(value)
@@ -45,11 +48,13 @@ def describe_torch_sharded(
 def _build(
     source: Any, replicated: Replicated, key: str, data: Any, replica_id: ReplicaId, _: slice | None
 ) -> list[ShardedTensor]:
-    """The shards of ``data``: a ShardedTensor, or a plain tensor that lies as the only shard of ``source`` does."""
+    """Build the shards of ``data``: torch's ShardedTensor, or a plain tensor in place of ``source``'s only shard."""
     parts = list(_parts(key, data if is_sharded_tensor(data) else source))
     if not is_sharded_tensor(data):
         if len(parts) != 1 or parts[0][1].shape != data.shape:
-            raise ShardingError(f"{key!r}: a tensor of shape {tuple(data.shape)} is not its parameter's only shard")
+            raise ShardingError(
+                f"{key!r}: a tensor of shape {tuple(data.shape)} needs a parameter with one local shard of that shape"
+            )
         parts = [(parts[0][0], data.detach())]
     shape = tuple(source.size())
     return [
@@ -61,10 +66,11 @@ def _build(
 
 
 def _parts(key: str, value: Any) -> Iterator[_Part]:
-    """The plain tensors of which a ShardedTensor consists on this rank, at their global offsets."""
+    """Yield the plain tensors that a ShardedTensor has on this rank, with their global offsets."""
     for shard in value.local_shards():
         start = tuple(shard.metadata.shard_offsets)
         for offset, local in _parts_of_shard(key, shard.tensor):
+            # an inner shard's offset counts from the outer shard
             yield tuple(outer + inner for outer, inner in zip(start, offset, strict=True)), local
 
 

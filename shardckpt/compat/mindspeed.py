@@ -1,4 +1,4 @@
-"""The names of MindSpeed-LLM's and other trainers' expert checkpoints, with what they are for done right."""
+"""MindSpeed-LLM's functions for expert checkpoints, which other trainers have too, on top of ``shardckpt_ep``."""
 
 from __future__ import annotations
 
@@ -49,22 +49,25 @@ def restore_ep_dim(
     expert_dim: int = 0,
     global_shape: Sequence[int] | None = None,
 ) -> DTensor:
-    """A tensor of this rank's experts as a DTensor of all experts, for a save: the same memory.
+    """Collective: turn a tensor of this rank's experts into a DTensor of all experts, for a save.
 
-    The expert-parallel dimension cuts first and FSDP inside, whatever the order of the mesh dimensions. A DTensor that
-    has the expert-parallel dimension comes back as it is.
+    The expert-parallel dimension shards first and FSDP within, whatever the order of the mesh dimensions. With
+    ``global_shape``, no other rank is needed.
 
     Args:
-        tensor: A DTensor cut by FSDP alone, or a plain tensor of this rank's experts.
+        tensor: A DTensor that FSDP has sharded, or a plain tensor of this rank's experts. A DTensor on a mesh with the
+            expert-parallel dimension is returned as it is.
         mesh: The mesh that the model was sharded on, with all its dimensions.
         ep: Name of the expert-parallel dimension.
         expert_dim: The axis that counts experts.
-        global_shape: Shape with all experts; without it the ranks of that dimension tell each other how many they
-            have, in a collective.
+        global_shape: Shape with all experts. Without it, the ranks of that dimension exchange how many they have.
+
+    Returns:
+        A DTensor of the global shape that shares the tensor's memory.
 
     Raises:
-        ShardingError: the mesh is another one, this rank is not in it, or experts are dealt out otherwise than
-            ``torch.chunk`` does, which no DTensor describes: use an ExpertLayout.
+        ShardingError: the tensor is not sharded on this mesh; this rank is not in the mesh; or experts are not assigned
+            to ranks as by ``torch.chunk``, which no DTensor describes: use an ExpertLayout.
     """
     if isinstance(tensor, DTensor) and has_dim(tensor.device_mesh, ep):
         return tensor
@@ -86,9 +89,10 @@ def restore_ep_dim(
         shape=torch.Size(layout.global_shape),
         stride=torch.empty(layout.global_shape, device="meta").stride(),
     )
+    # from_local without run_check checks nothing: uneven experts would be stored at wrong offsets
     if pieces(layout.global_shape, splits_of(name, restored)) != layout.pieces():
         raise ShardingError(
-            f"experts are dealt out over {mesh} as no DTensor describes it ({layout}): use an ExpertLayout with "
+            f"experts are assigned over {mesh} in a way that no DTensor describes ({layout}): use an ExpertLayout with "
             "expert_sharded_state_dict or EPSavePlanner"
         )
     return restored
@@ -97,34 +101,35 @@ def restore_ep_dim(
 def drop_ep_dim(
     tensor: torch.Tensor, mesh: DeviceMesh | None = None, *, ep: Names = EP_NAMES, expert_dim: int = 0
 ) -> torch.Tensor:
-    """What :func:`restore_ep_dim` made a DTensor of all experts of, after a load: the same memory.
+    """Undo :func:`restore_ep_dim` after a load.
 
     Args:
-        tensor: A DTensor with the expert-parallel mesh dimension; anything else comes back as it is.
+        tensor: A DTensor on a mesh with the expert-parallel dimension; any other tensor is returned as it is.
         mesh: The mesh that it must be on; None for its own.
         ep: Name of the expert-parallel dimension.
         expert_dim: The axis that counts experts.
 
     Returns:
-        A DTensor of this rank's experts on the other mesh dimensions, or a plain tensor where none of them cuts it.
+        A DTensor of this rank's experts on the other mesh dimensions, or a plain tensor if none of them shards it. It
+        shares the tensor's memory.
 
     Raises:
-        ShardingError: it is on another mesh, or FSDP's cut of the same axis cannot be told from the experts'.
+        ShardingError: the tensor is on another mesh, or FSDP shards the axis of experts before expert parallelism.
     """
     if not isinstance(tensor, DTensor) or not has_dim(tensor.device_mesh, ep):
         return tensor
     own = tensor.device_mesh
-    if mesh is not None and not _same(own, mesh):
+    if mesh is not None and not _is_same_mesh(own, mesh):
         raise ShardingError(
             f"the tensor is on the mesh {own.mesh_dim_names} of ranks {own.mesh.tolist()}, not on "
             f"{mesh.mesh_dim_names} of {mesh.mesh.tolist()}"
         )
     ep_dim = mesh_dim(own, ep)
     rest = [dim for dim in range(own.ndim) if dim != ep_dim]
-    placements = [_plain(tensor.placements[dim]) for dim in rest]
+    placements = [_without_stride(tensor.placements[dim]) for dim in rest]
     if not any(isinstance(place, Shard) for place in placements):
         return local_of(tensor)
-    shape = _experts_here(tensor, ep_dim, expert_dim)
+    shape = _local_experts_shape(tensor, ep_dim, expert_dim)
     names = tuple((own.mesh_dim_names or ())[dim] for dim in rest)
     dropped = DTensor.from_local(
         local_of(tensor),
@@ -136,16 +141,16 @@ def drop_ep_dim(
     )
     inside = local_shape(shape, splits_of("the tensor to be dropped", dropped))
     if inside != tuple(dropped.to_local().shape):
-        raise ShardingError(f"{tensor.placements} of {own} do not cut the experts first: redistribute the tensor")
+        raise ShardingError(f"{tensor.placements} of {own} do not shard the experts first: redistribute the tensor")
     return dropped
 
 
 @dataclasses.dataclass(frozen=True)
 class EPSpecInfo:
-    """How an expert parameter lies.
+    """The sharding of an expert parameter.
 
     Attributes:
-        placement: Of the DTensor of all experts, one a dimension of the mesh.
+        placement: Placements of the DTensor of all experts, one for each dimension of the mesh.
         ep_fsdp_mesh: The mesh.
     """
 
@@ -156,14 +161,17 @@ class EPSpecInfo:
 def build_ep_fqn2spec_info(
     model: Module, mesh: DeviceMesh, ep_plan: Collection[str], *, ep: Names = EP_NAMES, expert_dim: int = 0
 ) -> dict[str, EPSpecInfo]:
-    """How every parameter of a model's expert modules lies, by its name without wrappers; no process group is made.
+    """Return the sharding of every parameter of a model's expert modules. Creates no process group.
 
     Args:
-        model: The model, with its expert modules anywhere.
+        model: The model.
         mesh: The mesh that it was sharded on.
-        ep_plan: Places of modules with experts; see :func:`shardckpt_ep.expert_layouts`.
+        ep_plan: Name patterns of modules with experts; see :func:`shardckpt_ep.expert_layouts`.
         ep: Name of the expert-parallel dimension.
         expert_dim: The axis that counts experts.
+
+    Returns:
+        The sharding by full parameter name, without the prefixes of wrappers.
     """
     return {
         name: EPSpecInfo(_placements(param, mesh, ep, expert_dim), mesh)
@@ -174,13 +182,17 @@ def build_ep_fqn2spec_info(
 def get_check_moe_func(
     model: Module, ep_plan: Collection[str] = (), *, ep: Names = EP_NAMES, fsdp: Names = FSDP_NAMES
 ) -> Callable[[str], bool]:
-    """A function that says of a key whether it is an expert parameter's, or its state's in an optimizer.
+    """Make a function that recognizes the keys of experts.
 
     Args:
-        model: The model; parameters on a mesh with the expert-parallel dimension or FSDP's of experts are experts'.
-        ep_plan: Places of modules with experts, for those whose parameters are plain tensors.
+        model: The model. A parameter on a mesh with the expert-parallel dimension, or with FSDP's dimension over
+            experts, is an expert's.
+        ep_plan: Name patterns of modules with experts, needed if their parameters are plain tensors.
         ep: Names of the expert-parallel dimension.
         fsdp: Names of FSDP's dimension over experts.
+
+    Returns:
+        ``check(key)``, which returns whether a key is that of an expert parameter, or of its optimizer state.
     """
     found = [name for name, _ in expert_parameters(model, ep_plan)]
     for name, param in model.named_parameters():
@@ -193,17 +205,20 @@ def get_check_moe_func(
 def get_chunk_readitem(
     read_item: ReadItem, ep_rank: int, dim: int = 0, *, stored: TensorStorageMetadata, experts: int | None = None
 ) -> ReadItem:
-    """An item that was planned as though a rank's experts were the first ones, moved to where they are stored.
+    """Move a read item, planned as if every rank had the first experts, to where this rank's experts are stored.
 
     Args:
-        read_item: The item; items of objects come back as they are.
-        ep_rank: The rank among those with different experts.
+        read_item: The item; an item of an object is returned as it is.
+        ep_rank: The expert-parallel rank.
         dim: The axis that counts experts.
-        stored: What the checkpoint has of the tensor.
-        experts: How many experts every rank has; None where the item reads all of them.
+        stored: Metadata of the stored tensor.
+        experts: Number of experts on every rank; None if the item reads all of a rank's experts.
+
+    Returns:
+        The moved item.
 
     Raises:
-        ShardingError: the item has no such axis, or what it is to read lies in several stored chunks.
+        ShardingError: the item has no such axis, or its experts are in several stored chunks.
     """
     if read_item.type is LoadItemType.BYTE_IO:
         return read_item
@@ -214,16 +229,16 @@ def get_chunk_readitem(
         for base, offset in zip(read_item.storage_index.offset or (), read_item.storage_offsets, strict=True)
     )
     step = ep_rank * (read_item.lengths[dim] if experts is None else experts)
-    wanted = Box((*start[:dim], start[dim] + step, *start[dim + 1 :]), tuple(read_item.lengths))
+    requested = Box((*start[:dim], start[dim] + step, *start[dim + 1 :]), tuple(read_item.lengths))
     for number, chunk in enumerate(stored.chunks):
-        inside = tuple(off - base for off, base in zip(wanted.offset, chunk.offsets, strict=True))
-        ends = (off + size for off, size in zip(inside, wanted.shape, strict=True))
+        inside = tuple(off - base for off, base in zip(requested.offset, chunk.offsets, strict=True))
+        ends = (off + size for off, size in zip(inside, requested.shape, strict=True))
         if min(inside) >= 0 and all(end <= size for end, size in zip(ends, chunk.sizes, strict=True)):
             index = dataclasses.replace(read_item.storage_index, offset=chunk.offsets, index=number)
             return dataclasses.replace(read_item, storage_index=index, storage_offsets=torch.Size(inside))
     raise ShardingError(
-        f"{read_item.dest_index.fqn!r}: {wanted} lies in several stored chunks, or outside the stored tensor of shape "
-        f"{tuple(stored.size)}: EPLoadPlanner plans for both"
+        f"{read_item.dest_index.fqn!r}: {requested} lies in several stored chunks, or outside the stored tensor of "
+        f"shape {tuple(stored.size)}: use EPLoadPlanner, which handles both"
     )
 
 
@@ -236,38 +251,41 @@ def create_default_local_load_plan_with_moe(
     ep_size: int,
     check_moe_fn: Callable[[str], bool],
 ) -> LoadPlan:
-    """DCP's plan for a flat state dict of which some tensors hold one rank's experts of what is stored.
+    """Plan DCP's load of a flat state dict in which some tensors hold this rank's experts of the stored tensors.
 
-    Any DCP planner can carry it out. Experts are dealt out as ``torch.chunk`` does, along axis 0.
+    Experts are assigned to ranks as by ``torch.chunk`` along axis 0.
 
     Args:
-        state_dict: Tensors by key, with dots.
-        metadata: The checkpoint's.
+        state_dict: Tensors by flattened key.
+        metadata: The checkpoint's metadata.
         strict: Whether all keys must be stored.
-        ep_rank: The rank among those with different experts.
-        ep_size: How many these are.
-        check_moe_fn: Says of a key whether it is an expert's; see :func:`get_check_moe_func`.
+        ep_rank: The expert-parallel rank.
+        ep_size: The expert-parallel size.
+        check_moe_fn: Returns whether a key is an expert's; see :func:`get_check_moe_func`.
+
+    Returns:
+        This rank's plan, for any DCP planner.
 
     Raises:
-        ShapeMismatchError: a tensor is neither as long as the rank's part of the stored one nor as all of it.
+        ShapeMismatchError: a tensor has neither the shape of this rank's part of the stored tensor nor of all of it.
     """
 
     def layout_of(key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:
-        return _dealt(key, value, metadata, Split(0, ep_size, ep_rank)) if check_moe_fn(key) else None
+        return _layout_by_rank(key, value, metadata, Split(0, ep_size, ep_rank)) if check_moe_fn(key) else None
 
     return local_plan(state_dict, metadata, layout_of, strict=strict)[0]
 
 
 class EPLoadPlanner(LocalExpertsLoadPlanner):
-    """Loads this rank's experts by its number alone; :class:`shardckpt_ep.EPLoadPlanner` takes layouts.
+    """Loads this rank's experts by its rank and size; :class:`shardckpt_ep.EPLoadPlanner` takes layouts instead.
 
-    Experts are dealt out as ``torch.chunk`` does, along axis 0; a DTensor's mesh cuts inside.
+    Experts are assigned to ranks as by ``torch.chunk`` along axis 0; a DTensor's mesh shards them further.
 
     Args:
-        ep_rank: The rank among those with different experts.
-        ep_size: How many these are.
-        check_moe_fn: Says of a key whether it is an expert's; see :func:`get_check_moe_func`.
-        **kwargs: Of DCP's DefaultLoadPlanner, and ``allow_globals`` and ``allow_dtype_cast``.
+        ep_rank: The expert-parallel rank.
+        ep_size: The expert-parallel size.
+        check_moe_fn: Returns whether a key is an expert's; see :func:`get_check_moe_func`.
+        **kwargs: Arguments of DCP's DefaultLoadPlanner, and ``allow_globals`` and ``allow_dtype_cast``.
     """
 
     def __init__(self, ep_rank: int, ep_size: int, check_moe_fn: Callable[[str], bool], **kwargs: Any) -> None:
@@ -278,12 +296,12 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
         self._check = check_moe_fn
 
     def layout_of(self, key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:
-        """This rank's part of what is stored."""
-        return _dealt(key, value, metadata, self._split) if self._check(key) else None
+        """Return the layout of this rank's part of a stored tensor; None for a key that is not an expert's."""
+        return _layout_by_rank(key, value, metadata, self._split) if self._check(key) else None
 
 
-def _dealt(key: str, value: Any, metadata: Metadata, split: Split) -> ExpertLayout | None:
-    """The layout of a rank's part of what is stored; None where the value has no axis of experts, or has all."""
+def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> ExpertLayout | None:
+    """Return the layout of a rank's part of a stored tensor; None if the value has no axis of experts, or all."""
     if not isinstance(value, torch.Tensor) or key not in metadata.state_dict_metadata:
         return None
     shape = tuple(stored_tensor(key, metadata).size)
@@ -312,7 +330,7 @@ def _layout(
 
 
 def _placements(tensor: torch.Tensor, mesh: DeviceMesh, ep: Names, expert_dim: int) -> tuple[Placement, ...]:
-    """The placements of the DTensor of all experts, for a tensor of one rank's, on a mesh with all dimensions."""
+    """Return the placements of the DTensor of all experts, for a tensor of one rank's experts."""
     if isinstance(tensor, DTensor) and has_dim(tensor.device_mesh, ep):
         return tuple(tensor.placements)
     ep_dim = mesh_dim(mesh, ep)
@@ -324,48 +342,51 @@ def _placements(tensor: torch.Tensor, mesh: DeviceMesh, ep: Names, expert_dim: i
         if dim == ep_dim:
             place = Shard(expert_dim)
         elif dim < ep_dim and factor > 1 and isinstance(place, Shard) and place.dim == expert_dim:
-            place = StridedShard(
-                expert_dim, split_factor=factor
-            )  # experts are cut first, though their dimension comes later
+            # expert parallelism shards the axis first, though its mesh dimension comes later
+            place = StridedShard(expert_dim, split_factor=factor)
         found.append(place)
     return tuple(found)
 
 
 def _inner_placements(tensor: torch.Tensor, mesh: DeviceMesh) -> dict[int, Placement]:
-    """The placements of a DTensor, by the dimension of the whole mesh whose ranks are those of its own."""
+    """Map a DTensor's placements to the dimensions of the full mesh, which are recognized by their ranks."""
     if not isinstance(tensor, DTensor):
         return {}
     own, taken = tensor.device_mesh, {}
     for dim, place in enumerate(tensor.placements):
-        same = [other for other in range(mesh.ndim) if other not in taken and _line(mesh, other) == _line(own, dim)]
+        same = [
+            other
+            for other in range(mesh.ndim)
+            if other not in taken and _ranks_along(mesh, other) == _ranks_along(own, dim)
+        ]
         if not same:
             raise ShardingError(
-                f"the tensor is cut over ranks {_line(own, dim)}, which no dimension of the mesh {mesh.mesh_dim_names} "
-                f"{mesh.mesh.tolist()} has: give the mesh that the model was sharded on"
+                f"the tensor is sharded over ranks {_ranks_along(own, dim)}, which no dimension of the mesh "
+                f"{mesh.mesh_dim_names} {mesh.mesh.tolist()} has: pass the mesh that the model was sharded on"
             )
         taken[same[0]] = place
     return taken
 
 
-def _line(mesh: DeviceMesh, dim: int) -> list[int]:
-    """The ranks along a mesh dimension, from here."""
+def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
+    """Return the ranks along a mesh dimension through this rank."""
     here = mesh.get_coordinate() or (0,) * mesh.ndim
     place = tuple(slice(None) if other == dim else index for other, index in enumerate(here))
     return mesh.mesh[place].tolist()
 
 
-def _experts_here(tensor: DTensor, ep_dim: int, expert_dim: int) -> Ints:
-    """Shape of this rank's experts, before FSDP cuts them."""
+def _local_experts_shape(tensor: DTensor, ep_dim: int, expert_dim: int) -> Ints:
+    """Return the shape of this rank's experts before FSDP shards them."""
     count, here = tensor.device_mesh.size(ep_dim), tensor.device_mesh.get_coordinate() or (0,) * tensor.device_mesh.ndim
     return local_shape(tensor.shape, [Split(expert_dim, count, here[ep_dim])])
 
 
-def _same(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+def _is_same_mesh(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     return mesh.mesh_dim_names == other.mesh_dim_names and mesh.mesh.equal(other.mesh)
 
 
-def _plain(place: Placement) -> Placement:
-    """A placement as it is once the experts are cut."""
+def _without_stride(place: Placement) -> Placement:
+    """Return a placement without the stride that the sharding of experts adds."""
     return Shard(place.dim) if isinstance(place, StridedShard) else place
 
 

@@ -1,12 +1,12 @@
 """The only file that calls collectives: after each of them all ranks go on, or all raise the same error.
 
-Each collective of :class:`Comm` begins with a small message that says whether a rank has failed ("the ranks sync
-errors"). A rank that fails goes to its next sync and finds the others at theirs: all raise, and no rank is left in a
-collective that another never enters. What a rank does alone needs no sync of its own: the next collective has one.
+Each collective of :class:`Comm` begins with a small message that says whether a rank has failed: the ranks sync errors.
+A rank that fails goes to its next sync and finds the others at theirs. All raise, and no rank is left in a collective
+that another never enters. What a rank does alone needs no sync of its own: the next collective has one.
 
-Small values go to the main rank, which sends them to all: it hears at once of a rank that dies, and the others hear of
-it from the main rank. Of a rank that stops they hear by the group's timeout. Together they find out which rank it is:
-see :mod:`shardckpt.distributed.group_failure`.
+Small values go to the main rank, which sends them to all. So the main rank notices at once when a rank dies, and the
+others learn it from the main rank. A rank that stops is noticed when the group's timeout ends. Together the survivors
+find out which rank it is: see :mod:`shardckpt.distributed.group_failure`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from shardckpt.distributed.error_report import ErrorReport, copy_error, joint_message
-from shardckpt.distributed.group_failure import LOOK_INTERVAL, Diagnosis, GroupFailure, is_done, moves_by_gloo, note_use
-from shardckpt.distributed.groups import alive, cpu_group, joined_group, moves
+from shardckpt.distributed.error_report import ErrorReport, copy_error, join_messages
+from shardckpt.distributed.group_failure import (
+    POLL_INTERVAL,
+    Diagnosis,
+    GroupFailure,
+    moves_by_gloo,
+    record_first_use,
+    wait_for,
+)
+from shardckpt.distributed.groups import get_cpu_group, get_live_group, moves_between, resolve_group
 from shardckpt.distributed.pickling import can_be_pickled, unpickled
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
 from shardckpt.tensors import packed, view_tensor
@@ -37,29 +44,31 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-#: A tensor, and the rank to which it goes or from which it comes.
+#: A tensor, and the rank that it is sent to or received from.
 _Route: TypeAlias = "tuple[torch.Tensor, int]"
 
-#: Bytes that the main rank takes from all ranks in one go, though some of them may be filling.
+#: Bytes that the main rank receives from all ranks in one gather, padding included.
 _AT_ONCE = 16 << 20
-#: Bytes of all ranks that the main rank takes, and sends to all: with gloo that is quicker than its ring, in which even
-#: a few bytes take a step for each rank. More, as of 10,000 ranks, which are on backends that reduce by trees, do not.
+#: Bytes of all ranks, at most, that go to the main rank and from it to all. With gloo that is faster than its ring, in
+#: which even a few bytes take a step for each rank. More bytes, as of 10,000 ranks, go by the backend's own algorithm.
 BY_MAIN = 512 << 10
-#: Numbers that travel with a sync of errors, at most.
+#: Numbers that one sync of errors carries, at most.
 _SYNC_NUMBERS = 6
 #: Bytes of a sync of errors.
 SYNC_BYTES = 8 * (1 + _SYNC_NUMBERS)
-#: The last collectives, which are never freed. A thread of gloo lets go of one just after it has woken who waits. Were
-#: it the last to have it, it would free its tensors, and need the interpreter for that, which may be ending: the
-#: process would be aborted then ("terminate called without an active exception").
+#: The last few collectives, still referenced here. A thread of gloo drops its reference to a collective just after it
+#: has woken the waiting thread. If that reference were the last, gloo's thread would free the tensors and need the
+#: interpreter for it. An interpreter that is shutting down would abort the process then ("terminate called without an
+#: active exception").
 _last_works: deque[Any] = deque(maxlen=4)
+# One reference too many: the deque itself survives the interpreter's shutdown.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last_works))
-#: Tells the Comms of a process apart.
+#: Numbers the Comms of a process.
 _numbers = itertools.count()
 
 
 def _uninterrupted(collective: Callable[Concatenate[Comm, _P], _T]) -> Callable[Concatenate[Comm, _P], _T]:
-    """Let Ctrl-C wait until the last message of a collective: the other ranks are on their way to that."""
+    """Delay Ctrl-C until the last message of a collective is done: the other ranks wait for it."""
 
     @functools.wraps(collective)
     def call(self: Comm, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -105,55 +114,56 @@ class Comm:
 
     Args:
         process_group: The group, or None for the default one where torch.distributed is initialised.
-        alone: This process by itself, whatever groups there are.
+        alone: If True, a group of this process only, whether torch.distributed is initialised or not.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         active = not alone and dist.is_available() and dist.is_initialized()
-        own = joined_group(process_group) if active else None
-        group = cpu_group(own) if active else None
-        # weak: an error's traceback may keep this alive, and a job must be able to end its groups all the same
+        own = resolve_group(process_group) if active else None
+        group = get_cpu_group(own) if active else None
+        # weak: an error's traceback may keep this Comm alive, and a job must still be able to destroy its groups
         self._groups = (ref(own), ref(group)) if active else None
         self._by_gloo = active and moves_by_gloo(group)
         if active:
-            note_use(group)
+            record_first_use(group)
         self.rank: int = dist.get_rank(group) if active else 0
         self.world_size: int = dist.get_world_size(group) if active else 1
         self._phase = "start"
         self._number = next(_numbers)
-        #: The shared error that this rank is raising: what fails while it is raised is reported to no other rank.
+        #: The shared error that this rank is raising. What fails meanwhile is not reported: the others raise it, too.
         self._raised: CheckpointingException | None = None
         self._connected: set[str] = set()
-        #: Collectives that this rank is in, one in another.
+        #: How many collectives of this Comm this rank is in: one calls another.
         self._depth = 0
+        #: A Ctrl-C that waits for the outermost collective to end.
         self._interrupt: BaseException | None = None
 
     @property
     def _own(self) -> Any:
         """The caller's group."""
-        return None if self._groups is None else alive(self._groups[0])
+        return None if self._groups is None else get_live_group(self._groups[0])
 
     @property
     def _group(self) -> Any:
         """The group that moves CPU tensors: the caller's, or the gloo group of its ranks."""
-        return None if self._groups is None else alive(self._groups[1])
+        return None if self._groups is None else get_live_group(self._groups[1])
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for the group."""
+        """Whether this is rank 0 of the group, which collects and announces."""
         return self.rank == 0
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of the group, as the whole job numbers them."""
+        """The ranks of the group, by their numbers in the whole job."""
         return (0,) if self._group is None else tuple(dist.get_process_group_ranks(self._group))
 
     @contextmanager
     def collective_phase(self, name: str) -> Iterator[None]:
         """Collective: do a phase; at its end all ranks go on, or all raise the error of the first that failed.
 
-        It is a :meth:`local_phase` that ends with :meth:`sync_errors`. For what later steps take for granted on every
-        rank: before a smaller group meets, before an hour of writing, before another library's collectives.
+        It is a :meth:`local_phase` that ends with :meth:`sync_errors`. Use it where the next step needs every rank to
+        have succeeded: before collectives of a smaller group or of another library, before an hour of writing.
 
         Args:
             name: What the phase does, for the error: "planning", "writing tensors".
@@ -169,8 +179,8 @@ class Comm:
     def local_phase(self, name: str) -> Iterator[None]:
         """Do this rank's part of a phase, without a message; the next collective raises its error on all ranks.
 
-        A rank that fails goes to that collective at once, and raises here what all raise. So what follows on the other
-        ranks, up to that collective, is done although a rank may have failed. See :class:`Comm` for what may follow.
+        A rank that fails enters that collective at once, and raises here what all raise. The other ranks first do what
+        stands before that collective, although this rank has failed. See :class:`Comm` for what may stand there.
 
         Args:
             name: As in :meth:`collective_phase`.
@@ -182,9 +192,9 @@ class Comm:
         error: BaseException | None = None
         try:
             yield
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks must raise it, too
             error = exc
-        except BaseException as exc:  # Ctrl-C or an exit: the others hear of it, this rank goes on ending
+        except BaseException as exc:  # Ctrl-C or an exit: the others raise an error, this rank ends as asked
             with suppress(CheckpointingException):
                 self.sync_errors(exc)
             raise
@@ -197,7 +207,7 @@ class Comm:
         """Collective: raise the same error on all ranks if any rank has failed, else go on.
 
         Args:
-            error: What this rank failed with; phases call it with that.
+            error: The error of this rank, if it failed; phases pass it.
 
         Raises:
             CheckpointingException: on every rank, if any failed.
@@ -209,19 +219,19 @@ class Comm:
         if isinstance(error, CheckpointingException) and error.shared_by == self._number:
             raise error
         if isinstance(error, CommunicationError) and error.shared_by is not None:
-            # a rank did not answer a smaller group: to ask it here is to wait as long once more
-            raise self._lost(self._abandon(error)) from error
+            # A rank did not answer in a smaller group. A collective of this group would wait for it, too.
+            raise self._make_lost_error(self._abandon(error)) from error
         if error is not None and self._raised is not None:
             if not isinstance(error, Exception):
                 raise error
-            raise copy_error(self._raised) from error  # again, instead of what has failed since
+            raise copy_error(self._raised) from error  # what all ranks raise, not what this rank failed with later
         self._raised = None
         if self.world_size == 1:
             if error is not None:
-                raise self._local(error)
+                raise self._make_local_error(error)
             return list(values)
         padding = [0] * (_SYNC_NUMBERS - len(values))
-        failed, *combined = self._combined([int(error is not None), *values, *padding], operation)
+        failed, *combined = self._combine([int(error is not None), *values, *padding], operation)
         if failed:
             raise self._share_error(error) from error
         return combined[: len(values)]
@@ -229,22 +239,33 @@ class Comm:
     def _share_error(self, error: BaseException | None) -> CheckpointingException:
         """Collective: return the one error that all ranks raise, after some have failed.
 
-        It is that of the first rank that failed, with its class if every rank can make that: see :class:`ErrorReport`.
+        It is the error of the first rank that failed, with its class if every rank can import that class: see
+        :class:`ErrorReport`.
         """
         report = None if error is None else ErrorReport.of(error, f"rank {self.rank}, in {self._phase!r}")
         everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle.dumps(report))
         reports = [report for report in everyone if report is not None]
-        shared = reports[0].rebuild(joint_message(reports))
-        unknown = self._combined([int(shared is None)], dist.ReduceOp.MAX) != [0]
-        if shared is None or unknown:
-            shared = RankFailedError(joint_message(reports, named=True))
+        shared = reports[0].rebuild(join_messages(reports))
+        is_unknown = self._combine([int(shared is None)], dist.ReduceOp.MAX) != [0]  # on any rank: classes must agree
+        if shared is None or is_unknown:
+            shared = RankFailedError(join_messages(reports, named=True))
         shared.shared_by = self._number
         self._raised = copy_error(shared)
         return shared
 
     @_uninterrupted
     def all_gather(self, value: _T) -> list[_T]:
-        """Collective: return every rank's value, in rank order, on every rank; values are picklable."""
+        """Collective: return every rank's value, in rank order, on every rank.
+
+        Args:
+            value: Any value that pickle takes.
+
+        Returns:
+            One value for each rank. With one rank, the value itself, not a copy.
+
+        Raises:
+            CheckpointingException: on every rank, if any rank failed before or cannot pickle its value.
+        """
         data, longest = self._pickle_and_sync(value)
         return [value] if self.world_size == 1 else self._all_gather_bytes(data, longest)
 
@@ -254,19 +275,27 @@ class Comm:
 
     @_uninterrupted
     def gather_some(self, value: _T, *, given: bool) -> list[_T]:
-        """Collective: as :meth:`gather`, of the ranks with ``given=True`` only."""
+        """Collective: return the values of the ranks with ``given=True``, in rank order, on the main rank.
+
+        Args:
+            value: Any value that pickle takes.
+            given: Whether this rank has a value.
+
+        Returns:
+            The given values on the main rank; an empty list on the others.
+        """
         data, longest = self._pickle_and_sync(value, given=given)
         if self.world_size == 1:
             return [value] if given else []
         if longest * self.world_size <= _AT_ONCE:
-            return self._gathered(data, longest)
+            return self._gather_padded(data, longest)
         with self.collective_phase(self._phase):
-            parts = self._parts(len(data))
+            parts = self._allocate_parts(len(data))
             receives = [(part, rank) for rank, part in parts.items() if rank]
             sends = [(packed(data), 0)] if data and not self.is_main else []
-            transfers = self._transfers(sends, receives, self._group)
+            transfers = self._plan_transfers(sends, receives, self._group)
         self._transfer(transfers)
-        return [_unpacked(part) if rank else value for rank, part in parts.items()]
+        return [_unpack(part) if rank else value for rank, part in parts.items()]
 
     @_uninterrupted
     def broadcast(self, value: _T) -> _T:
@@ -274,12 +303,12 @@ class Comm:
         data, size = self._pickle_and_sync(value, given=self.is_main)
         if self.world_size == 1:
             return value
-        content = packed(data) if self.is_main else _memory(size)
+        content = packed(data) if self.is_main else _allocate(size)
         self._broadcast(content)
-        return value if self.is_main else _unpacked(content)
+        return value if self.is_main else _unpack(content)
 
     def broadcast_or(self, value: _T, otherwise: _T) -> _T:
-        """Collective: return the main rank's value on every rank, or its ``otherwise`` if pickle refuses it."""
+        """Collective: return the main rank's value on every rank, or its ``otherwise`` if pickle does not take it."""
         if self.is_main and self.world_size > 1 and not can_be_pickled(value):
             value = otherwise
         return self.broadcast(value)
@@ -289,23 +318,28 @@ class Comm:
         return not self.largest(not flag)[0]
 
     def moves(self, device_type: str) -> bool:
-        """Whether tensors on such accelerators go from device to device (the caller's group has NCCL or its like)."""
-        return moves(self._own, device_type)
+        """Return whether the caller's group moves tensors between such devices directly, as NCCL does.
+
+        Args:
+            device_type: As in ``torch.device(...).type``: "cuda".
+        """
+        return moves_between(self._own, device_type)
 
     @_uninterrupted
     def exchange(self, sends: Sequence[_Route], receives: Sequence[_Route], device_type: str = "cpu") -> None:
-        """Collective: send tensors to single ranks and fill others from single ranks, all at the same time.
+        """Collective: send tensors to single ranks and receive others from single ranks, all at the same time.
 
-        A rank with nothing to move calls it, too. What goes from one rank to another stands in the same order in the
-        lists of both.
+        A rank with nothing to move calls it, too. Tensors from one rank to another have the same order in the lists of
+        both ranks: messages carry no names.
 
         Args:
             sends: Contiguous tensors, each with the rank that it goes to.
-            receives: Contiguous tensors of the same sizes, each with the rank that it comes from.
-            device_type: Where all tensors are, on every rank: the CPU, or what :meth:`moves`.
+            receives: Contiguous tensors of the same sizes in bytes, which are filled, each with the rank that it comes
+                from.
+            device_type: Where all tensors are, on every rank: "cpu", or a type that :meth:`moves`.
         """
         with self.collective_phase(self._phase):
-            transfers = self._transfers(sends, receives, self._group_for(device_type))
+            transfers = self._plan_transfers(sends, receives, self._group_for(device_type))
         self._connect(device_type)
         self._transfer(transfers)
 
@@ -314,19 +348,31 @@ class Comm:
         """Collective: fill tensors on all ranks with those of single ranks, all at the same time.
 
         Args:
-            routes: Contiguous tensors, each with the rank whose content counts; the same list on every rank.
+            routes: Contiguous tensors, each with the rank that has its content; on the others it is filled. Every rank
+                passes tensors of the same sizes in bytes, in the same order.
             device_type: As in :meth:`exchange`.
         """
         if self.world_size == 1:
             return
         with self.collective_phase(self._phase):
             group = self._group_for(device_type)
-            sources = [(_raw(tensor), dist.get_global_rank(group, rank)) for tensor, rank in routes]
+            sources = [(_as_bytes(tensor), dist.get_global_rank(group, rank)) for tensor, rank in routes]
         self._connect(device_type)
         self._call(lambda: _finish([dist.broadcast(raw, src, group, async_op=True) for raw, src in sources]))
 
     def main_runs(self, name: str, function: Callable[[], _T]) -> _T:
-        """Collective: run ``function`` on the main rank as a phase, and return its result on every rank."""
+        """Collective: run ``function`` on the main rank as a phase, and return its result on every rank.
+
+        Args:
+            name: As in :meth:`collective_phase`.
+            function: Takes nothing and returns what pickle takes. On the other ranks it is not called.
+
+        Returns:
+            The function's result.
+
+        Raises:
+            CheckpointingException: on every rank, if the function failed.
+        """
         result: Any = None
         with self.local_phase(name):
             if self.is_main:
@@ -336,33 +382,33 @@ class Comm:
     @_uninterrupted
     def largest(self, *values: int) -> list[int]:
         """Collective: return the largest of all ranks' values, by position."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduce(values, dist.ReduceOp.MAX)
 
     @_uninterrupted
     def total(self, *values: int) -> list[int]:
         """Collective: return the sums of all ranks' values, by position."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     @_uninterrupted
     def all_alike(self, data: bytes) -> bool:
-        """Collective: return whether every rank has the same bytes; 8 bytes of their digest travel."""
-        return self._alike(data)[0]
+        """Collective: return whether every rank has the same bytes, compared by 62 bits of their SHA-256."""
+        return self._are_same(data)[0]
 
     @_uninterrupted
     def agree(self, also: bytes = b"", /, **values: Any) -> bool:
         """Collective: raise on all ranks if they do not all have the same values (compared by their ``repr``).
 
         Args:
-            also: What is compared in the same message, and may differ.
-            values: What must not.
+            also: Bytes that are compared in the same message, and may differ.
+            values: Values that must be the same, by the names that the error gives them.
 
         Returns:
             Whether every rank has the same ``also``.
         """
         mine = {name: repr(value) for name, value in values.items()}
-        agreed, alike = self._alike(repr(mine).encode(), also)
+        agreed, same_also = self._are_same(repr(mine).encode(), also)
         if agreed:
-            return alike
+            return same_also
         everyone = self.all_gather(mine)
         with self.collective_phase("comparing the arguments of all ranks"):
             for rank, theirs in enumerate(everyone):
@@ -372,28 +418,31 @@ class Comm:
                             f"ranks disagree on {name}: {first} on rank 0, {value} on rank {rank}; pass the same on "
                             "every rank"
                         )
-        return alike
+        return same_also
 
-    def _alike(self, *data: bytes) -> list[bool]:
+    def _are_same(self, *data: bytes) -> list[bool]:
         """Collective: return for each of the byte strings whether every rank has the same."""
-        marks = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little") >> 2 for one in data]
-        found = self._sync(*marks, *(-mark for mark in marks))
-        return [largest == -least for largest, least in zip(found, found[len(marks) :], strict=False)]
+        # 62 bits: a digest and its negative fit into the signed 64 bits of a sync, whose maximum of both gives the
+        # largest and the smallest digest of all ranks.
+        digests = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little") >> 2 for one in data]
+        found = self._sync(*digests, *(-digest for digest in digests))
+        return [largest == -smallest for largest, smallest in zip(found, found[len(digests) :], strict=False)]
 
-    def _transfers(self, sends: Sequence[_Route], receives: Sequence[_Route], group: Any) -> list[Any]:
+    def _plan_transfers(self, sends: Sequence[_Route], receives: Sequence[_Route], group: Any) -> list[Any]:
+        """Return the sends and receives of this rank, not yet started."""
         return [
-            dist.P2POp(way, _raw(tensor), dist.get_global_rank(group, rank), group)
+            dist.P2POp(way, _as_bytes(tensor), dist.get_global_rank(group, rank), group)
             for way, routes in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, rank in routes
         ]
 
     def _transfer(self, transfers: list[Any]) -> None:
-        """Collective: move what this rank and others have for each other; without that it sends nothing."""
+        """Collective: start the sends and receives of all ranks and wait for them; a rank without any does nothing."""
         if transfers:
             self._call(lambda: _finish(dist.batch_isend_irecv(transfers)))
 
     def _group_for(self, device_type: str) -> Any:
-        """The group that moves tensors on such devices."""
+        """Return the group that moves tensors on such devices."""
         return self._group if device_type == "cpu" else self._own
 
     def _connect(self, device_type: str) -> None:
@@ -403,7 +452,8 @@ class Comm:
             self._call(lambda: dist.all_reduce(everyone, group=self._own))
             self._connected.add(device_type)
 
-    def _main(self) -> int:
+    def _main_rank(self) -> int:
+        """Return the number of the group's main rank in the whole job."""
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
     def _pickle_and_sync(self, value: Any, *, given: bool = True) -> tuple[bytes, int]:
@@ -415,34 +465,34 @@ class Comm:
             return b"", 0
         try:
             data, error = pickle.dumps(value) if given else b"", None
-        except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
+        except Exception as exc:  # noqa: BLE001 - any class may refuse with any error
             data, error = b"", exc
         longest, *_ = self._sync(len(data), error=error)
         return data, longest
 
     def _all_gather_bytes(self, data: bytes, longest: int | None = None) -> list[Any]:
-        """Collective: return what all ranks have pickled; ``longest`` is the most bytes, if that is known."""
+        """Collective: unpickle and return every rank's bytes; ``longest`` is their largest length, if it is known."""
         if longest is None:
-            (longest,) = self._combined([len(data)], dist.ReduceOp.MAX)
-        mine, everyone = packed(data, longest), _memory(longest * self.world_size)
+            (longest,) = self._combine([len(data)], dist.ReduceOp.MAX)
+        mine, everyone = packed(data, longest), _allocate(longest * self.world_size)
         parts = list(everyone.view(self.world_size, longest))
         if everyone.nbytes > BY_MAIN:
             self._call(lambda: dist.all_gather(parts, mine, group=self._group, async_op=True))
         else:
             self._gather(mine, parts)
             self._broadcast(everyone)
-        return [_unpacked(part) for part in parts]  # a pickle ends where it says: what follows is not read
+        return [_unpack(part) for part in parts]  # a pickle marks its own end: the padding is not read
 
-    def _reduced(self, values: Sequence[int], operation: Any) -> list[int]:
+    def _reduce(self, values: Sequence[int], operation: Any) -> list[int]:
         """Collective: sync errors, and combine the values of all ranks by position."""
         numbers = list(map(int, values))
         if len(numbers) <= _SYNC_NUMBERS:
             return self._sync(*numbers, operation=operation)
         self.sync_errors()
-        return self._combined(numbers, operation)
+        return self._combine(numbers, operation)
 
-    def _combined(self, values: list[int], operation: Any) -> list[int]:
-        """Collective: combine the values of all ranks by position: on the main rank, or round a ring."""
+    def _combine(self, values: list[int], operation: Any) -> list[int]:
+        """Collective: combine the values of all ranks by position: on the main rank, or by an all-reduce."""
         if self.world_size == 1:
             return values
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -456,45 +506,45 @@ class Comm:
         self._broadcast(found)
         return found.tolist()
 
-    def _gathered(self, data: bytes, longest: int) -> list[Any]:
-        """Collective: return on the main rank the values of ranks that have pickled one."""
+    def _gather_padded(self, data: bytes, longest: int) -> list[Any]:
+        """Collective: return on the main rank the values of the ranks that have one, of at most ``longest`` bytes."""
         if not longest:
             return []
-        parts = [_memory(longest) for _ in range(self.world_size if self.is_main else 0)]
+        parts = [_allocate(longest) for _ in range(self.world_size if self.is_main else 0)]
         self._gather(packed(data, longest), parts)
-        return [_unpacked(part) for part in parts if part[0]]  # no pickle begins with 0
+        return [_unpack(part) for part in parts if part[0]]  # no pickle begins with 0, which is padding
 
-    def _parts(self, nbytes: int) -> dict[int, torch.Tensor]:
-        """Collective: return on the main rank memory for what each rank that has something sends to it, by rank."""
+    def _allocate_parts(self, nbytes: int) -> dict[int, torch.Tensor]:
+        """Collective: return on the main rank the memory to receive into, by rank; ranks without bytes are left out."""
         mine = torch.tensor([nbytes], device="cpu")
         sizes = [torch.empty_like(mine) for _ in range(self.world_size if self.is_main else 0)]
         self._gather(mine, sizes)
-        return {rank: _memory(int(size)) for rank, size in enumerate(sizes) if size}
+        return {rank: _allocate(int(size)) for rank, size in enumerate(sizes) if size}
 
     def _gather(self, mine: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
-        """Collective: fill the parts on the main rank with what each rank has."""
+        """Collective: fill the parts on the main rank with each rank's tensor."""
         into = list(parts) if self.is_main else None
-        self._call(lambda: dist.gather(mine, into, dst=self._main(), group=self._group, async_op=True))
+        self._call(lambda: dist.gather(mine, into, dst=self._main_rank(), group=self._group, async_op=True))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         """Collective: fill the tensor on all ranks with the main rank's."""
-        self._call(lambda: dist.broadcast(tensor, src=self._main(), group=self._group, async_op=True))
+        self._call(lambda: dist.broadcast(tensor, src=self._main_rank(), group=self._group, async_op=True))
 
     def _call(self, collective: Callable[[], Any]) -> None:
-        """Collective: call a collective of torch, and wait for the work if it returns one."""
+        """Collective: call a collective of torch, and wait for it where it returns a work handle."""
         try:
             work = collective()
             if work is not None:
                 self._wait(work)
-        except (RuntimeError, ValueError) as exc:  # a peer died, the timeout passed; or the group is destroyed
-            raise self._lost(self._diagnosis(exc)) from exc
+        except (RuntimeError, ValueError) as exc:  # a peer died, the timeout passed; or the group was destroyed
+            raise self._make_lost_error(self._diagnose(exc)) from exc
         except BaseException as exc:
             if isinstance(exc, Exception) or not self._depth:
                 raise
-            self._interrupt = exc  # it has waited for the message to be through
+            self._interrupt = exc  # Ctrl-C: raised when the outermost collective is done
 
     def _wait(self, work: Any) -> None:
-        """Wait for a collective, and look now and then whether it failed on another rank; Ctrl-C waits until then."""
+        """Wait for a collective, and poll for its failure on another rank; Ctrl-C is kept for later."""
         _last_works.append(work)
         failure = None
         while True:
@@ -502,7 +552,7 @@ class Comm:
                 if not self._by_gloo:
                     work.wait()
                     return
-                if is_done(work, LOOK_INTERVAL):
+                if wait_for(work, POLL_INTERVAL):
                     return
                 failure = failure or GroupFailure(self._group)
                 if failure.is_announced():
@@ -510,35 +560,35 @@ class Comm:
             except BaseException as exc:  # noqa: PERF203 - an interrupt may come anywhere in the loop
                 if isinstance(exc, Exception) or not self._depth:
                     raise
-                self._interrupt = exc  # and on with waiting: the other ranks are on their way to this message
+                self._interrupt = exc  # keep waiting: the other ranks take part in this message
 
-    def _diagnosis(self, error: Exception) -> Diagnosis:
-        """Which ranks are missing, as all survivors say it."""
+    def _diagnose(self, error: Exception) -> Diagnosis:
+        """Return which ranks are missing, as all survivors report it."""
         try:
             return GroupFailure(self._group).diagnose(error, self._phase)
-        except Exception:  # noqa: BLE001 - the group is no more, or of a kind of its own: no error may hide the first
+        except Exception:  # noqa: BLE001 - the group is destroyed, or of another kind: no error may hide the first
             return Diagnosis(
                 f"a collective of {self.world_size} ranks failed in {self._phase!r}: another rank died or did not "
                 f"answer, or the process group was destroyed ({error})"
             )
 
     def _abandon(self, error: CommunicationError) -> Diagnosis:
-        """Tell those who wait for this rank here why it does not come."""
+        """Announce to the ranks that wait for this one in this group why it does not come."""
         found = Diagnosis(str(error), error.missing_ranks)
         if self.world_size > 1:
-            with suppress(Exception):  # the group is no more, or of a kind of its own: no error may hide the first
+            with suppress(Exception):  # the group is destroyed, or of another kind: no error may hide the first
                 return GroupFailure(self._group).abandon(found)
         return found
 
-    def _lost(self, found: Diagnosis) -> CommunicationError:
-        """The error of all ranks that are left."""
+    def _make_lost_error(self, found: Diagnosis) -> CommunicationError:
+        """Return the error that all survivors raise."""
         lost = CommunicationError(found.text)
         lost.missing_ranks, lost.shared_by = found.missing, self._number
         self._raised = copy_error(lost)
         return lost
 
-    def _local(self, error: BaseException) -> CheckpointingException:
-        """The error of a single process: itself if its class would reach other ranks, else a RankFailedError."""
+    def _make_local_error(self, error: BaseException) -> CheckpointingException:
+        """Return the error of a single process: itself if its class would reach other ranks, else a RankFailedError."""
         report = ErrorReport.of(error, f"in {self._phase!r}")
         if not isinstance(error, CheckpointingException) or report.rebuild("") is None:
             wrapped = RankFailedError(report.message(named=True))
@@ -549,16 +599,16 @@ class Comm:
         return error
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as bytes: every backend moves those, whatever the dtype."""
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as uint8: every backend moves that, whatever the dtype."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _memory(nbytes: int) -> torch.Tensor:
+def _allocate(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _unpacked(tensor: torch.Tensor) -> Any:
+def _unpack(tensor: torch.Tensor) -> Any:
     return unpickled(view_tensor(tensor))
 
 

@@ -1,4 +1,4 @@
-"""An error on its way to other processes of the job: from rank to rank, and from the worker process to the trainer."""
+"""Errors in a form that other processes of the job can read: from rank to rank, and from the worker to the trainer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 _E = TypeVar("_E", bound=CheckpointingException)
 
-#: Ranks whose errors are named, beside the first.
+#: How many ranks' errors a joint message shows after the first.
 _SHOWN = 8
-#: Bytes of a pickled attribute that still travels: an error may refer to a tensor, and every rank may fail.
-_LONGEST_ATTRIBUTE = 64 << 10
+#: Bytes of a pickled attribute, at most. Longer ones are left out: an error may refer to a tensor, and all ranks fail.
+_MAX_ATTRIBUTE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """An error in the form in which it travels; :meth:`rebuild` makes the error again.
+    """An error in a form that can be sent; :meth:`rebuild` makes the error from it.
 
     An error arrives with its own class if that is a subclass of CheckpointingException and every process can import it.
     Its attributes arrive, too, but for those that cannot be pickled. The class's ``__init__`` is not called, so it may
@@ -39,10 +39,10 @@ class ErrorReport:
     Attributes:
         where: Rank and phase, or the process, for the text.
         class_name: Name of the class, for the text.
-        class_path: ``module:qualified.name`` of the class; empty where it cannot be imported by that.
+        class_path: ``module:qualified.name`` of the class; empty where that does not import it.
         text: The error's text.
-        attributes: The error's attributes, and its ``args``, each pickled by itself.
-        traceback: The formatted traceback with all causes, if it travels.
+        attributes: Pickles of the error's attributes and ``args``, one each: what cannot be pickled costs no other.
+        traceback: The formatted traceback with all causes, or empty.
     """
 
     where: str
@@ -59,7 +59,7 @@ class ErrorReport:
         Args:
             error: Any error, also one from outside the family.
             where: Rank and phase, or the process, for the text.
-            with_traceback: Whether the traceback travels. It is long: not where all ranks may fail at once.
+            with_traceback: Whether to include the traceback. It is long: leave it out where all ranks may fail at once.
 
         Returns:
             The report.
@@ -69,28 +69,28 @@ class ErrorReport:
         try:
             text = str(error)
         except Exception:  # noqa: BLE001 - any class may fail in any way, and the other ranks wait
-            text = "(its text cannot be had)"
+            text = "(the error has no text: its __str__ failed)"
         attributes = {}
         if _import_class(path) is not kind:
             path = ""
         else:
             values = {**vars(error), "args": error.args}
-            values.pop("shared_by", None)  # it counts the Comms of this process
+            values.pop("shared_by", None)  # a Comm's number, which means nothing in another process
             found = {name: pickled(value) for name, value in values.items()}
-            attributes = {name: data for name, data in found.items() if data and len(data) <= _LONGEST_ATTRIBUTE}
+            attributes = {name: data for name, data in found.items() if data and len(data) <= _MAX_ATTRIBUTE_BYTES}
         trace = "".join(traceback.format_exception(error)) if with_traceback else ""
         return cls(where, kind.__name__, path, text, attributes, trace)
 
     def message(self, *, named: bool = False) -> str:
-        """The text with its place; with the class's name if ``named``, or if only the name can travel."""
+        """Return the text after ``where``, and after the class's name if ``named`` or if the class cannot be sent."""
         name = "" if self.class_path and not named else f"{self.class_name}: "
         return f"{self.where}: {name}{self.text}"
 
     def rebuild(self, message: str) -> CheckpointingException | None:
-        """Make the error again.
+        """Make the error.
 
         Args:
-            message: Its text here; a class with a ``__str__`` of its own gets it as a note.
+            message: The new error's text; a class with a ``__str__`` of its own gets it as a note.
 
         Returns:
             An error of the same class, or None where this process cannot make it.
@@ -100,7 +100,7 @@ class ErrorReport:
             return None
         attributes = {}
         for name, data in self.attributes.items():
-            with suppress(Exception):  # what cannot be unpickled here stays away
+            with suppress(Exception):  # leave out what this process cannot unpickle
                 attributes[name] = unpickled(data)
         try:
             error = _make_error(kind, attributes.pop("args", ()), attributes)
@@ -115,15 +115,15 @@ class ErrorReport:
         return error
 
 
-def joint_message(reports: Sequence[ErrorReport], *, named: bool = False) -> str:
-    """The text of the one error that all ranks raise: the first rank's, and what other ranks add to it.
+def join_messages(reports: Sequence[ErrorReport], *, named: bool = False) -> str:
+    """Join the errors of several ranks into the text of the one error that all ranks raise.
 
     Args:
-        reports: Those of all ranks that failed, in rank order.
-        named: Whether the class of the first is named.
+        reports: The reports of all ranks that failed, in rank order.
+        named: Whether to name the class of the first.
 
     Returns:
-        One line for each rank that adds something, up to a limit.
+        The first rank's message, then a line for each rank with another error, up to 8.
     """
     first, *others = reports
     also = [report for report in others if (report.class_name, report.text) != (first.class_name, first.text)]
@@ -134,12 +134,12 @@ def joint_message(reports: Sequence[ErrorReport], *, named: bool = False) -> str
 
 
 def copy_error(error: _E) -> _E:
-    """The same error without its traceback and its causes."""
+    """Return a copy of an error without its traceback and its causes."""
     return _make_error(type(error), error.args, vars(error))
 
 
 def _make_error(kind: type[_E], args: tuple[object, ...], attributes: dict[str, object]) -> _E:
-    """Make an error without a call of its class's ``__init__``, which may take other arguments."""
+    """Make an error without calling its class's ``__init__``, which may take other arguments."""
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(attributes)
@@ -147,9 +147,9 @@ def _make_error(kind: type[_E], args: tuple[object, ...], attributes: dict[str, 
 
 
 def _import_class(path: str) -> type[CheckpointingException] | None:
-    """The class of the family that ``module:qualified.name`` names; None where there is none.
+    """Return the subclass of CheckpointingException at ``module:qualified.name``, or None.
 
-    The name comes from a process of this job, which is trusted: it runs the same program.
+    Importing is safe: the name comes from a process of this job, which runs the same program, never from a checkpoint.
     """
     try:
         found = pkgutil.resolve_name(path)
@@ -158,4 +158,4 @@ def _import_class(path: str) -> type[CheckpointingException] | None:
     return found if isinstance(found, type) and issubclass(found, CheckpointingException) else None
 
 
-__all__ = ["ErrorReport", "copy_error", "joint_message"]
+__all__ = ["ErrorReport", "copy_error", "join_messages"]

@@ -1,9 +1,9 @@
-"""After a collective failed: which ranks died or stopped. All survivors find the same ranks, and raise the same text.
+"""After a collective failed: find out which ranks died or stopped, so that all survivors raise the same text.
 
-They use the store of the process group, which a healthy group never touches. A rank on which a collective fails writes
-to the store that it is alive, and closes its connections, so that ranks that wait for it fail at once. A rank that
-waits for long reads the store now and then. A rank that writes nothing is missing: it died if its connections are
-closed; else it does not answer.
+The survivors talk through the store of the process group, which a healthy group never touches. A rank on which a
+collective fails writes to the store that it is alive. It then closes its connections, so that ranks that wait for it
+fail at once. A rank that has waited for long reads the store now and then. A rank that writes nothing is missing: it
+died if its connections are closed, else it does not answer.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Seconds between two looks at the store by a rank that waits. A collective that is quicker costs none.
-LOOK_INTERVAL = 0.5
-#: Seconds in which the survivors must have said that they are alive: they look now and then, and gloo closes the
-#: connections of a rank that times out before that rank hears of it.
-_PATIENCE = 1.0
-#: Seconds for the others to read the diagnosis.
-_LINGER = 0.4
-#: Seconds for connections of ranks that die together to close.
-_GRACE = 0.1
-#: Seconds for the store to answer: it may be on a host that died, or in a process that is stopped.
-_STORE_PATIENCE = 0.5
-#: Seconds by which the clocks of hosts may differ. What a rank said longer ago was about another failure.
-_SKEW = 10.0
-#: Seconds between two looks of a rank that knows of the failure.
-_PAUSE = 0.02
-#: When this process first used each group: what was said before is of an earlier group with the same store and name.
-_first_used: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-#: Of receives that only ask whether there is a connection.
-_TAG = 0x5C4B
-_DIAGNOSIS = "diagnosis"
+#: Seconds between two reads of the store by a rank that waits in a collective. A faster collective reads it never.
+POLL_INTERVAL = 0.5
+#: Seconds that survivors have to write that they are alive. More than POLL_INTERVAL, because a waiting rank learns of
+#: the failure only when it polls; and gloo closes the connections of a rank that times out before that rank knows.
+_SURVIVOR_TIMEOUT = 1.0
+#: Seconds that the other survivors have to read the diagnosis before the store's process may end.
+_READ_TIMEOUT = 0.4
+#: Seconds in which the system closes the connections of ranks that die together.
+_CLOSE_DELAY = 0.1
+#: Seconds in which the store must answer: its host may have died, or its process may be stopped.
+_STORE_TIMEOUT = 0.5
+#: Seconds by which the clocks of hosts may differ. What a rank wrote longer ago was about another failure.
+_CLOCK_SKEW = 10.0
+#: Seconds between two reads of the store by a rank that knows of the failure.
+_DIAGNOSIS_POLL_INTERVAL = 0.02
+#: When this process first used each group. Older entries in a store are of an earlier group with the same name.
+_first_use: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+#: Tag of receives that only test a connection; no message is ever sent with it.
+_PROBE_TAG = 0x5C4B
+_DIAGNOSIS_KEY = "diagnosis"
 
 
 class Diagnosis(NamedTuple):
-    """What the survivors agree on.
+    """What all survivors report.
 
     Attributes:
         text: What happened, to which ranks, and what to look for.
-        missing: The ranks that died or did not answer, as the whole job numbers them.
+        missing: The ranks that died or did not answer, by their numbers in the whole job.
     """
 
     text: str
@@ -62,7 +62,7 @@ class Diagnosis(NamedTuple):
 
 
 class GroupFailure:
-    """The failure of a collective, or what looks like one: a collective that takes long.
+    """The failure of a collective, or a collective that takes long and may have failed elsewhere.
 
     Args:
         group: The process group, which moves CPU tensors.
@@ -72,19 +72,19 @@ class GroupFailure:
     """
 
     def __init__(self, group: Any) -> None:
-        #: None as soon as it does not answer: each further question would take as long.
+        #: None once it has not answered: each further question would wait for the timeout again.
         self._store = group_store(group, "shardckpt")
-        #: Of the whole job: a rank that is busy with the failure of a smaller group is alive in larger ones, too.
+        # One for the whole job: a rank that is busy with the failure of a smaller group is alive in larger ones, too.
         self._alive = group_store(dist.group.WORLD, "shardckpt-alive")
-        self._host = _host_of(self._store)
+        self._store_host = _find_store_host(self._store)
         self._group = group
         self._rank = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(group)
         self._others = [rank for rank in self._ranks if rank != self._rank]
-        self._since = _first_used.get(group, 0.0)
+        self._since = _first_use.get(group, 0.0)
 
     def is_announced(self) -> bool:
-        """Whether another rank has said that a collective of this group failed."""
+        """Return whether another rank has announced that a collective of this group failed."""
         return bool(self._ask(lambda store: store.check(["failed"]) and float(store.get("failed")) >= self._since))
 
     def diagnose(self, error: Exception, phase: str) -> Diagnosis:
@@ -97,53 +97,58 @@ class GroupFailure:
             phase: What this rank was doing, for the text.
 
         Returns:
-            What all survivors report.
+            The diagnosis, the same on all survivors while the store answers.
         """
         begun = time.monotonic()
         timed_out = "timed out" in str(error).lower()
+        # The order of probing and announcing matters: other survivors close their connections once they know.
         if timed_out:
-            self._announce()  # at once: gloo has closed the connections, and others see that
-            closed = first_closed = self._closed_connections()
+            self._announce()  # first: gloo has closed this rank's connections, so the others see it as dead already
+            closed = first_closed = self._find_closed_connections()
         else:
-            first_closed = self._closed_connections()  # before other survivors close theirs
+            first_closed = self._find_closed_connections()  # first: only dead ranks have closed theirs
             self._announce()
-            time.sleep(_GRACE)
-            closed = self._closed_connections()
+            time.sleep(_CLOSE_DELAY)
+            closed = self._find_closed_connections()
         self._close_connections()
-        while (found := self._ask(self._agreed)) is None and self._store is not None:
-            silent = self._silent()
+        while (found := self._ask(self._read_diagnosis)) is None and self._store is not None:
+            silent = self._find_silent_ranks()
             if self._store is None:
                 break
             died = [rank for rank in silent if rank in closed]
-            known = died and not timed_out
-            patience = _PATIENCE if known or timed_out else _PATIENCE + 2 * _GRACE
-            if not silent or time.monotonic() > begun + patience:
-                mute = [] if known else [rank for rank in silent if rank not in closed]
-                found = self._agree(self._describe(died, mute, error, phase))
+            # A death explains the failure: other silent ranks may be busy and not have entered the collective yet.
+            explained = died and not timed_out
+            timeout = _SURVIVOR_TIMEOUT if explained or timed_out else _SURVIVOR_TIMEOUT + 2 * _CLOSE_DELAY
+            if not silent or time.monotonic() > begun + timeout:
+                stopped = [] if explained else [rank for rank in silent if rank not in closed]
+                found = self._publish(self._describe(died, stopped, error, phase))
                 break
-            time.sleep(_PAUSE)
+            time.sleep(_DIAGNOSIS_POLL_INTERVAL)
         if found is None:
             return self._describe_without_store(first_closed, error, phase, timed_out=timed_out)
-        self._let_others_read(found, begun + _PATIENCE + _LINGER)
+        self._wait_for_readers(found, begun + _SURVIVOR_TIMEOUT + _READ_TIMEOUT)
         return found
 
     def abandon(self, diagnosis: Diagnosis) -> Diagnosis:
         """Leave the group because another group failed; ranks that wait for this one in the group raise the same.
 
         Args:
-            diagnosis: Of the group that failed.
+            diagnosis: That of the group that failed.
 
         Returns:
-            It, or the one that another rank has published before.
+            ``diagnosis``, or the one that another rank published first.
         """
-        ends = time.monotonic() + _PATIENCE + _LINGER
-        agreed = self._agree(diagnosis)
+        ends = time.monotonic() + _SURVIVOR_TIMEOUT + _READ_TIMEOUT
+        # Published before it is announced: a rank that hears of the failure finds the reason in the store.
+        published = self._publish(diagnosis)
         self._announce()
         self._close_connections()
-        self._let_others_read(agreed, ends)
-        return agreed
+        self._wait_for_readers(published, ends)
+        return published
 
     def _announce(self) -> None:
+        """Write to the store that this rank is alive and that a collective failed."""
+
         def announce(store: Any) -> None:
             now = str(time.time()).encode()
             self._alive.set(str(self._rank), now)
@@ -151,27 +156,29 @@ class GroupFailure:
 
         self._ask(announce)
 
-    def _agree(self, diagnosis: Diagnosis) -> Diagnosis:
-        """Publish a diagnosis, unless another rank has: the first one counts for all."""
+    def _publish(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Publish a diagnosis unless another rank has, and return the published one: the first counts for all."""
 
-        def agree(store: Any) -> Diagnosis | None:
-            before = store.get(_DIAGNOSIS).decode() if store.check([_DIAGNOSIS]) else ""
-            if self._agreed(store) is None:  # there is none yet, or that of an earlier group
-                store.compare_set(_DIAGNOSIS, before, json.dumps((time.time(), *diagnosis)))
-            return self._agreed(store)
+        def publish(store: Any) -> Diagnosis | None:
+            before = store.get(_DIAGNOSIS_KEY).decode() if store.check([_DIAGNOSIS_KEY]) else ""
+            if self._read_diagnosis(store) is None:  # none yet, or that of an earlier group
+                # One atomic step: of several survivors that publish at the same time, one wins.
+                store.compare_set(_DIAGNOSIS_KEY, before, json.dumps((time.time(), *diagnosis)))
+            return self._read_diagnosis(store)
 
-        return self._ask(agree) or diagnosis
+        return self._ask(publish) or diagnosis
 
-    def _agreed(self, store: Any) -> Diagnosis | None:
-        """The diagnosis that a survivor has published; None if none has."""
-        if not store.check([_DIAGNOSIS]):
+    def _read_diagnosis(self, store: Any) -> Diagnosis | None:
+        """Return the diagnosis that a survivor has published, or None."""
+        if not store.check([_DIAGNOSIS_KEY]):
             return None
-        said, text, missing = json.loads(store.get(_DIAGNOSIS))
-        return Diagnosis(text, tuple(missing)) if said >= self._since else None
+        written_at, text, missing = json.loads(store.get(_DIAGNOSIS_KEY))
+        return Diagnosis(text, tuple(missing)) if written_at >= self._since else None
 
-    def _silent(self) -> list[int]:
-        """The other ranks that have not written that they are alive."""
-        since = time.time() - group_timeout(self._group).total_seconds() - _SKEW
+    def _find_silent_ranks(self) -> list[int]:
+        """Return the other ranks that have not written that they are alive."""
+        # Ranks notice the same failure within one group timeout: what is older was about another failure.
+        since = time.time() - group_timeout(self._group).total_seconds() - _CLOCK_SKEW
 
         def is_silent(rank: int) -> bool:
             key = str(rank)
@@ -180,110 +187,121 @@ class GroupFailure:
         found = self._ask(lambda _: list(filter(is_silent, self._others)))
         return self._others if found is None else found
 
-    def _let_others_read(self, diagnosis: Diagnosis, ends: float) -> None:
-        """If this process hosts the store, keep it until the survivors have read the diagnosis, or for a moment."""
+    def _wait_for_readers(self, diagnosis: Diagnosis, ends: float) -> None:
+        """If this process hosts the store, keep it until the survivors have read the diagnosis, or until ``ends``."""
         self._ask(lambda store: store.set(f"read/{self._rank}", b"1"))
         readers = [f"read/{rank}" for rank in self._ranks if rank not in diagnosis.missing]
-        while self._rank == self._host and time.monotonic() < ends and self._store is not None:
+        while self._rank == self._store_host and time.monotonic() < ends and self._store is not None:
             if self._ask(lambda store: store.check(readers)):
                 break
-            time.sleep(_PAUSE)
+            time.sleep(_DIAGNOSIS_POLL_INTERVAL)
 
-    def _describe(self, died: list[int], mute: list[int], error: Exception, phase: str) -> Diagnosis:
+    def _describe(self, died: list[int], stopped: list[int], error: Exception, phase: str) -> Diagnosis:
+        """Return the diagnosis that names the ranks that died and those that do not answer."""
         where = f"a collective of {len(self._ranks)} ranks failed in {phase!r}"
-        if not died and not mute:
+        if not died and not stopped:
             return Diagnosis(
                 f"{where}, and none of them is missing: a connection broke, or the call was wrong ({error})"
             )
         texts = []
         if died:
             texts.append(
-                f"{self._named(died)} died or left the process group: {where}, and connections were closed. Look in "
-                "the logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
+                f"{self._name_ranks(died)} died or left the process group: {where}, and connections were closed. Look "
+                "in the logs of the program and of the kernel (dmesg) for an exception, a signal, or too little memory"
             )
-        if mute:
+        if stopped:
             texts.append(
-                f"{self._named(mute)} did not answer within {group_timeout(self._group).total_seconds():g} s: {where}. "
-                "Check with py-spy whether the process is stopped, hangs, or was busy for longer than the process "
-                "group's timeout"
+                f"{self._name_ranks(stopped)} did not answer within {group_timeout(self._group).total_seconds():g} s: "
+                f"{where}. Check with py-spy whether the process is stopped, hangs, or was busy for longer than the "
+                "process group's timeout"
             )
-        return Diagnosis("; ".join(texts), (*died, *mute))
+        return Diagnosis("; ".join(texts), (*died, *stopped))
 
     def _describe_without_store(self, closed: list[int], error: Exception, phase: str, *, timed_out: bool) -> Diagnosis:
-        """What this rank can tell without the store, which most often died with the rank that hosts it."""
-        if self._host in self._others and (timed_out or self._host in closed):
-            suspects = [self._host]
+        """Return what this rank alone can find out: the store most often died with the rank that hosts it."""
+        if self._store_host in self._others and (timed_out or self._store_host in closed):
+            suspects = [self._store_host]
         elif len(self._others) == 1 or not closed:
             suspects = self._others
         else:
             suspects = closed
-        died, mute = (suspects, []) if set(suspects) <= set(closed) else ([], suspects)
-        found = self._describe(died, mute, error, phase)
-        store = "the process group's store" + ("" if self._host is None else f", which rank {self._host} hosts,")
+        died, stopped = (suspects, []) if set(suspects) <= set(closed) else ([], suspects)
+        found = self._describe(died, stopped, error, phase)
+        store = "the process group's store" + (
+            "" if self._store_host is None else f", which rank {self._store_host} hosts,"
+        )
         return Diagnosis(
             f"{found.text} ({store} does not answer either: compare the errors of other ranks)", found.missing
         )
 
-    def _named(self, ranks: list[int]) -> str:
+    def _name_ranks(self, ranks: list[int]) -> str:
+        """Return "rank 3" or "ranks 1, 3", with the ranks of the group where it is not the whole job."""
         text = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
         if self._ranks == list(range(dist.get_world_size())):
             return text
         return f"{text} (of the group of ranks {', '.join(map(str, self._ranks))})"
 
-    def _closed_connections(self) -> list[int]:
-        """The ranks whose connections to this one they have closed, or the system when they died."""
+    def _find_closed_connections(self) -> list[int]:
+        """Return the ranks whose connection to this one is closed: by them, or by the system when they died."""
 
-        def look() -> list[int]:
-            return [rank for rank in self._others if self._receive_from(rank) is None]
+        def probe_all() -> list[int]:
+            return [rank for rank in self._others if self._probe(rank) is None]
 
-        return _within(_STORE_PATIENCE, look) or []
+        return _run_within(_STORE_TIMEOUT, probe_all) or []
 
     def _close_connections(self) -> None:
-        """Close all: gloo does where a receive takes longer than it may, and has no other way."""
+        """Close all connections of the group.
+
+        A receive that times out is the only way: gloo closes every connection of the group then.
+        """
 
         def close() -> None:
             for rank in self._others:
-                work = self._receive_from(rank)
+                work = self._probe(rank)
                 if work:
                     with suppress(RuntimeError):
                         work.wait(dt.timedelta(milliseconds=1))
                     return
 
         if moves_by_gloo(self._group):
-            _within(_STORE_PATIENCE, close)
+            _run_within(_STORE_TIMEOUT, close)
 
-    def _receive_from(self, rank: int) -> Any:
-        """A receive of what nobody sends; None where that rank closed the connection, False where this one did."""
+    def _probe(self, rank: int) -> Any:
+        """Start a receive that nobody answers, to test the connection to a rank.
+
+        Returns:
+            The receive; None where that rank closed the connection; False where this rank did, or without gloo.
+        """
         if not moves_by_gloo(self._group):
             return False
         try:
-            return dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, self._group, _TAG)
+            return dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), rank, self._group, _PROBE_TAG)
         except RuntimeError as exc:
             return False if "timeout" in str(exc) else None
 
     def _ask(self, question: Callable[[Any], _T]) -> _T | None:
-        """What the store says, or None if it does not answer."""
+        """Return the result of a function of the store, or None if the store does not answer."""
         if self._store is None:
             return None
-        answers = _within(_STORE_PATIENCE, lambda: [question(self._store)])
+        answers = _run_within(_STORE_TIMEOUT, lambda: [question(self._store)])  # a list: the result may be None
         if answers is None:
             self._store = None
             return None
         return answers[0]
 
 
-def note_use(group: Any) -> None:
+def record_first_use(group: Any) -> None:
     """Remember when this process first used a group."""
-    _first_used.setdefault(group, time.time())
+    _first_use.setdefault(group, time.time())
 
 
 def moves_by_gloo(group: Any) -> bool:
-    """Whether gloo moves the group's CPU tensors."""
+    """Return whether gloo moves the group's CPU tensors."""
     return "cpu:gloo" in str(dist.get_backend_config(group))
 
 
-def is_done(work: Any, seconds: float) -> bool:
-    """Wait for a collective of gloo; one that is not done by then goes on.
+def wait_for(work: Any, seconds: float) -> bool:
+    """Wait for a collective of gloo; one that takes longer goes on.
 
     Args:
         work: The collective, begun with ``async_op=True``.
@@ -300,20 +318,24 @@ def is_done(work: Any, seconds: float) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it may have ended just now
+        work.wait()  # it may have ended between the two calls: raise only what it raised itself
     return True
 
 
-def _host_of(store: Any) -> int | None:
-    """The rank whose process hosts the store; None if none does, as far as can be known."""
+def _find_store_host(store: Any) -> int | None:
+    """Return the rank whose process hosts the store; None if no rank does, or if it cannot be known."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts it
     return 0 if isinstance(store, dist.TCPStore) and not by_agent else None  # type: ignore[attr-defined]
 
 
-def _within(seconds: float, function: Callable[[], _T]) -> _T | None:
-    """The function's result, or None if it fails or takes longer; its thread is not waited for then."""
+def _run_within(seconds: float, function: Callable[[], _T]) -> _T | None:
+    """Return the function's result, or None if it fails or takes longer.
+
+    The function runs in a thread, because calls of the store and of gloo cannot be interrupted. A thread that takes
+    longer is left behind.
+    """
     results: list[_T] = []
 
     def run() -> None:
@@ -326,4 +348,4 @@ def _within(seconds: float, function: Callable[[], _T]) -> _T | None:
     return results[0] if results else None
 
 
-__all__ = ["LOOK_INTERVAL", "Diagnosis", "GroupFailure", "is_done", "moves_by_gloo", "note_use"]
+__all__ = ["POLL_INTERVAL", "Diagnosis", "GroupFailure", "moves_by_gloo", "record_first_use", "wait_for"]

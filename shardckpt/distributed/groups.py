@@ -1,4 +1,4 @@
-"""Process groups: the one that a caller means, a gloo group for its tensors on the CPU, and what moves tensors."""
+"""Process groups: the caller's, a gloo group of the same ranks for CPU tensors, and which devices a group serves."""
 
 from __future__ import annotations
 
@@ -13,48 +13,56 @@ from shardckpt.tensors import group_timeout
 if TYPE_CHECKING:
     from weakref import ref
 
-#: Backends that take tensors through the memory of the CPU, and no backend.
+#: Backends that copy tensors through CPU memory; None: no backend.
 _CPU_BACKENDS = (None, "gloo", "mpi", "undefined")
-#: gloo groups with the ranks of groups whose backend cannot move CPU tensors, by those, as long as they live.
+#: The gloo group of each group whose backend cannot move CPU tensors. Weak: an entry ends with its group.
 _gloo_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def alive(group: ref[Any]) -> Any:
-    """The group that is referred to, unless it was destroyed."""
+def get_live_group(group: ref[Any]) -> Any:
+    """Return the group of a weak reference.
+
+    Raises:
+        CommunicationError: it was destroyed.
+    """
     found = group()
     if found is None:
         raise CommunicationError("the process group was destroyed: save, load and finalize before that")
     return found
 
 
-def joined_group(group: Any) -> Any:
-    """The group, by default all ranks; this rank must be one of its members."""
+def resolve_group(group: Any) -> Any:
+    """Return the group, or the default group for None.
+
+    Raises:
+        CheckpointingException: this rank does not belong to it.
+    """
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
         raise CheckpointingException(
-            f"rank {dist.get_rank()} is no member of the process group that it gave: give on every rank a group that "
-            "the rank belongs to"
+            f"rank {dist.get_rank()} does not belong to the process group that it passed: on every rank pass a group "
+            "that contains this rank"
         )
     return group
 
 
-def cpu_group(group: Any) -> Any:
-    """Collective: return the group if it moves CPU tensors, else a gloo group of its ranks, which they make once."""
+def get_cpu_group(group: Any) -> Any:
+    """Collective: return the group if it moves CPU tensors, else a gloo group of the same ranks, which is made once."""
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
     if group not in _gloo_groups:
         ranks = dist.get_process_group_ranks(group)
-        timeout = group_timeout(group)
+        timeout = group_timeout(group)  # a deadline that the user has set holds for this group, too
         _gloo_groups[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
     return _gloo_groups[group]
 
 
-def moves(group: Any, device_type: str) -> bool:
-    """Whether the group, if there is one, moves tensors on such accelerators from device to device."""
+def moves_between(group: Any, device_type: str) -> bool:
+    """Return whether the group moves tensors between such devices directly; False without a group."""
     if group is None:
         return False
     pairs = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
     return {device: backend for device, _, backend in pairs}.get(device_type) not in _CPU_BACKENDS
 
 
-__all__ = ["alive", "cpu_group", "joined_group", "moves"]
+__all__ = ["get_cpu_group", "get_live_group", "moves_between", "resolve_group"]

@@ -1,4 +1,4 @@
-"""Pickles between processes of one job: never of anything that was stored."""
+"""Pickles between the processes of one job. Nothing that was stored is read with this module."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 
 def pickled(value: Any) -> bytes | None:
-    """The value on its way to another rank, or None where pickle does not take it."""
+    """Return the value's pickle, to send to another process, or None if pickle does not take it."""
     try:
         return pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - any class may refuse in any way
+    except Exception:  # noqa: BLE001 - any class may refuse with any error
         return None
 
 
 def can_be_pickled(value: Any) -> bool:
-    """Whether pickle takes the value: it can go to another rank, or into a pickled object."""
+    """Return whether pickle takes the value."""
     return pickled(value) is not None
 
 
 def unpickled(data: bytes | memoryview) -> Any:
-    """What another process of this job has pickled: never anything that was stored."""
+    """Return the value that another process of this job pickled; never call it on stored bytes, which may run code."""
     return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: checkpoints exported to them and loaded from them; and plain state dicts."""
+"""Export checkpoints to Hugging Face folders and load from them; convert checkpoints to plain state dicts and back."""
 
 from shardckpt.huggingface.convert import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
 from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype

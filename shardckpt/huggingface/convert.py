@@ -1,4 +1,4 @@
-"""Between checkpoints of any strategy and plain state dicts: in memory, or in a file of ``torch.save``."""
+"""Convert checkpoints of any strategy to plain state dicts and back: in memory, or in a file of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, locate, open_checkpoint
 from shardckpt.errors import KeyMismatchError
-from shardckpt.huggingface.small_file import replacing, write_pickled
+from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.torch_file import read_torch_file
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.plugins import host
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     PathLike = str | os.PathLike[str]
 
 _CONTENT = "content_metadata"
-#: Under which content_metadata has the nest that was converted, with the keys of tensors in the place of tensors.
-_FORM, _TENSOR = "form of the state dict", "key of the tensor"
+#: Entries of content_metadata, and so part of the format: the converted state dict with keys in place of tensors.
+_STRUCTURE, _TENSOR = "form of the state dict", "key of the tensor"
 
 
 def dcp_to_torch_state_dict(checkpoint_dir: PathLike, *, prefix: str = "") -> StateDict:
-    """A whole checkpoint as a plain state dict on the CPU of the process that calls; needs no other rank.
+    """Load all of a checkpoint as a plain state dict of this process.
 
-    Each tensor is read into its own memory, and no second copy is made.
+    Needs no other rank. Each tensor is read into its own memory, without a second copy.
 
     Args:
-        checkpoint_dir: A checkpoint of any strategy, or a plain one of torch.distributed.checkpoint; or its URL.
-        prefix: Only tensors whose keys begin with it, and their keys without it.
+        checkpoint_dir: A checkpoint of any strategy, or one of torch.distributed.checkpoint: a directory or a URL.
+        prefix: If given, only tensors whose keys begin with it are loaded, under their keys without it.
 
     Returns:
-        What :func:`torch_save_to_dcp` was given, if the checkpoint is from there. Else tensors and objects by key, and
-        the common state. With a prefix, tensors by key.
+        The state dict, with full tensors on the CPU. For a checkpoint of :func:`torch_save_to_dcp`, it is the dict of
+        that file. Otherwise it has tensors and objects by key, and the common state; with a prefix, tensors by key.
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint.
-        CheckpointingException: any other failure, such as a prefix that no key has.
+        CheckpointingException: any other failure, such as a prefix that no key begins with.
     """
     return retry_if_replaced(lambda: _state_dict(locate(checkpoint_dir, host()), prefix), checkpoint_dir)
 
@@ -56,11 +56,11 @@ def _state_dict(directory: Path, prefix: str) -> StateDict:
     with open_checkpoint(directory, Comm(alone=True), host(), LoadOptions()) as checkpoint:
         index = checkpoint.index()
         if prefix:
-            return _under(prefix, index, checkpoint)
-        values = dict(zip(map(_name, index), checkpoint.values(index), strict=True))
+            return _load_prefix(prefix, index, checkpoint)
+        values = dict(zip(map(_plain_name, index), checkpoint.values(index), strict=True))
         common = checkpoint.common()
-    form = (common.get(_CONTENT) or {}).get(_FORM)
-    return _filled(form, values) if form is not None else {**common, **values}
+    structure = (common.get(_CONTENT) or {}).get(_STRUCTURE)
+    return _insert_tensors(structure, values) if structure is not None else {**common, **values}
 
 
 def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str = "") -> None:
@@ -68,45 +68,46 @@ def dcp_to_torch_save(checkpoint_dir: PathLike, file: PathLike, *, prefix: str =
 
     Args:
         checkpoint_dir: As for :func:`dcp_to_torch_state_dict`.
-        file: Replaced when all is written.
+        file: The file; an existing one is replaced when all bytes are durable.
         prefix: As for :func:`dcp_to_torch_state_dict`.
 
     Raises:
         CheckpointingException: as :func:`dcp_to_torch_state_dict`; or the file cannot be written.
     """
     state_dict = dcp_to_torch_state_dict(checkpoint_dir, prefix=prefix)
-    with replacing(Path(file)) as staged:
+    with replace_file(Path(file)) as staged:
         write_pickled(staged, state_dict)
 
 
 def torch_save_to_dcp(
     file: PathLike, checkpoint_dir: PathLike, sharded_strategy: SaveChoice = None, *, overwrite: bool = False
 ) -> None:
-    """Save what a file of ``torch.save`` holds as a checkpoint, whose keys are the paths in it, joined by dots.
+    """Collective: save the state dict in a file of ``torch.save`` as a checkpoint.
 
-    The file's tensors are mapped, not read into memory (in the format since torch 1.6). Nothing in the file is run:
-    it may hold tensors and plain values.
+    Keys are the paths in the state dict, joined by dots. Tensors are memory-mapped, not read into memory (in the format
+    since torch 1.6). No code in the file is run: it may hold tensors and plain values only.
 
     Args:
-        file: Holds a state dict: a nest of dicts and lists. Where there are ranks, all call, and all see it.
+        file: Holds a state dict: nested dicts and lists. All ranks must see it.
         checkpoint_dir: As for :func:`shardckpt.dist_checkpointing.save`.
         sharded_strategy: As for :func:`shardckpt.dist_checkpointing.save`.
         overwrite: As for :func:`shardckpt.dist_checkpointing.save`.
 
     Raises:
         UnsafePickleError: the file holds more than tensors and plain values.
-        CheckpointingException: any other failure; nothing at ``checkpoint_dir`` has changed.
+        CheckpointingException: any other failure; ``checkpoint_dir`` does not change.
     """
     comm = Comm()
     with comm.collective_phase("reading the file"):
         state_dict = read_torch_file(Path(file))
+        # all ranks have read the same file: their values need no comparison
         described = to_sharded_state_dict(state_dict, check_replicas=False)
-        content = {_FORM: _form(state_dict, "")}
+        content = {_STRUCTURE: _replace_tensors(state_dict, "")}
     dist_checkpointing.save(described, checkpoint_dir, sharded_strategy, content_metadata=content, overwrite=overwrite)
 
 
-def _under(prefix: str, index: list[ShardedBase], checkpoint: OpenCheckpoint) -> StateDict:
-    """The tensors whose keys begin with a prefix."""
+def _load_prefix(prefix: str, index: list[ShardedBase], checkpoint: OpenCheckpoint) -> StateDict:
+    """Load the tensors whose keys begin with a prefix, by their keys without it."""
     tensors: list[ShardedBase] = [s for s in index if isinstance(s, ShardedTensor) and s.key.startswith(prefix)]
     if not tensors:
         keys = sorted(shard.key for shard in index)[:8]
@@ -115,28 +116,28 @@ def _under(prefix: str, index: list[ShardedBase], checkpoint: OpenCheckpoint) ->
     return {shard.key[len(prefix) :]: value for shard, value in zip(tensors, values, strict=True)}
 
 
-def _name(shard: ShardedBase) -> str:
-    """What a shard is called in a plain state dict: its key, unless it is one object of several."""
+def _plain_name(shard: ShardedBase) -> str:
+    """Return the name of a shard in a plain state dict: its key; for one object of a grid, its unique key."""
     is_one_of_many = isinstance(shard, ShardedObject) and shard.global_shape != (1,)
     return shard.unique_key if is_one_of_many and isinstance(shard, ShardedObject) else shard.key
 
 
-def _form(value: Any, key: str) -> Any:
-    """A nest with the key of every tensor in its place."""
+def _replace_tensors(value: Any, key: str) -> Any:
+    """Return nested dicts and lists with every tensor replaced by its key."""
     if isinstance(value, dict):
-        return {name: _form(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
+        return {name: _replace_tensors(inner, f"{key}.{name}" if key else f"{name}") for name, inner in value.items()}
     if isinstance(value, list):
-        return [_form(inner, f"{key}.{number}") for number, inner in enumerate(value)]
+        return [_replace_tensors(inner, f"{key}.{number}") for number, inner in enumerate(value)]
     return {_TENSOR: key} if isinstance(value, torch.Tensor) else value
 
 
-def _filled(form: Any, values: dict[str, Any]) -> Any:
-    """The nest with the tensors back in their places."""
-    if isinstance(form, dict) and form.keys() == {_TENSOR}:
-        return values[form[_TENSOR]]
-    if isinstance(form, dict):
-        return {name: _filled(inner, values) for name, inner in form.items()}
-    return [_filled(inner, values) for inner in form] if isinstance(form, list) else form
+def _insert_tensors(structure: Any, values: dict[str, Any]) -> Any:
+    """Undo :func:`_replace_tensors`."""
+    if isinstance(structure, dict) and structure.keys() == {_TENSOR}:
+        return values[structure[_TENSOR]]
+    if isinstance(structure, dict):
+        return {name: _insert_tensors(inner, values) for name, inner in structure.items()}
+    return [_insert_tensors(inner, values) for inner in structure] if isinstance(structure, list) else structure
 
 
 __all__ = ["dcp_to_torch_save", "dcp_to_torch_state_dict", "torch_save_to_dcp"]

@@ -1,4 +1,4 @@
-"""torch's dtypes: their sizes, their names in safetensors files, and what a cast applies to."""
+"""dtypes: their sizes, their names in safetensors files, and which of them can be cast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from shardckpt.planning import Ints
 
-#: Names that this torch may have or not, beside those that every torch has.
+#: The format's names, and torch's, some of which this release of torch may lack.
 #: https://github.com/huggingface/safetensors/blob/main/safetensors/src/tensor.rs
 _NAMES = {
     "F64": "float64",
@@ -41,24 +41,27 @@ _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, attribute) for name, attribute in _NAMES.items() if hasattr(torch, attribute)
 }
 _NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
-#: Two values a byte, which safetensors counts one by one and torch as one element.
+#: Packed: a byte has two values, which safetensors counts as two elements and torch as one.
 _PAIRS = "F4"
 
 
 def get_dtype_size(dtype: torch.dtype) -> int:
-    """Bytes that an element of a tensor takes; of packed dtypes (``float4_e2m1fn_x2``) an element is a byte."""
+    """Return the bytes of one element; for packed dtypes (``float4_e2m1fn_x2``), an element is a byte of two values."""
     return dtype.itemsize
 
 
 def parse_dtype(dtype: torch.dtype | str | None, argument: str = "dtype") -> torch.dtype | None:
-    """The dtype that floating-point tensors are to be cast to; None for none.
+    """Parse the dtype that floating-point tensors are cast to.
 
     Args:
-        dtype: A dtype of 16 bits or more, or its name: ``bfloat16``, ``torch.bfloat16``.
-        argument: What the caller calls it, for the error.
+        dtype: A floating-point dtype of 16 bits or more, or its name: ``bfloat16``, ``torch.bfloat16``.
+        argument: The name of the caller's argument, for the error.
+
+    Returns:
+        The dtype; None for None.
 
     Raises:
-        CheckpointingException: it is none, or not one that values can be cast to without scales.
+        CheckpointingException: it is not a dtype, or values cannot be cast to it without scales.
     """
     if dtype is None:
         return None
@@ -71,30 +74,33 @@ def parse_dtype(dtype: torch.dtype | str | None, argument: str = "dtype") -> tor
 
 
 def is_castable(dtype: torch.dtype) -> bool:
-    """Whether a cast applies to it: floats of 16 bits or more; smaller ones mean nothing without their scales."""
+    """Return whether a cast applies: to floats of 16 bits or more; smaller ones mean nothing without their scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def is_real(dtype: torch.dtype) -> bool:
-    """Whether every element is a floating-point number: not two of them in a byte."""
+def is_unpacked_float(dtype: torch.dtype) -> bool:
+    """Return whether every element is one floating-point number."""
     return dtype.is_floating_point and safetensors_name(dtype) != _PAIRS
 
 
-def cast_to(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor has after the cast: its own where the cast does not apply."""
-    return wanted if wanted is not None and is_castable(dtype) else dtype
+def cast_to(dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor after a cast to ``target``: its own if the cast does not apply, or is to None."""
+    return target if target is not None and is_castable(dtype) else dtype
 
 
 def safetensors_name(dtype: torch.dtype) -> str | None:
-    """What the format calls a dtype; None for one that it cannot hold."""
+    """Return the format's name of a dtype; None if the format cannot hold it."""
     return _NAME_OF.get(dtype)
 
 
 def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Raise if safetensors files cannot hold some of the tensors, given as names and dtypes.
+    """Raise if safetensors files cannot hold some of the tensors.
+
+    Args:
+        tensors: Names and dtypes.
 
     Raises:
-        CheckpointingException: names them.
+        CheckpointingException: there are such tensors; the error names them.
     """
     refused = [f"{name!r} ({dtype})" for name, dtype in tensors if safetensors_name(dtype) is None]
     if refused:
@@ -104,17 +110,17 @@ def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
 
 
 def from_safetensors(name: str) -> torch.dtype | None:
-    """The dtype of the format's name; None where this torch has none."""
+    """Return the dtype of the format's name; None if this torch lacks it."""
     return _DTYPES.get(name)
 
 
 def written_shape(name: str, shape: Ints) -> Ints:
-    """The shape as a header says it: of packed dtypes in values."""
+    """Return the shape for a header, which counts values: two for each element of a packed dtype."""
     return (*shape[:-1], shape[-1] * 2) if name == _PAIRS else shape
 
 
 def torch_shape(name: str, shape: Ints) -> Ints:
-    """The shape that torch gives what a header says."""
+    """Return torch's shape for the shape in a header."""
     return (*shape[:-1], shape[-1] // 2) if name == _PAIRS and shape else shape
 
 
@@ -123,7 +129,7 @@ __all__ = [
     "from_safetensors",
     "get_dtype_size",
     "is_castable",
-    "is_real",
+    "is_unpacked_float",
     "parse_dtype",
     "refuse_unknown",
     "safetensors_name",

@@ -1,4 +1,4 @@
-"""Exporting a checkpoint of any strategy as a Hugging Face folder, in bounded memory, whole or not at all."""
+"""Export a checkpoint of any strategy as a Hugging Face folder: atomically, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardckpt.huggingface.dtypes import parse_dtype
 from shardckpt.huggingface.folder import read_folder
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, is_asset, is_weights, parse_size
-from shardckpt.huggingface.planning import Choice, Plan, plan_export
+from shardckpt.huggingface.planning import ExportOptions, ExportPlan, plan_export
 from shardckpt.huggingface.safetensors_file import SafetensorsFile
 from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
 from shardckpt.planning import assign_holders
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 
 class Exported(NamedTuple):
-    """What an export has written.
+    """The weights that an export has written.
 
     Attributes:
-        files: Names of the files of weights, with the number of tensors and their bytes.
+        files: Name, number of tensors and bytes of tensors of each file.
         total_size: Bytes of all tensors.
     """
 
@@ -72,29 +72,36 @@ def export_to_huggingface(
     overwrite: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> Exported:
-    """Write a checkpoint's tensors as Hugging Face tools read them; the bytes do not depend on how they were sharded.
+    """Collective: write a checkpoint's tensors as a Hugging Face folder; its bytes do not depend on the sharding.
 
-    ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` with ``model.safetensors.index.json``. They are read
-    and written in blocks: about 64 MiB of memory a rank, whatever the size of tensors and files (``bin``: the largest
-    file). Every rank writes whole files, balanced by bytes, so that more ranks than files are of no use. The folder
-    is whole at ``target`` when this returns, or nothing there has changed.
+    The folder has ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` and ``model.safetensors.index.json``.
+    Tensors are read and written in blocks: about 64 MiB of memory a rank at any size of tensors (``bin``: the largest
+    file). Every rank writes full files, balanced by bytes, so more ranks than files do not help. The folder
+    is complete at ``target`` when this returns; after an error, ``target`` has not changed.
 
-    Objects and what the mapping has no place for are left out, with a warning that names them.
+    Objects, and tensors that the mapping leaves out, are not written; a warning names them.
+
+    Example::
+
+        export_to_huggingface("checkpoints/step-100", "Qwen3-30B-A3B", mapping="qwen3_moe", dtype="bfloat16")
 
     Args:
         checkpoint_dir: A checkpoint: a directory or a URL.
-        target: The folder: absent or empty unless ``overwrite``; a directory that all ranks see.
-        prefix: Of the keys to export, taken off; by default ``"model."`` where the checkpoint is of a model with its
-            optimizers (``model.*`` and ``optimizer.*``), else none.
+        target: The folder: a directory that all ranks see, absent or empty unless ``overwrite``.
+        prefix: Prefix of the keys to export, which is removed; by default ``"model."`` if the checkpoint is of a model
+            with its optimizers (``model.*`` and ``optimizer.*``), else none.
         mapping: How names and shapes change: the ``model_type`` of a model (``"qwen3_moe"``, ``"mixtral"``, or one that
             a plugin's ``shardckpt_key_mapping`` knows), a KeyMapping, or None for the same names.
-        dtype: What floating-point tensors of 16 bits and more are cast to, scales of 8-bit weights excepted.
-        max_shard_size: Bytes of tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``; a larger tensor has its own file.
-        format: ``safetensors`` or ``bin`` (what ``torch.load`` reads).
-        assets: A folder of the model's other files (config, tokenizer), which are copied as they are.
+        dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
+        max_shard_size: Bytes of tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``; a larger tensor gets its own file.
+        format: ``safetensors`` or ``bin`` (for ``torch.load``).
+        assets: A folder of the model's other files (config, tokenizer), which are copied.
         leave_out: Names in the folder that are not written: a ``lm_head.weight`` that is tied to the embedding.
         overwrite: Replace the weights of a folder in one step; its other files stay.
         process_group: The ranks that write; by default all, or this process alone without torch.distributed.
+
+    Returns:
+        The files that all ranks have written.
 
     Raises:
         CannotLoadError: no installed strategy reads the checkpoint.
@@ -103,7 +110,7 @@ def export_to_huggingface(
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         source, folder = locate(checkpoint_dir, host()), locate_local(target, "export to")
-        choice = Choice(
+        options = ExportOptions(
             prefix,
             find_mapping(mapping),
             parse_dtype(dtype),
@@ -114,7 +121,7 @@ def export_to_huggingface(
         extra = [] if assets is None else _assets(Path(assets))
     comm.agree(checkpoint_dir=str(source), target=str(folder))
 
-    def attempt() -> Plan:
+    def attempt() -> ExportPlan:
         operation = Operation("export", folder, comm, host())
         with operation.collective_span(), ExitStack() as stack:
             with operation.local_phase("opening the checkpoint"):
@@ -122,7 +129,7 @@ def export_to_huggingface(
                 mine = _save_of(checkpoint)
             with operation.local_phase("planning the export"):
                 plan, save = comm.main_runs(
-                    "planning the export", lambda: (plan_export(checkpoint.index(), choice, str(source)), mine)
+                    "planning the export", lambda: (plan_export(checkpoint.index(), options, str(source)), mine)
                 )
                 if save != mine:
                     raise replaced_error(source, "this rank has opened another save than the main rank")
@@ -138,7 +145,7 @@ class _Export:
     """An export between its plan and its commit."""
 
     def __init__(
-        self, operation: Operation, target: Path, plan: Plan, checkpoint: OpenCheckpoint, *, overwrite: bool
+        self, operation: Operation, target: Path, plan: ExportPlan, checkpoint: OpenCheckpoint, *, overwrite: bool
     ) -> None:
         self._operation = operation
         self._comm = operation.comm
@@ -171,9 +178,9 @@ class _Export:
         sizes = [sum(tensor.nbytes for tensor in tensors) for _, tensors in self._plan.files]
         writers = assign_holders([everyone] * len(sizes), sizes)
         mine = [file for file, rank in zip(self._plan.files, writers, strict=True) if rank == self._comm.rank]
-        if self._plan.form != SAFETENSORS:
+        if self._plan.file_format != SAFETENSORS:
             for name, tensors in mine:
-                write_pickled(staging / name, self._whole(tensors))
+                write_pickled(staging / name, self._load_tensors(tensors))
         elif mine:
             with BlockWriter() as writer:
                 for name, tensors in mine:
@@ -181,10 +188,10 @@ class _Export:
                     writer.write(staging / name, file.size, file.fill)
         self._operation.wrote(sum(size for size, rank in zip(sizes, writers, strict=True) if rank == self._comm.rank))
 
-    def _whole(self, tensors: Sequence[HubTensor]) -> dict[str, torch.Tensor]:
-        """The tensors of a file, in memory."""
+    def _load_tensors(self, tensors: Sequence[HubTensor]) -> dict[str, torch.Tensor]:
+        """Load the tensors of a file into memory."""
         values = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors}
-        self._load([shard for tensor in tensors for shard in tensor.wanted(tensor.whole, values[tensor.name])])
+        self._load([shard for tensor in tensors for shard in tensor.shards_for(tensor.full_box, values[tensor.name])])
         return values
 
     def _load(self, wanted: Sequence[ShardedTensor]) -> None:
@@ -195,7 +202,7 @@ class _Export:
     def _finish(self, staging: Path, extra: Sequence[Path]) -> None:
         """On the main rank, when all have written: the index, the other files, and the commit."""
         if len(self._plan.files) > 1:
-            write_new(staging / index_name(self._plan.form), _index_json(self._plan))
+            write_new(staging / index_name(self._plan.file_format), _index_json(self._plan))
         for path in extra:
             copy_new(path, staging / path.name)
         commit_staging(staging, self._target, lambda: _list_weights(self._target), overwrite=self._overwrite)
@@ -208,20 +215,20 @@ def _list_weights(folder: Path) -> set[str]:
 
 
 def _save_of(checkpoint: OpenCheckpoint) -> str:
-    """What tells the save from every other; ``""`` for another library's."""
+    """Return the id of the save that wrote the checkpoint; ``""`` for another library's."""
     record = checkpoint.context.reader.manifest.record
     return "" if record is None else record.self_digest
 
 
-def _index_json(plan: Plan) -> bytes:
-    """Which tensor is in which file, as transformers reads it."""
+def _index_json(plan: ExportPlan) -> bytes:
+    """Return the index, which maps tensors to files, as transformers reads it."""
     weight_map = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
     content = {"metadata": {"total_size": plan.total_size}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _is_superseded(aside: Path, target: Path) -> bool:
-    """Whether a folder is whole, and has all but the weights of one that an export has moved aside."""
+    """Return whether a folder is complete, and has all files, except weights, of one that an export has moved aside."""
     try:
         read_folder(target)
         others = [path.name for path in aside.iterdir() if not is_weights(path.name)]
@@ -231,11 +238,11 @@ def _is_superseded(aside: Path, target: Path) -> bool:
 
 
 def _assets(folder: Path) -> list[Path]:
-    """The files of a model's folder that are no weights."""
+    """Return the files of a model's folder that are not weights."""
     with naming("list", folder):
         found = [path for path in sorted(folder.iterdir()) if path.is_file() and is_asset(path.name)]
     if not found:
-        raise CheckpointingException(f"assets={folder}: there are no files in it besides weights")
+        raise CheckpointingException(f"assets={folder}: it has no files other than weights")
     return found
 
 

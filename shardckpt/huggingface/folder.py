@@ -1,4 +1,4 @@
-"""A Hugging Face folder of safetensors files: which tensors it has, and where; nothing but headers is read."""
+"""Read what a Hugging Face folder of safetensors files holds, from the headers alone."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 16 << 20
-#: Where the Hugging Face cache has the files that a snapshot links to.
+#: In the Hugging Face cache, a snapshot's files are links into this directory.
 _BLOBS = Path("..", "..", "blobs")
 
 
-class Place(NamedTuple):
-    """Where a tensor is.
+class TensorLocation(NamedTuple):
+    """Where a tensor is stored.
 
     Attributes:
         file: The file's name in the folder.
-        tensor: Its dtype, shape and offset there.
+        tensor: Its dtype, shape and offset in the file.
     """
 
     file: str
@@ -49,62 +49,69 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder has.
+    """The content of a folder.
 
     Attributes:
-        directory: Where its files are, if that is not itself: what the links in it lead to; else ``""``.
-        names: The name of every file there, by its name in the folder.
-        tensors: Every tensor by name.
-        config: What ``config.json`` says; empty without one.
-        stamp: Number, size and time of writing of the first file of weights, which an export writes anew; None on a
-            store.
+        directory: The directory that its links lead to; ``""`` if its files are not links.
+        names: The name of every file in that directory, by its name in the folder.
+        tensors: Where every tensor is stored, by name.
+        config: The content of ``config.json``; empty without one.
+        stamp: Inode number, size in bytes and modification time in ns of the first file of weights; None on an object
+            store. An export writes new files, so the stamp tells two exports apart.
     """
 
     directory: str
     names: dict[str, str]
-    tensors: dict[str, Place]
+    tensors: dict[str, TensorLocation]
     config: dict[str, Any]
     stamp: tuple[int, int, int] | None = None
 
 
 def read_folder(folder: Path) -> Folder:
-    """What is in a folder of ``model.safetensors``, or of files that ``model.safetensors.index.json`` names.
+    """Read the headers of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` names.
 
     Args:
-        folder: The folder, on a store too. A snapshot in the Hugging Face cache is such a one: its links into the
-            cache's ``blobs`` are followed, and no others.
+        folder: The folder, local or on a store. It may be a snapshot in the Hugging Face cache: links into the cache's
+            ``blobs`` are followed, other links are not.
+
+    Returns:
+        The content of the folder.
 
     Raises:
-        NotACheckpointError: it is no such folder.
-        CorruptCheckpointError: a file is missing, cut short, or not what the index says.
-        CheckpointReplacedError: it is held open, and an export has replaced it meanwhile.
+        NotACheckpointError: the folder has neither of these files.
+        CorruptCheckpointError: a file is missing, cut short, or contradicts the index.
+        CheckpointReplacedError: an export has replaced the folder while it was read.
     """
     with detect_replacement(folder):
         found = _read_folder(folder)
-    if was_replaced(folder):  # without config.json, perhaps, which was there
-        raise replaced_error(folder, "it is not known whether all its files were there")
+    # an exchange may have happened between two files: an absent config.json, say, may belong to the other folder
+    if was_replaced(folder):
+        raise replaced_error(folder, "some files may have been read from the new one")
     return found
 
 
 def check_same(folder: Path, found: Folder) -> None:
     """Raise unless the folder is the one that another rank has read.
 
-    (The number of a file, or the time of its writing, may be another on another node: not both.)
+    Args:
+        folder: The folder, as this rank has opened it.
+        found: What the other rank has read.
 
     Raises:
-        CheckpointReplacedError: an export has replaced it meanwhile.
+        CheckpointReplacedError: an export has replaced it since.
     """
     if found.stamp is None or found.directory:  # the cache's files are named by their content
         return
     with detect_replacement(folder):
-        stamp = _stamp(folder, sorted(found.names))
+        stamp = _read_stamp(folder, sorted(found.names))
+    # on a shared file system, nodes may see different inode numbers or modification times of one file, but not both
     if stamp is not None and (
         stamp[1] != found.stamp[1] or (stamp[0] != found.stamp[0] and stamp[2] != found.stamp[2])
     ):
         raise replaced_error(folder, "this rank finds another folder there than the main rank")
 
 
-def _stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | None:
+def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | None:
     if not has_local_files(folder):
         return None
     path = folder / files[0]
@@ -114,47 +121,52 @@ def _stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | None:
 
 
 def _read_folder(folder: Path) -> Folder:
-    weight_map = _weight_map(folder)
-    files = sorted(set(weight_map.values())) or [_only_file(folder)]
-    real = {file: _real(folder, file) for file in files}
+    weight_map = _read_weight_map(folder)
+    files = sorted(set(weight_map.values())) or [_find_only_file(folder)]
+    real = {file: _resolve_link(folder, file) for file in files}
     headers = {file: _read_header(path) for file, path in real.items()}
     names = {file: path.name for file, path in real.items()}
     return Folder(
-        _directory(folder, real), names, _places(headers, weight_map, folder), _config(folder), _stamp(folder, files)
+        _link_directory(folder, real),
+        names,
+        _locate_tensors(headers, weight_map, folder),
+        _read_config(folder),
+        _read_stamp(folder, files),
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    path = _real(folder, _CONFIG)
-    return _json(path, _CONFIG_LIMIT) if is_there(path) else {}
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = _resolve_link(folder, _CONFIG)
+    return _read_json(path, _CONFIG_LIMIT) if is_there(path) else {}
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of every tensor, as the index says; empty without an index."""
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of every tensor by the index; empty without an index."""
     path = folder / index_name(SAFETENSORS)
     if not is_there(path):
         return {}
-    found = _json(_real(folder, path.name), HEADER_LIMIT).get("weight_map")
+    found = _read_json(_resolve_link(folder, path.name), HEADER_LIMIT).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise CorruptCheckpointError(f"{path} has no weight_map from names of tensors to names of files")
     for file in found.values():
+        # the index is not trusted: its names must not lead out of the folder
         check_file_name(file)
     return found
 
 
-def _only_file(folder: Path) -> str:
+def _find_only_file(folder: Path) -> str:
     (name,) = file_names(1, SAFETENSORS)
     if not is_there(folder / name):
         found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no directory"
         raise NotACheckpointError(
-            f"{folder} has neither {name} nor {index_name(SAFETENSORS)}: it is no Hugging Face folder of safetensors "
-            f"(found {found}); a .bin file of torch.save is read by torch_save_to_dcp"
+            f"{folder} has neither {name} nor {index_name(SAFETENSORS)}: it is not a Hugging Face folder of "
+            f"safetensors (found {found}); torch_save_to_dcp reads a .bin file of torch.save"
         )
     return name
 
 
-def _directory(folder: Path, real: Mapping[str, Path]) -> str:
-    """The directory that links lead to; all files must be there, or none."""
+def _link_directory(folder: Path, real: Mapping[str, Path]) -> str:
+    """Return the directory that the links lead to; ``""`` without links. All files must be links, or none."""
     outside = {file for file, path in real.items() if path.name != file}
     if not outside:
         return ""
@@ -166,8 +178,8 @@ def _directory(folder: Path, real: Mapping[str, Path]) -> str:
     return str(next(iter(real.values())).parent)
 
 
-def _real(folder: Path, file: str) -> Path:
-    """The file itself, or the one in the cache's ``blobs`` that it is a link to (other links are refused later)."""
+def _resolve_link(folder: Path, file: str) -> Path:
+    """Return the file, or the file in the cache's ``blobs`` that it links to; opening any other link fails later."""
     path = folder / file
     if not path.is_symlink():
         return path
@@ -187,34 +199,36 @@ def _read_header(path: Path) -> dict[str, FileTensor]:
     return parse_header(bytes(text), size, str(path))
 
 
-def _places(headers: dict[str, dict[str, FileTensor]], weight_map: dict[str, str], folder: Path) -> dict[str, Place]:
-    """Every tensor; where two files have one, the index decides."""
-    places: dict[str, Place] = {}
+def _locate_tensors(
+    headers: dict[str, dict[str, FileTensor]], weight_map: dict[str, str], folder: Path
+) -> dict[str, TensorLocation]:
+    """Return where every tensor is stored; if two files have one, the index decides."""
+    locations: dict[str, TensorLocation] = {}
     for file, tensors in headers.items():
         for name, tensor in tensors.items():
             if weight_map.get(name, file) != file:
                 continue
-            if name in places:
+            if name in locations:
                 raise CorruptCheckpointError(
-                    f"{folder}: {places[name].file} and {file} both have {name!r}, and the index does not say "
-                    "which of them is meant"
+                    f"{folder}: {locations[name].file} and {file} both have {name!r}, and the index does not say "
+                    "which of them counts"
                 )
-            places[name] = Place(file, tensor)
+            locations[name] = TensorLocation(file, tensor)
     for name, file in weight_map.items():
-        if name not in places:
+        if name not in locations:
             raise CorruptCheckpointError(f"{folder}: the index says that {name!r} is in {file}, which does not have it")
-    return places
+    return locations
 
 
-def _json(path: Path, limit: int) -> dict[str, Any]:
+def _read_json(path: Path, limit: int) -> dict[str, Any]:
     raw = read_file(path, limit)
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc
     if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{path} is damaged: it has no names")
+        raise CorruptCheckpointError(f"{path} is damaged: it is not a JSON object")
     return found
 
 
-__all__ = ["Folder", "Place", "read_folder"]
+__all__ = ["Folder", "TensorLocation", "read_folder"]

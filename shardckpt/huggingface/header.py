@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what it holds and where. https://github.com/huggingface/safetensors#format."""
+"""Encode and parse the header of a safetensors file: its tensors and their offsets. https://github.com/huggingface/safetensors#format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _ALIGN = 8
 _METADATA = "__metadata__"
 
 
-class Named(Protocol):
-    """A tensor to be placed."""
+class TensorInfo(Protocol):
+    """Name, dtype and shape of a tensor that is to be written."""
 
     @property
     def name(self) -> str:
@@ -40,27 +40,27 @@ class Named(Protocol):
         """Its shape."""
 
 
-_T = TypeVar("_T", bound=Named)
+_T = TypeVar("_T", bound=TensorInfo)
 
 
-class Placed(NamedTuple, Generic[_T]):
-    """A tensor and the bytes of the file that are its."""
+class TensorSpan(NamedTuple, Generic[_T]):
+    """A tensor, and the offsets of its first byte and of the byte after its last in the file."""
 
     tensor: _T
     start: int
     stop: int
 
 
-class Layout(NamedTuple, Generic[_T]):
-    """A file that is to be written: its head (length and header), and its tensors in file order."""
+class FileLayout(NamedTuple, Generic[_T]):
+    """The layout of a file that is to be written: its head (length and header), and its tensors in file order."""
 
     head: bytes
-    placed: list[Placed[_T]]
+    tensors: list[TensorSpan[_T]]
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.placed[-1].stop if self.placed else len(self.head)
+        return self.tensors[-1].stop if self.tensors else len(self.head)
 
 
 class FileTensor(NamedTuple):
@@ -69,7 +69,7 @@ class FileTensor(NamedTuple):
     Attributes:
         kind: The format's name of its dtype.
         shape: Its shape, as torch has it.
-        start: Offset of its first byte in the file.
+        start: Offset of its first byte in the file, in bytes.
     """
 
     kind: str
@@ -78,17 +78,24 @@ class FileTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Its dtype; None where this torch has none such."""
+        """Its dtype; None if this torch lacks it."""
         return from_safetensors(self.kind)
 
 
-def lay_out(tensors: Sequence[_T], metadata: Mapping[str, str]) -> Layout[_T]:
-    """Place tensors in a file, wide dtypes first: all then lie at multiples of their elements' size.
+def lay_out(tensors: Sequence[_T], metadata: Mapping[str, str]) -> FileLayout[_T]:
+    """Lay out tensors in a file.
 
     Args:
-        tensors: Of dtypes that the format can hold.
+        tensors: Tensors of dtypes that the format can hold.
         metadata: Put into the header; ``format: pt`` is added.
+
+    Returns:
+        The layout, with the encoded header.
+
+    Raises:
+        CheckpointingException: the header is longer than readers accept.
     """
+    # wide dtypes first: then every tensor begins at a multiple of its element size without padding
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     header: dict[str, Any] = {_METADATA: {**metadata, "format": "pt"}}
     ends = [0]
@@ -98,32 +105,50 @@ def lay_out(tensors: Sequence[_T], metadata: Mapping[str, str]) -> Layout[_T]:
         shape = list(written_shape(kind, tensor.shape))
         header[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": ends[-2:]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # the data begins at a multiple of 8, so that readers can map every dtype
     text += b" " * (-len(text) % _ALIGN)
     if len(text) > HEADER_LIMIT:
         raise CheckpointingException(
-            f"{len(tensors)} tensors in one file need a header of {len(text)} bytes, readers accept {HEADER_LIMIT}: "
-            "give a smaller max_shard_size"
+            f"{len(tensors)} tensors in one file need a header of {len(text)} bytes; readers accept {HEADER_LIMIT}: "
+            "pass a smaller max_shard_size"
         )
     head = len(text).to_bytes(LENGTH_BYTES, "little") + text
     first = len(head)
     spans = zip(ordered, ends, ends[1:], strict=False)
-    return Layout(head, [Placed(tensor, first + start, first + stop) for tensor, start, stop in spans])
+    return FileLayout(head, [TensorSpan(tensor, first + start, first + stop) for tensor, start, stop in spans])
 
 
 def header_length(first: bytes, size: int, source: str) -> int:
-    """Bytes of the header, by the first bytes of a file of ``size`` bytes.
+    """Parse the length of the header.
+
+    Args:
+        first: The first bytes of the file, up to 8.
+        size: Bytes of the file.
+        source: The file, for errors.
+
+    Returns:
+        The bytes of the header.
 
     Raises:
-        CorruptCheckpointError: there cannot be such a header.
+        CorruptCheckpointError: the file is too short for such a header, or the header is longer than readers accept.
     """
     length = int.from_bytes(first, "little")
+    # checked before memory is allocated for the header
     if len(first) < LENGTH_BYTES or length > min(HEADER_LIMIT, size - LENGTH_BYTES):
         raise CorruptCheckpointError(f"{source} of {size} bytes is not a safetensors file, or is cut short")
     return length
 
 
 def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
-    """The tensors of a file of ``size`` bytes, by name.
+    """Parse a header.
+
+    Args:
+        text: The header.
+        size: Bytes of the file.
+        source: The file, for errors.
+
+    Returns:
+        The tensors of the file by name; their bytes lie within the file.
 
     Raises:
         CorruptCheckpointError: the header contradicts itself or the file.
@@ -140,6 +165,7 @@ def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
 
 def _entry(entry: Any, first: int, size: int) -> FileTensor:
     kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    # type, not isinstance: JSON's true is an int too
     numbers = (*shape, start, stop)
     if not isinstance(kind, str) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"not a tensor: {entry!r:.200}")
@@ -155,10 +181,10 @@ def _entry(entry: Any, first: int, size: int) -> FileTensor:
 __all__ = [
     "HEADER_LIMIT",
     "LENGTH_BYTES",
+    "FileLayout",
     "FileTensor",
-    "Layout",
-    "Named",
-    "Placed",
+    "TensorInfo",
+    "TensorSpan",
     "header_length",
     "lay_out",
     "parse_header",

@@ -1,4 +1,4 @@
-"""A tensor of a Hugging Face folder that is to be written, and where its elements are in a checkpoint."""
+"""Tensors of a Hugging Face folder that is to be written, with the places of their elements in a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from shardckpt.plugins import Link
 
 
-class Part(NamedTuple):
-    """Elements of a stored tensor.
+class StoredPart(NamedTuple):
+    """A part of a stored tensor that goes into a tensor of the folder.
 
     Attributes:
-        key: Its key.
+        key: The stored tensor's key.
         shape: Its global shape.
-        link: Which elements, and where they are in the folder's tensor.
+        link: The key map entry: which elements, and where they are in the folder's tensor.
     """
 
     key: str
@@ -32,36 +32,39 @@ class Part(NamedTuple):
 
 
 class HubTensor(NamedTuple):
-    """A tensor of the folder.
+    """A tensor that is to be written to the folder.
 
     Attributes:
         name: Its name.
         dtype: The dtype in which it is written.
         shape: Its shape.
-        parts: Where its elements are stored.
+        parts: The parts of stored tensors that make it up.
     """
 
     name: str
     dtype: torch.dtype
     shape: Ints
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written of it."""
+        """Its size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def whole(self) -> Box:
-        """All of its elements."""
+    def full_box(self) -> Box:
+        """The box of all its elements."""
         return Box((0,) * len(self.shape), self.shape)
 
-    def wanted(self, box: Box, values: torch.Tensor) -> Iterator[ShardedTensor]:
-        """What to load so that ``values`` are the elements of a box of the tensor.
+    def shards_for(self, box: Box, values: torch.Tensor) -> Iterator[ShardedTensor]:
+        """Describe what to load to get a box of the tensor.
 
         Args:
-            box: Elements of the tensor.
-            values: Of the box's shape; filled by the load.
+            box: The box.
+            values: A tensor of the box's shape; the load fills it.
+
+        Returns:
+            Shards of stored tensors, whose data are views of ``values``.
         """
         for part in self.parts:
             common = intersect(box, part.link.hub_box)
@@ -75,4 +78,4 @@ class HubTensor(NamedTuple):
             yield ShardedTensor(part.key, target, target.dtype, shape, part.shape, offset, None, prepend_axis_num=lead)
 
 
-__all__ = ["HubTensor", "Part"]
+__all__ = ["HubTensor", "StoredPart"]

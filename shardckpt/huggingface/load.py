@@ -1,4 +1,4 @@
-"""Loading weights from a Hugging Face folder into shards of any layout."""
+"""Load weights from a Hugging Face folder into shards of any layout."""
 
 from __future__ import annotations
 
@@ -39,32 +39,37 @@ def load_from_huggingface(
     validate_access_integrity: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> Any:
-    """Fill shards of any layout from a Hugging Face folder; only the bytes that are wanted are read.
+    """Collective: fill shards of any layout from a Hugging Face folder; each rank reads only the bytes of its shards.
 
-    Floating-point values are cast to the dtype that is wanted. 8-bit weights with block scales
-    (``weight_scale_inv``) become what they stand for, unless they are wanted in 8 bits.
+    Floating-point values are cast to the dtype of the shard. 8-bit weights with block scales (``weight_scale_inv``) are
+    dequantized, unless the shard has their 8-bit dtype.
+
+    Example::
+
+        state = to_sharded_state_dict(model)
+        load_into(load_from_huggingface(state, "Qwen3-30B-A3B", mapping="qwen3_moe"), model)
 
     Args:
-        sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.load`, of tensors: describe a model by
+        sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.load`, with tensors only; for a model,
             ``shardckpt.adapters.to_sharded_state_dict(model)``.
         folder: The folder (``model.safetensors``, or several files and ``model.safetensors.index.json``), a snapshot
-            in the Hugging Face cache, or a URL of such.
-        mapping: How the folder's names and shapes become the keys: as for :func:`export_to_huggingface`.
-        prefix: What the keys begin with and the folder's names do not.
-        strict: Whether the folder must have all that is wanted; else what it lacks stays as it is, and is not in the
-            result, with a log entry that names it. (A weight that shares its memory with one that is there is not
-            lacking: it is tied.)
+            in the Hugging Face cache, or the URL of a folder.
+        mapping: How the folder's names and shapes map to the keys: as for :func:`export_to_huggingface`.
+        prefix: Prefix of the keys that the folder's names do not have.
+        strict: Whether the folder must have every requested tensor. If False, tensors that it lacks keep their values,
+            are left out of the result, and are logged. A weight that shares its memory with one that the folder has
+            (a tied weight) never counts as missing.
         validate_access_integrity: Check that the shards of all ranks cover every tensor exactly once.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
 
     Returns:
-        The state dict, its tensors filled; tensors of the folder that no shard wants are left out.
+        The state dict with its tensors filled. Tensors of the folder that no shard requests are not read.
 
     Raises:
-        NotACheckpointError: it is no such folder.
-        CheckpointReplacedError: exports replaced it in every attempt.
-        KeyMismatchError: a wanted tensor is not in it.
-        ShapeMismatchError: it has another shape there.
+        NotACheckpointError: ``folder`` is not a Hugging Face folder of safetensors.
+        CheckpointReplacedError: exports replaced the folder in every attempt.
+        KeyMismatchError: a requested tensor is not in the folder.
+        ShapeMismatchError: a tensor has another shape in the folder.
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
@@ -90,6 +95,7 @@ def load_from_huggingface(
                 loaded, _ = load_checkpoint(
                     sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=_MODES[strict]
                 )
+                # after the reads: the bytes may be those of a folder that an export has put in place since
                 reader.check_unchanged()
         return loaded
 
@@ -97,31 +103,33 @@ def load_from_huggingface(
 
 
 def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
-    """Dtype and shape of every tensor in a Hugging Face folder, by name; only headers are read.
+    """List the tensors of a Hugging Face folder; only headers are read. Needs no other rank.
 
     Args:
-        folder: As for :func:`load_from_huggingface`. The dtype is None where this torch has none such.
+        folder: As for :func:`load_from_huggingface`.
+
+    Returns:
+        ``{name: (dtype, shape)}``; the dtype is None if this torch lacks it.
 
     Raises:
         CheckpointingException: as for :func:`load_from_huggingface`.
     """
     found = retry_if_replaced(lambda: read_folder(open_directory(locate(folder, host()))), folder)
-    tensors = found.tensors
-    return {name: (place.tensor.dtype, place.tensor.shape) for name, place in tensors.items()}
+    return {name: (stored.tensor.dtype, stored.tensor.shape) for name, stored in found.tensors.items()}
 
 
 def _refuse_missing(strategy: HuggingFaceLoadStrategy, path: Path) -> None:
-    """Name what is missing as the folder would call it."""
+    """Raise if the folder lacks a requested tensor, with the folder's names of what is missing."""
     missing = strategy.missing()
     if missing:
         raise KeyMismatchError(
-            f"{path} lacks {listed([*map(repr, missing)])}, which the wanted tensors need; see "
-            "huggingface_index(folder) for what it has, and mapping= and prefix= for names that differ"
+            f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
+            "huggingface_index(folder) lists what it has; pass mapping= or prefix= if names differ"
         )
 
 
 def _reader(path: Path, found: Folder) -> CheckpointReader:
-    """Reads the folder's files; there are no digests to check."""
+    """Return a reader of the folder's files, without digests: the folder stores none."""
     manifest = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
     return CheckpointReader(Path(found.directory) if found.directory else path, manifest)
 

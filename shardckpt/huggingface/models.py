@@ -1,4 +1,4 @@
-"""Mappings of models whose trainers hold all experts in one tensor, where the hub has a tensor an expert.
+"""Built-in key mappings, for models whose trainers hold all experts in one tensor and whose hub format does not.
 
 The names are those of transformers 5 (its conversion_mapping.py) and of torchtitan 0.1 to 0.3 (its Qwen3 adapter).
 """
@@ -45,7 +45,7 @@ def _torchtitan_qwen3() -> Iterable[Rule]:
     yield Rule("layers.{layer}.ffn_norm.weight", (f"{_LAYER}.post_attention_layernorm.weight",))
     yield Rule("layers.{layer}.moe.router.gate.weight", (f"{_LAYER}.mlp.gate.weight",))
     for counter in ("expert_bias", "tokens_per_expert"):
-        yield Rule(f"layers.{{layer}}.moe.{counter}", ())  # of the training alone
+        yield Rule(f"layers.{{layer}}.moe.{counter}", ())  # used only in training
     yield Rule("tok_embeddings.weight", ("model.embed_tokens.weight",))
     yield Rule("norm.weight", ("model.norm.weight",))
     yield Rule("output.weight", ("lm_head.weight",))
@@ -65,20 +65,23 @@ _BUILT_IN: dict[str, KeyMapping] = {
 
 
 def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
-    """The mapping that a caller means.
+    """Find the key mapping for a caller's argument.
 
     Args:
-        mapping: A mapping; the ``model_type`` of a model, for which plugins are asked before the built-in ones; or
-            None for the same names.
+        mapping: A key mapping; the ``model_type`` of a model, which plugins resolve before the built-in mappings; or
+            None, which keeps names and shapes.
+
+    Returns:
+        The key mapping.
 
     Raises:
-        CheckpointingException: nobody knows the model.
-        PluginError: a plugin fails, or gives something else.
+        CheckpointingException: there is no mapping for the model.
+        PluginError: a plugin fails, or returns something that is not a key mapping.
     """
     if mapping is None:
         return Identity()
     if not isinstance(mapping, str):
-        return _checked(mapping, "mapping=")
+        return _validate(mapping, "mapping=")
     try:
         found = host().hook.shardckpt_key_mapping(model_type=mapping)
     except Exception as exc:
@@ -86,13 +89,13 @@ def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
     found = _BUILT_IN.get(mapping) if found is None else found
     if found is None:
         raise CheckpointingException(
-            f"no mapping for models of type {mapping!r}: built in are {', '.join(sorted(_BUILT_IN))}; others come from "
-            f"plugins that have shardckpt_key_mapping; mapping=None keeps the names{host().faults_text()}"
+            f"no mapping for models of type {mapping!r}: built in are {', '.join(sorted(_BUILT_IN))}; plugins add "
+            f"others by shardckpt_key_mapping; mapping=None keeps the names{host().faults_text()}"
         )
-    return _checked(found, f"the mapping of {mapping!r}")
+    return _validate(found, f"the mapping of {mapping!r}")
 
 
-def _checked(mapping: object, what: str) -> KeyMapping:
+def _validate(mapping: object, what: str) -> KeyMapping:
     if not isinstance(mapping, KeyMapping):
         raise PluginError(f"{what} is a {type(mapping).__name__}, which has no method links(key, shape)")
     return mapping

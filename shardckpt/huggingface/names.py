@@ -1,4 +1,4 @@
-"""The names of a Hugging Face folder's files, and which of them are weights."""
+"""File names of a Hugging Face folder: which are written, and which are weights."""
 
 from __future__ import annotations
 
@@ -9,60 +9,63 @@ from shardckpt.errors import CheckpointingException
 SAFETENSORS = "safetensors"
 BIN = "bin"
 
-#: Stem and ending of each format's files.
+#: Stem and suffix of each format's files.
 _STEMS = {SAFETENSORS: ("model", ".safetensors"), BIN: ("pytorch_model", ".bin")}
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-#: Endings of files of weights of any kind.
-_OF_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+#: Suffixes of weights in any format.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def check_format(name: str) -> str:
-    """The format itself if there is such a one.
+    """Return the name of a format if it is known.
 
     Raises:
-        CheckpointingException: there is not.
+        CheckpointingException: it is neither ``safetensors`` nor ``bin``.
     """
     if name not in _STEMS:
         raise CheckpointingException(f"format={name!r}: expected {SAFETENSORS!r} or {BIN!r}")
     return name
 
 
-def file_names(count: int, form: str) -> list[str]:
-    """The names of so many files of weights: one has a plain name, several are numbered from 1."""
-    stem, ending = _STEMS[form]
+def file_names(count: int, file_format: str) -> list[str]:
+    """Return the names of ``count`` files of weights: one has a plain name, several are numbered from 1."""
+    stem, suffix = _STEMS[file_format]
     if count == 1:
-        return [f"{stem}{ending}"]
-    return [f"{stem}-{number:05d}-of-{count:05d}{ending}" for number in range(1, count + 1)]
+        return [f"{stem}{suffix}"]
+    return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
 
 
-def index_name(form: str) -> str:
-    """The name of the file that says which tensor is in which of several files."""
-    stem, ending = _STEMS[form]
-    return f"{stem}{ending}.index.json"
+def index_name(file_format: str) -> str:
+    """Return the name of the index, which maps tensors to files if there are several."""
+    stem, suffix = _STEMS[file_format]
+    return f"{stem}{suffix}.index.json"
 
 
 def is_weights(name: str) -> bool:
-    """Whether an export, of any format, may have written a file of this name."""
+    """Return whether an export, of any format, may have written a file of this name."""
     return _WEIGHTS.fullmatch(name) is not None
 
 
 def is_asset(name: str) -> bool:
-    """Whether a file of this name belongs to a model and holds no weights: its config, its tokenizer."""
-    return not name.startswith(".") and not name.endswith(_OF_WEIGHTS)
+    """Return whether a file of this name belongs to a model but is not weights: its config, its tokenizer."""
+    return not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
 
 
 def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
-    """Bytes of a size such as ``5GB`` (10^9) or ``5GiB`` (2^30).
+    """Parse a size such as ``5GB`` (10^9) or ``5GiB`` (2^30).
 
     Args:
-        size: The text, or the number itself.
-        argument: What the caller calls it, for the error.
+        size: The text, or a number of bytes.
+        argument: The name of the caller's argument, for the error.
+
+    Returns:
+        The size in bytes.
 
     Raises:
-        CheckpointingException: it is none, or not above 0.
+        CheckpointingException: it is not a size, or not above 0.
     """
     found = _SIZE.fullmatch(str(size))
     factor = _UNITS.get(found[2].upper()) if found else None

@@ -1,4 +1,4 @@
-"""What an export writes: the folder's tensors, where their elements are stored, and which file each goes to."""
+"""Plan an export: the folder's tensors, where their elements are stored, and the file of each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
 from shardckpt.huggingface.dtypes import cast_to, refuse_unknown
-from shardckpt.huggingface.hub_tensor import HubTensor, Part
+from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
 from shardckpt.huggingface.names import SAFETENSORS, file_names
-from shardckpt.huggingface.splitting import split
+from shardckpt.huggingface.splitting import split_by_size
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import links_of
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NUMBERS = re.compile(r"(\d+)")
-#: Where adapters.to_sharded_state_dict puts a model that it describes with its optimizers, and these.
+#: Prefixes that adapters.to_sharded_state_dict gives a model and its optimizers.
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-#: Endings of scales beside weights of 8 bits and less: to cast them would change the weights.
-_SCALES = ("_scale_inv", "_scale")
+#: Suffixes of the scales of weights of 8 bits and less: a cast of the scales would change the weights.
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
-class Choice(NamedTuple):
-    """What a caller wants to have written.
+class ExportOptions(NamedTuple):
+    """What to export, and how.
 
     Attributes:
-        prefix: Of the keys; None leaves it to :func:`model_prefix`.
-        mapping: Of the keys without it.
-        dtype: Of floating-point tensors; None keeps theirs.
+        prefix: Prefix of the keys to export; None for that of :func:`model_prefix`.
+        mapping: Maps keys without the prefix to the folder's names.
+        dtype: Target of the cast of floating-point tensors; None keeps their dtypes.
         limit: Bytes of tensors in a file.
-        form: Of the files.
+        file_format: ``safetensors`` or ``bin``.
         leave_out: Names in the folder that are not written.
     """
 
@@ -49,14 +49,14 @@ class Choice(NamedTuple):
     mapping: KeyMapping
     dtype: torch.dtype | None
     limit: int
-    form: str
+    file_format: str
     leave_out: frozenset[str]
 
 
-class Plan(NamedTuple):
+class ExportPlan(NamedTuple):
     """The files of an export: name and tensors of each."""
 
-    form: str
+    file_format: str
     files: list[tuple[str, list[HubTensor]]]
 
     @property
@@ -65,95 +65,98 @@ class Plan(NamedTuple):
         return sum(tensor.nbytes for _, tensors in self.files for tensor in tensors)
 
 
-def plan_export(index: Iterable[ShardedBase], choice: Choice, source: str) -> Plan:
-    """Decide what is written where; it depends on what is stored, not on how that is cut.
+def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:
+    """Plan the files of an export.
+
+    The plan depends on the stored tensors, not on how they were sharded: so the same files come out at any world size.
 
     Args:
-        index: What is stored.
-        choice: What is wanted of it.
+        index: All stored shards, without data.
+        options: What to export.
         source: The checkpoint, for errors.
 
+    Returns:
+        The files in order, with their tensors.
+
     Raises:
-        CheckpointingException: nothing is left to write, or something cannot be.
+        CheckpointingException: there is no tensor to write, or a tensor cannot be written.
     """
     stored = list(index)
-    prefix = model_prefix(stored) if choice.prefix is None else choice.prefix
+    prefix = model_prefix(stored) if options.prefix is None else options.prefix
     chosen = [shard for shard in stored if stored_key(shard).startswith(prefix)]
-    tensors = _tensors(chosen, len(prefix), choice)
+    tensors = _plan_tensors(chosen, len(prefix), options)
     if not tensors:
         keys = listed([repr(stored_key(shard)) for shard in stored]) or "nothing"
         raise KeyMismatchError(f"{source} has no tensor to export whose key begins with {prefix!r}; it has {keys}")
-    if choice.form == SAFETENSORS:
+    if options.file_format == SAFETENSORS:
         refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
-    files = split(((tensor.name, tensor.nbytes) for tensor in tensors.values()), choice.limit)
-    names = file_names(len(files), choice.form)
+    files = split_by_size(((tensor.name, tensor.nbytes) for tensor in tensors.values()), options.limit)
+    names = file_names(len(files), options.file_format)
     contents = ([tensors[name] for name in members] for members in files)
-    return Plan(choice.form, list(zip(names, contents, strict=True)))
+    return ExportPlan(options.file_format, list(zip(names, contents, strict=True)))
 
 
 def model_prefix(stored: Iterable[ShardedBase]) -> str:
-    """``model.`` where the keys are those of a model with its optimizers, else nothing."""
+    """Return ``"model."`` if the keys are those of a model with its optimizers, else ``""``."""
     keys = [stored_key(shard) for shard in stored]
     has_both = any(key.startswith(_MODEL) for key in keys) and any(key.startswith(_OPTIMIZER) for key in keys)
     return _MODEL if has_both else ""
 
 
-def _tensors(chosen: Sequence[ShardedBase], cut: int, choice: Choice) -> dict[str, HubTensor]:
-    """The folder's tensors by name, in the order of the stored keys, layer 2 before layer 10."""
-    parts: dict[str, list[Part]] = {}
-    unplaced = []
+def _plan_tensors(chosen: Sequence[ShardedBase], cut: int, options: ExportOptions) -> dict[str, HubTensor]:
+    """Return the folder's tensors by name, in the order of the stored keys, layer 2 before layer 10."""
+    parts: dict[str, list[StoredPart]] = {}
+    unmapped = []
     for shard in sorted(chosen, key=lambda shard: _natural(stored_key(shard))):
-        found = _parts(shard, cut, choice) if isinstance(shard, ShardedTensor) else []
+        found = _map_parts(shard, cut, options) if isinstance(shard, ShardedTensor) else []
         for part in found:
             parts.setdefault(part.link.name, []).append(part)
         if not found:
-            unplaced.append(stored_key(shard))
-    _warn(unplaced)
-    _refuse_absent(choice.leave_out - parts.keys())
+            unmapped.append(stored_key(shard))
+    _warn_of_unmapped(unmapped)
+    _refuse_absent(options.leave_out - parts.keys())
     dtypes = {shard.key: shard.dtype for shard in chosen if isinstance(shard, ShardedTensor)}
     made = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
-    return {n: _cast(tensor, made, choice.dtype) for n, tensor in made.items() if n not in choice.leave_out}
+    return {n: _cast(tensor, made, options.dtype) for n, tensor in made.items() if n not in options.leave_out}
 
 
-def _parts(shard: ShardedTensor, cut: int, choice: Choice) -> list[Part]:
+def _map_parts(shard: ShardedTensor, cut: int, options: ExportOptions) -> list[StoredPart]:
     shape = tuple(shard.global_shape)
-    return [Part(shard.key, shape, link) for link in links_of(choice.mapping, shard.key[cut:], shape)]
+    return [StoredPart(shard.key, shape, link) for link in links_of(options.mapping, shard.key[cut:], shape)]
 
 
-def _hub_tensor(name: str, parts: list[Part], dtypes: Mapping[str, torch.dtype]) -> HubTensor:
-    """A tensor of the folder, every element of which is stored once."""
+def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.dtype]) -> HubTensor:
+    """Return a tensor of the folder, after a check that every element of it is stored exactly once."""
     shape, dtype = parts[0].link.shape, dtypes[parts[0].key]
     kinds = {(part.link.shape, str(dtypes[part.key])) for part in parts}
     if len(kinds) > 1:
-        raise ShardingError(f"{name!r} is of several shapes and dtypes, {sorted(kinds)}, by {_names(parts)}")
+        raise ShardingError(f"{name!r} is of several shapes and dtypes, {sorted(kinds)}, by {_key_list(parts)}")
     boxes = [part.link.hub_box for part in parts]
     twice, hole = find_overlap(boxes), None
     if twice is not None or (hole := find_hole(shape, boxes)) is not None:
         what = "stored twice" if twice is not None else f"not stored from {hole.offset if hole else ()} on"
-        raise ShardingError(f"{name!r} of shape {shape} is {what}, by {_names(parts)}: is it the right mapping?")
+        raise ShardingError(f"{name!r} of shape {shape} is {what}, by {_key_list(parts)}: is the mapping right?")
     return HubTensor(name, dtype, shape, tuple(parts))
 
 
-def _cast(tensor: HubTensor, all_of_them: Mapping[str, HubTensor], wanted: torch.dtype | None) -> HubTensor:
-    for ending in _SCALES:
-        weight = all_of_them.get(tensor.name.removesuffix(ending)) if tensor.name.endswith(ending) else None
+def _cast(tensor: HubTensor, tensors: Mapping[str, HubTensor], target: torch.dtype | None) -> HubTensor:
+    """Return the tensor with its dtype after the cast; the scales of a weight of 8 bits or less keep theirs."""
+    for suffix in _SCALE_SUFFIXES:
+        weight = tensors.get(tensor.name.removesuffix(suffix)) if tensor.name.endswith(suffix) else None
         if weight is not None and weight.dtype.itemsize == 1:
             return tensor
-    return tensor._replace(dtype=cast_to(tensor.dtype, wanted))
+    return tensor._replace(dtype=cast_to(tensor.dtype, target))
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Sorts numbers in names as numbers."""
-    texts = _NUMBERS.split(key)  # text and number by turns
+    """Return a sort key that orders numbers in names as numbers."""
+    texts = _NUMBERS.split(key)  # text and number in turn
     return [(int(text) if number % 2 else 0, text) for number, text in enumerate(texts)]
 
 
-def _warn(unplaced: list[str]) -> None:
-    if unplaced:
-        logger.warning(
-            "not exported, for the folder has no place for it (objects, and what the mapping leaves out): %s",
-            listed(unplaced),
-        )
+def _warn_of_unmapped(keys: list[str]) -> None:
+    if keys:
+        logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(keys))
 
 
 def _refuse_absent(names: Collection[str]) -> None:
@@ -161,8 +164,8 @@ def _refuse_absent(names: Collection[str]) -> None:
         raise CheckpointingException(f"leave_out={sorted(names)}: no tensors of these names would be written")
 
 
-def _names(parts: Iterable[Part]) -> str:
+def _key_list(parts: Iterable[StoredPart]) -> str:
     return ", ".join(sorted({repr(part.key) for part in parts}))
 
 
-__all__ = ["Choice", "Plan", "model_prefix", "plan_export"]
+__all__ = ["ExportOptions", "ExportPlan", "model_prefix", "plan_export"]

@@ -1,4 +1,4 @@
-"""Key mappings as lists of rules, each a pattern of names and how the experts and halves of such tensors are cut."""
+"""Key mappings as lists of rules: patterns of names, and how tensors split into experts and fused parts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Rule:
-    """How stored tensors of one kind are called and cut in a Hugging Face folder.
+    """How stored tensors of one kind are named and split in a Hugging Face folder.
 
-    Names are patterns: ``{layer}`` and its like stand for text without a dot, the same in all of them. Where the
-    folder's have ``{expert}``, the stored tensor's first axis counts the experts, and each is a tensor of its own.
+    Names are patterns: a field such as ``{layer}`` stands for text without a dot, the same in all names of the rule. If
+    the folder's names have ``{expert}``, the stored tensor's first axis counts the experts, and the folder has one
+    tensor for each.
+
+    Example::
+
+        Rule("layers.{layer}.experts.w", ("model.layers.{layer}.experts.{expert}.w",))  # split by expert
+        Rule("layers.{layer}.gate_up", ("model.{layer}.gate", "model.{layer}.up"))  # split into two halves
 
     Attributes:
         stored: The stored tensor's name.
-        hub: The folder's names: several are equal parts, one after the other along the stored tensor's first axis
-            behind that of the experts; none if the folder has no place for it.
-        transposed: Whether the folder has the last two axes swapped.
+        hub: The folder's names. Several names are equal parts of the stored tensor, in order along its first axis after
+            that of the experts. If empty, tensors of this kind are not exported.
+        transposed: Whether the last two axes are swapped in the folder.
     """
 
     stored: str
@@ -39,18 +45,30 @@ class Rule:
     transposed: bool = False
 
     def links(self, key: str, shape: Ints) -> list[Link] | None:
-        """The links of a stored tensor; None if its name is of another kind."""
-        found = _pattern(self.stored).fullmatch(key)
+        """Map a stored tensor by this rule.
+
+        Args:
+            key: The stored tensor's name.
+            shape: Its global shape.
+
+        Returns:
+            The key map entries; None if the name does not match.
+
+        Raises:
+            ShardingError: the shape cannot be split as the rule says.
+        """
+        found = _compile_pattern(self.stored).fullmatch(key)
         return None if found is None else list(self._links(found.groupdict(), key, shape))
 
     def _links(self, fields: Mapping[str, str], key: str, shape: Ints) -> Iterator[Link]:
+        # the axis of experts, if there is one, comes first
         lead = int(any(_EXPERT in name for name in self.hub))
         parts = len(self.hub)
         if not parts:
             return
         if len(shape) <= lead or shape[lead] % parts or (self.transposed and len(shape) < lead + 2):
             raise ShardingError(
-                f"{key!r} has the shape {shape}, which cannot be cut into {parts} of {', '.join(self.hub)}: "
+                f"{key!r} has the shape {shape}, which cannot be split into {parts} of {', '.join(self.hub)}: "
                 "is it the mapping of another model?"
             )
         rows = shape[lead] // parts
@@ -58,24 +76,24 @@ class Rule:
         hub_shape = (*extent[:-2], extent[-1], extent[-2]) if self.transposed else extent
         for expert in range(shape[0] if lead else 1):
             for number, name in enumerate(self.hub):
-                place = (expert,) * lead + (number * rows,) + (0,) * (len(extent) - 1)
-                box = Box(place, (1,) * lead + extent)
+                offset = (expert,) * lead + (number * rows,) + (0,) * (len(extent) - 1)
+                box = Box(offset, (1,) * lead + extent)
                 text = name.format(**fields, expert=expert)
                 yield Link(text, hub_shape, (0,) * len(hub_shape), box, self.transposed)
 
 
 class RuleMapping:
-    """A mapping by the first rule that knows a name; other tensors keep their names.
+    """A key mapping by the first rule that matches a name; tensors that none matches keep their names.
 
     Args:
-        rules: In the order in which they are asked.
+        rules: The rules, in the order in which they are tried.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = tuple(rules)
 
     def links(self, key: str, shape: Ints) -> Sequence[Link]:
-        """The tensors of the folder that are a stored tensor's elements."""
+        """Return the key map entries of a stored tensor; none if it is not exported."""
         for rule in self._rules:
             found = rule.links(key, shape)
             if found is not None:
@@ -84,9 +102,9 @@ class RuleMapping:
 
 
 @functools.cache
-def _pattern(template: str) -> re.Pattern[str]:
-    """What matches the names that a template stands for."""
-    texts = _FIELD.split(template)  # text and field by turns
+def _compile_pattern(template: str) -> re.Pattern[str]:
+    """Compile a template to a pattern with a named group for each field."""
+    texts = _FIELD.split(template)  # text and field in turn
     parts = [rf"(?P<{text}>[^.]+)" if number % 2 else re.escape(text) for number, text in enumerate(texts)]
     return re.compile("".join(parts))
 

@@ -1,7 +1,7 @@
-"""Weights of 8-bit floats with a scale for each block of a matrix, read as what they stand for.
+"""Dequantize weights of 8-bit floats with block scales while they are read.
 
-The scheme of DeepSeek-V3 and transformers' ``quant_method: fp8``: beside ``x.weight`` a matrix ``x.weight_scale_inv``
-with a value for every block of 128 x 128 (``weight_block_size``); a weight is the product of both, in float32.
+This is the scheme of DeepSeek-V3 and of transformers' ``quant_method: fp8``: a matrix ``x.weight_scale_inv`` has one
+value for each block of 128 x 128 of ``x.weight`` (``weight_block_size``), and the weight is their product in float32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError, ShardingError
-from shardckpt.huggingface.dtypes import is_real
+from shardckpt.huggingface.dtypes import is_unpacked_float
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.tensors import copy_values
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from shardckpt.storage import Source
 
 SCALE_ENDING = "_scale_inv"
-#: Endings of scales of other schemes, which need not be factors of blocks.
-_OF_OTHERS = ("_scale", "_scale_2")
+#: Suffixes of the scales of other schemes, which need not be factors of blocks.
+_OTHER_SUFFIXES = ("_scale", "_scale_2")
 _BLOCK = (128, 128)
-#: Elements that are made at a time.
+#: Elements that are dequantized at a time, about 1 MiB in float32.
 _ELEMENTS = 1 << 18
 _AXES = 2
 
 
 class Scaled(NamedTuple):
-    """A stored matrix, or several under leading axes, with its scales.
+    """A stored matrix with block scales, or a stack of them along leading axes.
 
     Attributes:
         weight: The 8-bit values.
-        scale: A value a block.
+        scale: One value for each block.
         block: Rows and columns of a block.
     """
 
@@ -45,17 +45,24 @@ class Scaled(NamedTuple):
     block: tuple[int, int]
 
     def check(self, name: str) -> None:
-        """Raise :class:`CorruptCheckpointError` if the scales are no numbers, or not as many as the blocks."""
+        """Raise :class:`CorruptCheckpointError` unless there is one floating-point scale for each block."""
         shape, (rows, columns) = self.weight.shape, self.block
         expected = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)) if len(shape) >= _AXES else ()
-        if self.scale.shape != expected or not expected or not is_real(self.scale.dtype):
+        if self.scale.shape != expected or not expected or not is_unpacked_float(self.scale.dtype):
             raise CorruptCheckpointError(
                 f"{name!r} of shape {shape} needs scales of shape {expected} for blocks of {rows} x {columns}, floats, "
                 f"and {name + SCALE_ENDING!r} has {self.scale.shape} of {self.scale.dtype}"
             )
 
     def read(self, source: Source, start: Ints, target: torch.Tensor, what: str) -> None:
-        """Fill a tensor with the values from an index on, a few rows at a time."""
+        """Fill a tensor with dequantized values, a few rows at a time.
+
+        Args:
+            source: Reads the files.
+            start: Index of the first element in the stored tensor.
+            target: The tensor to fill, of as many axes.
+            what: The tensor's key, for errors.
+        """
         rows, columns = target.shape[-2:]
         step = max(1, _ELEMENTS // max(1, columns))
         for index in product(*map(range, target.shape[:-2])):
@@ -65,10 +72,11 @@ class Scaled(NamedTuple):
                 copy_values(part, self._values(source, lead, (start[-2] + row, start[-1]), part.shape, what))
 
     def _values(self, source: Source, lead: Ints, corner: tuple[int, int], shape: Any, what: str) -> torch.Tensor:
-        """A box of one matrix, in float32."""
+        """Return a dequantized box of one matrix, in float32."""
         ones = (1,) * len(lead)
         weight = torch.empty((*ones, *shape), dtype=self.weight.dtype, device="cpu")
         read_box(source, self.weight, (*lead, *corner), weight, what)
+        # the first block that the box touches, and the number of blocks, along each axis
         first = tuple(place // size for place, size in zip(corner, self.block, strict=True))
         spans = zip(corner, shape, self.block, first, strict=True)
         counts = (-(-(place + length) // size) - base for place, length, size, base in spans)
@@ -82,10 +90,10 @@ class Scaled(NamedTuple):
 
 
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns of a block, as a model's ``config.json`` says.
+    """Return the rows and columns of a block by a model's ``config.json``; 128 x 128 if it says nothing.
 
     Raises:
-        CorruptCheckpointError: it says something else.
+        CorruptCheckpointError: its ``weight_block_size`` is not two numbers above 0.
     """
     quantization = config.get("quantization_config")
     found = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
@@ -97,17 +105,22 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def refuse_other_schemes(name: str, names: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise if 8-bit values without block scales are quantized by another scheme, so that a cast would be wrong.
+    """Raise if 8-bit values without block scales are quantized by another scheme: a cast of them would be wrong.
+
+    Args:
+        name: The tensor.
+        names: All names in the folder.
+        config: The content of ``config.json``.
 
     Raises:
-        ShardingError: they are.
+        ShardingError: the folder has other scales for it, or a ``quantization_config``.
     """
-    scales = [name + ending for ending in _OF_OTHERS if name + ending in names]
+    scales = [name + ending for ending in _OTHER_SUFFIXES if name + ending in names]
     if scales or config.get("quantization_config"):
         raise ShardingError(
             f"{name!r} is quantized, and {name + SCALE_ENDING!r} is not there"
-            f"{f' (but {scales})' if scales else ''}: only 8-bit floats with block scales become other dtypes; "
-            "load it in the dtype that it has"
+            f"{f' (but {scales})' if scales else ''}: only 8-bit floats with block scales can be dequantized; "
+            "load it in its stored dtype"
         )
 
 

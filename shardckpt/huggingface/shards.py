@@ -1,4 +1,4 @@
-"""Writing a state dict that is in memory: which tensor goes into which file, and a file."""
+"""Write a state dict in memory to weight files: choose the file of each tensor, and write one file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype, refuse_unknown
 from shardckpt.huggingface.header import lay_out
 from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names, parse_size
-from shardckpt.huggingface.small_file import replacing, write_pickled
-from shardckpt.huggingface.splitting import split
+from shardckpt.huggingface.small_file import replace_file, write_pickled
+from shardckpt.huggingface.splitting import split_by_size
 from shardckpt.huggingface.ties import find_ties
 from shardckpt.storage import NewFile
 from shardckpt.tensors import plain_cpu, tensor_bytes
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a state dict, by its name."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -39,14 +39,14 @@ def get_shard_info(
     shard_size: int | str = "5GB",
     safe: bool = True,
 ) -> tuple[bool, int, dict[str, str]]:
-    """Deal the tensors of a state dict to files, in their order, each as full as it can be.
+    """Assign the tensors of a state dict to files of limited size, in their order.
 
-    A tensor above the limit has a file of its own. Tied tensors count once; in safetensors files they have the first
-    name alone (:func:`save_state_dict`), in ``.bin`` files all names.
+    A tensor above the limit gets its own file. Tied tensors count once: safetensors files have only the first name
+    (:func:`save_state_dict`), ``.bin`` files have all names.
 
     Args:
-        state_dict: Tensors by name, DTensors of whole size among them; no values are read.
-        save_dtype: What floating-point tensors of 16 bits and more will be cast to; others stay as they are.
+        state_dict: Tensors by name. A DTensor counts with its global size. No values are read.
+        save_dtype: The dtype that floating-point tensors of 16 bits or more will be cast to; others keep theirs.
         shard_size: Bytes of tensors in a file: a number, or text such as ``"5GB"``.
         safe: Whether files are safetensors, else ``.bin``.
 
@@ -55,13 +55,13 @@ def get_shard_info(
         of every tensor that is written.
 
     Raises:
-        CheckpointingException: there is no such dtype or size, or a value is no tensor.
+        CheckpointingException: ``save_dtype`` or ``shard_size`` is invalid, or a value is not a tensor.
     """
     dtype, limit = parse_dtype(save_dtype, "save_dtype"), parse_size(shard_size, "shard_size")
     _check_tensors(state_dict)
     ties = find_ties(state_dict)
     sizes = {name: _nbytes(tensor, dtype) for name, tensor in state_dict.items() if name not in ties}
-    files = split(sizes.items(), limit)
+    files = split_by_size(sizes.items(), limit)
     names = file_names(len(files), SAFETENSORS if safe else BIN)
     file_of = {name: file for file, members in zip(names, files, strict=True) for name in members}
     if not safe:
@@ -70,23 +70,23 @@ def get_shard_info(
 
 
 def save_state_dict(state_dict: Mapping[str, torch.Tensor], path: str | os.PathLike[str], safe: bool = True) -> None:
-    """Write tensors into one file, whole or not at all: it replaces what has the name when all its bytes are durable.
+    """Write tensors into one file, which replaces an existing one when all its bytes are durable.
 
-    Of tied tensors a safetensors file has the first, and says in its header's metadata which other names it has; a
-    ``.bin`` file has all. Views are written as the elements that they show.
+    Of tied tensors, a safetensors file has the first, and its header's metadata has the other names; a ``.bin`` file
+    has all. Of a view, only its own elements are written.
 
     Args:
-        state_dict: Tensors by name, on any device, in memory of their own.
+        state_dict: Plain tensors by name, on any device.
         path: The file.
-        safe: Whether to write safetensors, else what ``torch.load`` reads.
+        safe: Whether to write safetensors, else a file for ``torch.load``.
 
     Raises:
-        ShardingError: a tensor has no memory of its own here (a DTensor: give its ``full_tensor()``, or save a
-            checkpoint and export that).
+        ShardingError: a tensor is not plain (a DTensor: pass its ``full_tensor()``, or save a checkpoint and export
+            that).
         CheckpointingException: safetensors has no such dtype, or the file cannot be written.
     """
     _check_tensors(state_dict)
-    with replacing(Path(path)) as staged:
+    with replace_file(Path(path)) as staged:
         (_write_safetensors if safe else _write_bin)(state_dict, staged)
 
 
@@ -98,7 +98,7 @@ def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> No
     file = NewFile(path)
     try:
         file.write(memoryview(layout.head), 0)
-        for tensor, start, _ in layout.placed:
+        for tensor, start, _ in layout.tensors:
             file.write(tensor_bytes(_plain(tensor.name, state_dict)), start, tensor.name)
         file.finish(layout.size)
     finally:
@@ -107,7 +107,8 @@ def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> No
 
 def _write_bin(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
     ties = find_ties(state_dict)
-    plain = {name: _without_the_rest(_plain(name, state_dict)) for name in state_dict if name not in ties}
+    plain = {name: _in_own_memory(_plain(name, state_dict)) for name in state_dict if name not in ties}
+    # tied names get one object, of which torch.save stores the elements once
     write_pickled(path, {name: plain[ties.get(name, name)] for name in state_dict})
 
 
@@ -120,8 +121,8 @@ def _plain(name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
         ) from exc
 
 
-def _without_the_rest(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory that holds nothing else: torch.save writes all of what a view is cut from."""
+def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in memory of its own size: of a view, torch.save would write the whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
@@ -133,7 +134,7 @@ def _check_tensors(state_dict: Mapping[str, object]) -> None:
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointingException(
-                f"{name!r} is a {type(value).__name__}, not a tensor: leave it out of what is written as weights"
+                f"{name!r} is a {type(value).__name__}, not a tensor: leave it out of the state dict"
             )
 
 

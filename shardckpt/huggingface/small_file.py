@@ -1,4 +1,4 @@
-"""Files that are written at once, durable when the call returns."""
+"""Write small files in one go; each is durable when the call returns."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A new file's name beside a path, to be written and made durable; at the end it takes the path's place."""
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield a staging path for a file; at the end, the written and durable file replaces the one at ``path``."""
     check_names(path)
     staged = path.with_name(temporary_name(path.name, STAGING, new_save_id()))
     clear_leftovers(path, lambda *_: False, restore=False)
+    # no other save of this process clears away a claimed file as a leftover
     claim(staged.name)
     try:
         yield staged
@@ -43,11 +44,12 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
     finally:
         release(staged.name)
+    # the rename is durable only when the directory is
     sync_directory(path.parent)
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """A new file of these bytes."""
+    """Write bytes to a new file."""
     file = NewFile(path)
     try:
         file.write(memoryview(data), 0)
@@ -57,18 +59,18 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def write_pickled(path: Path, state_dict: Mapping[Any, Any]) -> None:
-    """A new file of ``torch.save``."""
+    """Write a state dict to a new file by ``torch.save``."""
     with naming("write", path):
-        with open(open_new(path), "wb") as file:  # noqa: PTH123 - a descriptor, of a file that was not there before
+        with open(open_new(path), "wb") as file:  # noqa: PTH123 - a descriptor: the file must be new
             torch.save(dict(state_dict), file)
         sync_file(path)
 
 
 def copy_new(source: Path, path: Path) -> None:
-    """A copy of a file; links are followed."""
+    """Copy a file to a new one; links are followed."""
     with naming(f"copy {source} to", path):
         shutil.copyfile(source, path)
     sync_file(path)
 
 
-__all__ = ["copy_new", "replacing", "write_new", "write_pickled"]
+__all__ = ["copy_new", "replace_file", "write_new", "write_pickled"]

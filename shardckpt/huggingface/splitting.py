@@ -1,4 +1,4 @@
-"""Dealing tensors to files of limited size, in their order."""
+"""Split tensors over files of limited size."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def split(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Names a file: each takes what comes next as long as it fits; what is larger than the limit has its own file.
+def split_by_size(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Split tensors over files in their order; a tensor above the limit gets its own file.
 
     Args:
         sizes: Name and bytes of every tensor, in order.
         limit: Bytes of tensors in a file.
+
+    Returns:
+        The names in each file.
     """
     files: list[list[str]] = []
     current: list[str] = []
@@ -30,4 +33,4 @@ def split(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
     return [*files, current] if current else files
 
 
-__all__ = ["split"]
+__all__ = ["split_by_size"]

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, read without running what they say: tensors and plain values only."""
+"""Read files of ``torch.save`` without running code in them: tensors and plain values only."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-#: Before torch 1.6: a magic number, the protocol, the system, the state dict, and its storages' names.
+#: Pickles in a file of before torch 1.6: magic number, protocol, system, state dict, names of storages.
 _OLD_PICKLES = 5
-#: Lengths of name and extra field in the header of a zip's member, and its bytes.
+#: Lengths of name and extra field in the header of a zip member, and the bytes of the header without them.
 _NAME_LENGTHS, _HEADER_BYTES = struct.Struct("<26xHH"), 30
 _REFUSAL = re.compile(r"WeightsUnpickler error: .*|.*[Uu]nsupported.*")
 
 
 def read_torch_file(path: Path) -> dict[Any, Any]:
-    """The state dict in a file; its tensors' bytes are read when they are used, where the file's format allows.
+    """Read the state dict in a file; tensors are memory-mapped if the file's format allows.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The state dict, with tensors on the CPU.
 
     Raises:
-        UnsafePickleError: it needs more than tensors and plain values.
-        CorruptCheckpointError: it is not such a file.
-        CheckpointingException: it holds no dict.
+        UnsafePickleError: the file needs more than tensors and plain values.
+        CorruptCheckpointError: it is not a file of ``torch.save``, or is damaged.
+        CheckpointingException: it does not hold a dict.
     """
     kind = _first_bytes(path)
     if kind != _ZIP and not kind.startswith(_PICKLE):
@@ -42,8 +48,8 @@ def read_torch_file(path: Path) -> dict[Any, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=kind == _ZIP)
     except pickle.UnpicklingError as exc:
         raise UnsafePickleError(
-            f"{path} is damaged, or holds more than tensors and plain values, which is not loaded because it could run "
-            f"code ({_reason(exc)}): if you trust it, read it by other means, and save what that gives"
+            f"{path} is damaged, or holds more than tensors and plain values, which could run code "
+            f"({_reason(exc)}): if you trust it, read it by other means, and save the state dict that you get"
         ) from exc
     except (RuntimeError, EOFError, KeyError, ValueError) as exc:
         raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc
@@ -58,7 +64,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _check_cost(path: Path, kind: bytes) -> None:
-    """Refuse pickles that would take memory or time out of proportion, or crash torch's reader, and bombs of zip."""
+    """Raise for pickles that would take excessive memory or time or crash torch's reader, and for zip bombs."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if kind != _ZIP:
             end = 0
@@ -74,14 +80,15 @@ def _check_cost(path: Path, kind: bytes) -> None:
         for member in members:
             if member.compress_type != zipfile.ZIP_STORED:
                 raise CorruptCheckpointError(
-                    f"{path}: its member {member.filename!r:.80} is compressed: torch does not"
+                    f"{path}: its member {member.filename!r:.80} is compressed, which torch.save never does"
                 )
-            if member.filename.lower().endswith("data.pkl"):  # torch finds it in any case
+            if member.filename.lower().endswith("data.pkl"):  # torch ignores case here
                 check_pickle(_content(data, member, path), f"{path}: {member.filename}", plain=True)
 
 
 def _content(data: mmap.mmap, member: zipfile.ZipInfo, path: Path) -> bytes:
-    """The bytes of a stored member, without the checksum, which torch may leave out."""
+    """Return the bytes of a member that is not compressed."""
+    # not by ZipFile.read, which checks the checksum: torch may leave it out
     start = member.header_offset
     if start + _HEADER_BYTES > len(data):
         raise CorruptCheckpointError(f"{path} is damaged: its member {member.filename!r:.80} is out of bounds")
@@ -90,7 +97,7 @@ def _content(data: mmap.mmap, member: zipfile.ZipInfo, path: Path) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says of a refusal, without its advice to load the file all the same."""
+    """Return torch's reason for a refusal, without its advice to load the file with weights_only=False."""
     found = _REFUSAL.search(str(error))
     return found[0].strip()[:300] if found else type(error).__name__
 

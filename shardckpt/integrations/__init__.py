@@ -1,1 +1,1 @@
-"""Adapters to other libraries: a file for each trainer (``shardckpt.integrations.lightning``), and fsspec's stores."""
+"""Integrations of other libraries: a module for each trainer (``shardckpt.integrations.lightning``), and fsspec."""

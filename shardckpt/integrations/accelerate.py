@@ -1,4 +1,4 @@
-"""Accelerate: models and optimizers of ``accelerator.save_state`` and ``load_state``, saved and read by shardckpt."""
+"""Accelerate: ``accelerator.save_state`` and ``load_state`` save and load models and optimizers by shardckpt."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 #: The checkpoint's name in the folder of a ``save_state``.
 FOLDER = "shardckpt"
 
-_WRITES_ITSELF = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-_MARK = "stored by shardckpt, in the folder beside this file"
+#: With these, Accelerate writes models and optimizers before it calls any hook.
+_WITHOUT_HOOKS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+#: Stands in ``optimizer.bin`` and is compared at a load: with another text, older checkpoints would not load.
+_NOTE = "stored by shardckpt, in the folder beside this file"
 
 
 def register_sharded_state(
@@ -32,31 +34,36 @@ def register_sharded_state(
     *,
     check_replicas: bool = True,
 ) -> ShardedState:
-    """Let ``accelerator.save_state(folder)`` keep models and optimizers in ``folder/shardckpt``, for ``load_state``.
+    """Make ``accelerator.save_state(folder)`` save models and optimizers in ``folder/shardckpt``, for ``load_state``.
 
-    Each piece is written once, by one of the ranks that have it, whole or not at all, and any number of ranks loads it.
-    DDP, plain models, and modules that were sharded before they were prepared
-    (``accelerator.prepare_model(model, evaluation_mode=True)`` leaves them as they are: FSDP2, tensor parallel) are
-    taken. What Accelerate still writes itself: ``optimizer.bin`` with a note in the place of the optimizer's state, and
-    schedulers, samplers, the GradScaler, random states and registered objects, which it lets nobody else write.
+    Each shard is written once, by one of the ranks that have it, and any number of ranks can load it. It works with
+    plain models, DDP, and modules that were sharded before they were prepared (FSDP2, tensor parallel:
+    ``accelerator.prepare_model(model, evaluation_mode=True)`` does not change them). Accelerate still writes
+    ``optimizer.bin``, with a note instead of the optimizer's state, and schedulers, samplers, the GradScaler, random
+    states and registered objects, for which it has no hooks.
 
     Args:
-        accelerator: Any, before or after ``prepare``.
+        accelerator: The accelerator, before or after ``prepare``.
         strategy: Backend or (backend, version); by default the registry's default.
         check_replicas: As for :func:`shardckpt.adapters.to_sharded_state_dict`.
 
     Returns:
-        What undoes it.
+        The registered hooks; :meth:`ShardedState.remove` removes them.
 
     Raises:
-        CheckpointingException: Accelerate itself saves what is sharded, before it asks any hook: its FSDP plugin,
-            DeepSpeed, Megatron-LM.
+        CheckpointingException: the accelerator uses its FSDP plugin, DeepSpeed or Megatron-LM, with which Accelerate
+            saves shards itself before it calls any hook.
+
+    Example::
+
+        register_sharded_state(accelerator)
+        accelerator.save_state("run/step-100")  # on every rank
     """
-    if accelerator.distributed_type in _WRITES_ITSELF:
+    if accelerator.distributed_type in _WITHOUT_HOOKS:
         raise CheckpointingException(
             f"under {accelerator.distributed_type.value} Accelerate saves models and optimizers itself, before it "
             "calls the hooks of save_state: they would be stored twice. Use a shardckpt.manager.CheckpointManager with "
-            "the prepared model and optimizer in the place of save_state and load_state"
+            "the prepared model and optimizer instead of save_state and load_state"
         )
     return ShardedState(accelerator, strategy, check_replicas=check_replicas)
 
@@ -77,13 +84,13 @@ class ShardedState:
         ]
 
     def remove(self) -> None:
-        """Let Accelerate save and load everything itself again."""
+        """Remove the hooks: Accelerate saves and loads everything itself from then on."""
         for handle in [*self._handles, *self._withheld.values()]:
             handle.remove()
         self._withheld.clear()
 
     def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-        """Save, and leave Accelerate nothing of it: the list of weights is emptied, as its documentation asks."""
+        """Collective: save models and optimizers. Emptying ``weights`` tells Accelerate that they are saved."""
         with Comm().local_phase("describing the accelerator's models"):
             state = self._describe(models)
         dist_checkpointing.save(state, Path(output_dir, FOLDER), self._strategy, overwrite=True)
@@ -92,26 +99,28 @@ class ShardedState:
             each.armed = True
 
     def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
-        """Load, and leave Accelerate nothing to load."""
+        """Collective: load models and optimizers. Emptying ``models`` tells Accelerate that they are loaded."""
         comm = Comm()
         with comm.local_phase("describing the accelerator's models"):
             state = self._describe(models)
         loaded = dist_checkpointing.load(state, Path(input_dir, FOLDER))
-        with comm.collective_phase("handing back the accelerator's models"):
+        with comm.collective_phase("restoring the accelerator's models"):
             load_into(loaded, _as_one(models), *self._optimizers())
         models.clear()
         self._withhold()
 
     def _describe(self, models: list[torch.nn.Module]) -> ShardedStateDict:
+        """Return the sharded state dict of the models and their optimizers."""
         optimizers = self._optimizers()
         prefix = "" if optimizers else "model."  # the keys of the model are the same with and without optimizers
         return to_sharded_state_dict(_as_one(models), *optimizers, prefix=prefix, check_replicas=self._check_replicas)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that Accelerate would save: it hands hooks the models only."""
+        """Return the optimizers that Accelerate would save: it passes hooks the models only."""
         return [getattr(each, "optimizer", each) for each in self._accelerator._optimizers]  # noqa: SLF001
 
     def _withhold(self) -> list[_WithheldState]:
+        """Return the hooks that keep the optimizers' states out of Accelerate's files, registering them once."""
         for each in self._optimizers():
             if each not in self._withheld:
                 self._withheld[each] = _WithheldState(each)
@@ -119,13 +128,14 @@ class ShardedState:
 
 
 class _WithheldState:
-    """Hooks of an optimizer: for Accelerate's next save it has a note for its state, which loads as no change.
+    """Hooks of an optimizer that replace its state by a note in Accelerate's next save, and ignore the note at a load.
 
     Args:
-        optimizer: Torch's own, not Accelerate's wrapper.
+        optimizer: Torch's own optimizer, not Accelerate's wrapper.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        #: Whether the next ``state_dict()`` returns the note; the user's own calls return the state.
         self.armed = False
         self._handles = [
             optimizer.register_state_dict_post_hook(self._state_dict),
@@ -133,7 +143,7 @@ class _WithheldState:
         ]
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -141,15 +151,15 @@ class _WithheldState:
         if not self.armed:
             return state_dict
         self.armed = False
-        return {"state": {}, "param_groups": [], "note": _MARK}
+        return {"state": {}, "param_groups": [], "note": _NOTE}
 
     @staticmethod
     def _load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return optimizer.state_dict() if state_dict.get("note") == _MARK else state_dict
+        return optimizer.state_dict() if state_dict.get("note") == _NOTE else state_dict
 
 
 def _as_one(models: list[torch.nn.Module]) -> torch.nn.Module:
-    """The models as one, in which each has names of its own, so that an optimizer may have parameters of several."""
+    """Return the models as one module, in which names differ: an optimizer may have parameters of several models."""
     return models[0] if len(models) == 1 else torch.nn.ModuleList(models)
 
 

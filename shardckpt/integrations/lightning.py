@@ -1,4 +1,4 @@
-"""Lightning: a Trainer's checkpoints, saved and read by shardckpt: ``Trainer(plugins=[ShardedCheckpointIO()])``."""
+"""Lightning: a Trainer that saves and loads by shardckpt: ``Trainer(plugins=[ShardedCheckpointIO()])``."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ if TYPE_CHECKING:
 
     PathLike = str | os.PathLike[str]
 
-#: The key of what is no tensor, before those of the tensors, and in ``content_metadata``.
+#: The key of the values that are no tensors, the prefix of the tensors' keys, and a key of ``content_metadata``.
 _NAME = "lightning"
 
 
 class ShardedCheckpointIO(CheckpointIO):
-    """Saves a Trainer's checkpoints as directories of the registry's format, each whole or absent.
+    """Saves a Trainer's checkpoints as directories in a registered format; a crash leaves no incomplete checkpoint.
 
-    Lightning calls it where rank 0 has everything: on one device, and under DDP. It saves on rank 0 alone, and every
-    rank loads for itself. (Its FSDP and model-parallel strategies write files of their own and ask no CheckpointIO:
-    there a :class:`shardckpt.manager.CheckpointManager` saves what is sharded.) ``load_from_checkpoint`` of modules
-    does not ask it either: give ``module.load_state_dict`` what :meth:`load_checkpoint` has under ``state_dict``.
+    Lightning calls it where rank 0 has the full state: on one device, and with DDP. Rank 0 alone saves, and every rank
+    loads by itself: no method is collective. Lightning's FSDP and model-parallel strategies do not call a CheckpointIO:
+    use a :class:`shardckpt.manager.CheckpointManager` there. ``load_from_checkpoint`` of modules does not call it
+    either: pass ``module.load_state_dict`` the ``state_dict`` of what :meth:`load_checkpoint` returns.
 
     Args:
         strategy: Backend or (backend, version); by default the registry's default.
-        allow_globals: Classes of hyperparameters and callbacks' states besides the plain ones; as for
-            :func:`shardckpt.dist_checkpointing.save` and ``load``.
+        allow_globals: Classes in hyperparameters and callbacks' states that may be loaded, in addition to the plain
+            ones; as for :func:`shardckpt.dist_checkpointing.save` and ``load``.
     """
 
     def __init__(self, strategy: str | tuple[str, int] | None = None, *, allow_globals: Iterable[Any] = ()) -> None:
         self._strategy = strategy
         self._allow_globals = tuple(allow_globals)
         for name in ("lightning.fabric.plugins", "lightning_fabric.plugins"):
-            if name in sys.modules:  # a Trainer asks for its own CheckpointIO
+            if name in sys.modules:  # a Trainer takes only instances of its own package's CheckpointIO
                 sys.modules[name].CheckpointIO.register(type(self))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
-        """Save on this rank alone; what stands at the path is replaced in one step (at a URL: refused).
+        """Save on this rank alone. A checkpoint at the path is replaced in one step; at a URL, that is an error.
 
         Args:
-            checkpoint: Any nest of dicts and lists.
+            checkpoint: Nested dicts and lists.
             path: A directory, or a URL.
-            storage_options: None; a store's are its plugin's.
+            storage_options: None: options of a store are configured in its plugin.
 
         Raises:
-            CheckpointingException: what stood at the path stands there still.
+            CheckpointingException: the save failed; what was at the path is unchanged.
         """
         if storage_options is not None:
             raise CheckpointingException(
-                f"{path}: storage_options={storage_options!r} is not taken: a store's options are those of the plugin "
-                "that serves its URLs (for fsspec, its configuration files)"
+                f"{path}: storage_options={storage_options!r} is not supported: configure a store in the plugin that "
+                "serves its URLs (for fsspec, in its configuration files)"
             )
         state = {
             "form": describe_form(_NAME, checkpoint, "unchecked"),
@@ -85,24 +85,27 @@ class ShardedCheckpointIO(CheckpointIO):
         map_location: str | torch.device | None = None,
         weights_only: bool | None = None,  # noqa: ARG002 - see below
     ) -> dict[str, Any]:
-        """The nest that was saved; read by this rank alone.
+        """Load a checkpoint on this rank alone.
 
         Args:
             path: The directory or URL.
             map_location: The device of its tensors; by default the CPU.
-            weights_only: Accepted, without effect: a checkpoint names no classes but the plain ones and those of
-                ``allow_globals``, whatever a Trainer asks for.
+            weights_only: Accepted, without effect: only plain classes and those of ``allow_globals`` are ever loaded.
+
+        Returns:
+            The nested dicts and lists that were saved.
 
         Raises:
-            CannotLoadError: there is no whole checkpoint.
-            CheckpointingException: it is damaged, or not a Trainer's.
+            CannotLoadError: there is no complete checkpoint.
+            CheckpointingException: it is damaged, or was not saved by a Trainer.
         """
         if not isinstance(map_location, (str, torch.device, type(None))):
-            raise CheckpointingException(f"{path}: map_location={map_location!r} is not taken: give one device")
+            raise CheckpointingException(f"{path}: map_location={map_location!r} is not supported: pass one device")
         checkpoint = retry_if_replaced(lambda: self._read(path), path)
         return checkpoint if map_location is None else dict_list_map_outplace(_mover(map_location), checkpoint)
 
     def _read(self, path: PathLike) -> dict[str, Any]:
+        """Read the values that are no tensors first: they say which tensors there are."""
         options = LoadOptions(allow_globals=self._allow_globals)
         with open_checkpoint(locate(path, host()), Comm(alone=True), host(), options) as stored:
             _check_kind(path, stored)
@@ -112,10 +115,10 @@ class ShardedCheckpointIO(CheckpointIO):
         return checkpoint
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove a Trainer's checkpoint: in one step it is one no more; of a link to one, the link.
+        """Remove a Trainer's checkpoint in one step, then its files; of a symbolic link, only the link.
 
         Raises:
-            CheckpointingException: it is something else, and stays.
+            CheckpointingException: it is not a Trainer's checkpoint; it is left as it is.
         """
         if Path(path).is_symlink():
             Path(path).unlink()
@@ -126,10 +129,11 @@ class ShardedCheckpointIO(CheckpointIO):
         _remove(directory)
 
     def teardown(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no file stays open."""
 
 
 def _check_kind(path: PathLike, stored: OpenCheckpoint) -> None:
+    """Raise if an opened checkpoint was not saved by a ShardedCheckpointIO."""
     record = stored.context.reader.manifest.record
     if record is None or _NAME not in (record.content_metadata or {}):
         raise CheckpointingException(

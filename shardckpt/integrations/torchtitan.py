@@ -16,32 +16,33 @@ if TYPE_CHECKING:
 
     import torch
 
-#: torchtitan's options that are ours under another name, or that ours does not need.
+#: Options of torchtitan that CheckpointConfig names differently or does not have.
 _NOT_PASSED = ("enable", "folder", "initial_load_in_hf_quantized")
 
 
 class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
-    """torchtitan's protocol (0.3) over a :class:`shardckpt.manager.CheckpointManager`.
+    """torchtitan's checkpoint protocol (0.3), implemented by a :class:`shardckpt.manager.CheckpointManager`.
 
     Args:
-        config: torchtitan's options and some of ours.
-        dataloader: Each rank's own; with another number of ranks every rank is given what all of them saved, by their
-            ``dp_rank_<n>``, and the loader takes its own or refuses.
-        model_parts: This rank's.
+        config: torchtitan's options, with those of shardckpt.
+        dataloader: This rank's loader; the state of each is saved. After a change of the number of ranks every rank
+            gets the states of all, by their ``dp_rank_<n>``; the loader takes its own or raises.
+        model_parts: The parts of the model on this rank.
         optimizers: torchtitan's container, or any optimizers of these parts.
-        lr_schedulers: Alike on all ranks.
-        states: More, alike on all ranks; torchtitan gives its ``train_state``.
-        sd_adapter: Not asked: names become Hugging Face's by ``config.hf_mapping``.
-        base_folder: What ``config.folder`` is relative to.
-        ft_manager: torchtitan's of torchft (``enabled``, ``manager``, ``replica_id``), for one replica of several.
+        lr_schedulers: Schedulers with the same state on all ranks.
+        states: Further states, the same on all ranks; torchtitan passes its ``train_state``.
+        sd_adapter: Ignored: ``config.hf_mapping`` converts names to Hugging Face's.
+        base_folder: The folder that ``config.folder`` is relative to.
+        ft_manager: torchtitan's wrapper of torchft (``enabled``, ``manager``, ``replica_id``), for one of several
+            replicas.
 
     Raises:
-        CheckpointingException: the options ask for what this cannot do.
+        CheckpointingException: the options ask for something that is not supported.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's options, and those of :class:`shardckpt.manager.CheckpointConfig` that it lacks."""
+        """torchtitan's options, and those that only :class:`shardckpt.manager.CheckpointConfig` has."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         on_busy: Literal["wait", "skip"] = "wait"
@@ -54,7 +55,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         save_rng: bool = True
         save_on_sigterm: bool = False
 
-    #: torchtitan waits for what is being saved through ``maybe_wait_for_saving`` alone.
+    #: Part of the protocol. None: torchtitan waits for saves by ``maybe_wait_for_saving`` alone.
     save_future = None
 
     def __init__(
@@ -73,7 +74,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.enable = config.enable
         if not config.enable:
             return
-        _refuse(config)
+        _check_supported(config)
         replica = (
             FaultTolerance(ft_manager.manager, ft_manager.replica_id) if ft_manager and ft_manager.enabled else None
         )
@@ -81,15 +82,15 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             "model": list(model_parts),
             "optimizer": optimizers,
             "lr_scheduler": lr_schedulers,
-            **({} if dataloader is None else {"dataloader": PerRank(dataloader, _everyone)}),
+            **({} if dataloader is None else {"dataloader": PerRank(dataloader, _merge_states)}),
         }
-        #: The manager that does it.
+        #: The manager that saves and loads.
         self.manager = CheckpointManager(
             checkpoint_config(config, base_folder), {**states, **named}, fault_tolerance=replica
         )
 
     def maybe_wait_for_saving(self) -> None:
-        """Wait until all that was saved is durable."""
+        """Collective: wait until all saves are durable."""
         if self.enable:
             self._wait_for_saving()
 
@@ -111,7 +112,15 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
 
 def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = "") -> CheckpointConfig:
-    """The options of torchtitan as ours."""
+    """Convert torchtitan's options.
+
+    Args:
+        config: torchtitan's options.
+        base_folder: The folder or URL that ``config.folder`` is relative to, unless that is a URL.
+
+    Returns:
+        The same options for a CheckpointManager.
+    """
     options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _NOT_PASSED}
     folder = config.folder
     if base_folder and "://" not in folder:
@@ -119,15 +128,15 @@ def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = 
     return CheckpointConfig(enable_checkpoint=config.enable, folder=folder, **options)
 
 
-def _everyone(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
+def _merge_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
     return {name: value for state in states for name, value in state.items()}
 
 
-def _refuse(config: TitanCheckpointManager.Config) -> None:
+def _check_supported(config: TitanCheckpointManager.Config) -> None:
     if (config.last_save_in_hf or config.initial_load_in_hf) and config.hf_mapping is None:
         raise CheckpointingException(
             "last_save_in_hf and initial_load_in_hf need hf_mapping: the name of a key mapping from torchtitan's names "
-            "to Hugging Face's, which a plugin's shardckpt_key_mapping gives; torchtitan's own sd_adapter is not asked"
+            "to Hugging Face's, which a plugin's shardckpt_key_mapping returns; torchtitan's sd_adapter is not used"
         )
 
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The state of a Trainer in a checkpoint, and its key there.
+#: The key of the Trainer's state in a checkpoint.
 _STATE = "trainer_state"
-#: What of it is a rank's own, or this run's.
-_OWN = ("is_local_process_zero", "is_world_process_zero")
-#: What of it says how far the training has come.
+#: Fields of it that differ between ranks: not saved.
+_PER_RANK = ("is_local_process_zero", "is_world_process_zero")
+#: Fields of it that a load restores: how far the training has come.
 _PROGRESS = (
     "epoch",
     "global_step",
@@ -45,29 +45,36 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-#: What the Trainer asks of a model when its folder lacks weights, and finds in transformers' own models.
+#: The Trainer reads it of a model when its folder lacks weights; only transformers' own models have it.
 _IGNORED = "_keys_to_ignore_on_save"
 
 
 class ShardedCheckpointCallback(TrainerCallback):
-    """Saves model, optimizer, scheduler, Trainer state and random generators by a CheckpointManager's configuration.
+    """Saves model, optimizer, scheduler, Trainer state and random generators with a CheckpointManager.
 
-    ``trainer.train(resume_from_checkpoint=callback.resume_path())`` goes on where the newest checkpoint was made: the
-    same batches, the same random numbers, the same weights as without the interruption. ``trainer.train()`` alone
-    resumes the states too, but a callback cannot set the position in the data, and a warning says so. Give
-    ``TrainingArguments(save_strategy="no")``, or the Trainer saves its own checkpoints as well; where it does, each of
-    them is saved here, too. A step is saved when the next one begins, with the metrics of its evaluation; the last one
-    when the training ends (``last_save_model_only``: the model alone).
+    ``trainer.train(resume_from_checkpoint=callback.resume_path())`` resumes at the newest checkpoint, with the same
+    batches, random numbers and weights as without the interruption. ``trainer.train()`` alone resumes the states, but
+    starts at the beginning of the data, because a callback cannot set the position in them; a warning says so.
 
-    The Trainer hands a callback no GradScaler (fp16) and no other callback: their states are not saved. Where it shards
-    the model itself (``fsdp``, ``deepspeed``) there is no :meth:`resume_path`, and DeepSpeed is refused.
+    Pass ``TrainingArguments(save_strategy="no")``, or the Trainer saves its own checkpoints as well, and each of these
+    steps is also saved here. A step is saved when the next one begins, with the metrics of its evaluation. The last
+    step is saved when the training ends (``last_save_model_only``: the model alone).
+
+    The Trainer passes a callback neither its GradScaler (fp16) nor other callbacks: their states are not saved. Where
+    it shards the model itself, :meth:`resume_path` raises (``fsdp``, ``deepspeed``), and DeepSpeed cannot be used.
 
     Args:
-        config: When, how and where.
+        config: When, how and where to save.
         allow_globals: As for :class:`shardckpt.manager.CheckpointManager`.
 
     Attributes:
-        manager: The manager of the training that runs, or ran last.
+        manager: The manager of the current or last training.
+
+    Example::
+
+        callback = ShardedCheckpointCallback(CheckpointConfig(folder="run", interval=100))
+        trainer = Trainer(model, TrainingArguments(save_strategy="no"), train_dataset=data, callbacks=[callback])
+        trainer.train(resume_from_checkpoint=callback.resume_path())
     """
 
     manager: CheckpointManager | None = None
@@ -82,27 +89,26 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._begun_at = 0
 
     def resume_path(self, step: int = -1) -> str | None:
-        """What ``Trainer.train`` takes as ``resume_from_checkpoint``; every rank calls it, before the training.
-
-        It is a folder for this one call, of a few kilobytes: the Trainer's state, from which it finds its place in the
-        data, and no weights, of which it warns; those come from the checkpoint itself when the training begins.
+        """Collective: return what ``Trainer.train`` takes as ``resume_from_checkpoint``; call it before the training.
 
         Args:
-            step: Which; -1 for the configuration's ``load_step``, by default the newest.
+            step: The step to resume from; -1 for the configuration's ``load_step``, by default the newest.
 
         Returns:
-            None where there is no checkpoint, to begin anew.
+            A temporary folder of a few kilobytes, for one call of ``train``. It has the Trainer's state, from which the
+            Trainer finds its position in the data, and no weights, of which it warns: they are loaded from the
+            checkpoint when the training begins. None where there is no checkpoint: the training starts from step 0.
 
         Raises:
-            CheckpointingException: there is none of that step, or the Trainer shards the model itself.
+            CheckpointingException: there is no checkpoint of that step, or the Trainer shards the model itself.
         """
         if self._args is not None and (self._args.fsdp or self._args.deepspeed):
             raise CheckpointingException(
-                "with fsdp or deepspeed the Trainer reads the model from the folder that it resumes from, which only "
-                "its own checkpoints have: call trainer.train() without it; the data then begin anew"
+                "with fsdp or deepspeed the Trainer reads the model from the folder that it resumes from, and only its "
+                "own checkpoints contain it: call trainer.train() without it, which starts at the beginning of the data"
             )
-        given = {"load_only": True, "save_rng": False, "exclude_from_loading": ()}
-        with CheckpointManager(self._config.model_copy(update=given), {}) as manager:
+        read_only = {"load_only": True, "save_rng": False, "exclude_from_loading": ()}
+        with CheckpointManager(self._config.model_copy(update=read_only), {}) as manager:
             steps = manager.steps()
         step = step if step >= 0 else self._config.load_step
         found = max(steps, default=None) if step < 0 else step
@@ -123,10 +129,10 @@ class ShardedCheckpointCallback(TrainerCallback):
         model: Any = None,
         **_: Any,
     ) -> None:
-        """Learn what the Trainer does itself."""
+        """Check the Trainer's arguments, and prepare the model for a folder without weights."""
         if args.deepspeed:
             raise CheckpointingException(
-                "DeepSpeed keeps the optimizer's state to itself: save by the Trainer's own means"
+                "DeepSpeed does not expose the optimizer's state: leave this callback out and let the Trainer save"
             )
         self._args = args
         if model is not None and not hasattr(model, _IGNORED):
@@ -143,7 +149,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         lr_scheduler: Any = None,
         **_: Any,
     ) -> None:
-        """Load, if there is anything to load."""
+        """Load the chosen or the newest checkpoint, if there is one."""
         states = {
             "model": model,
             "optimizer": getattr(optimizer, "optimizer", optimizer),
@@ -158,21 +164,21 @@ class ShardedCheckpointCallback(TrainerCallback):
             self._random = RandomState().state_dict()
         if state.global_step != position:
             logger.warning(
-                "resumed at step %d, with the data from their beginning: for the place in them call "
+                "resumed at step %d, with the data from their beginning: to resume at the same batch call "
                 "trainer.train(resume_from_checkpoint=callback.resume_path())",
                 state.global_step,
             )
         self._begun_at = state.global_step
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the step before, if it is time."""
-        if self._random is not None:  # the Trainer has drawn from them to find its place in the data
+        """Save the previous step, if it is due."""
+        if self._random is not None:  # the Trainer has used the generators to skip batches: restore them again
             RandomState().load_state_dict(self._random)
             self._random = None
         self._save(state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save what the Trainer saves."""
+        """Save this step, because the Trainer saves it."""
         self._save(state, control, force=True)
 
     def on_evaluate(
@@ -183,11 +189,11 @@ class ShardedCheckpointCallback(TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Keep the metrics for the checkpoint."""
+        """Store the metrics for the checkpoint of this step."""
         self._metrics = {name: value for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the last step, unless the training was called off, and wait until all is durable."""
+        """Save the last step, unless the job was preempted, and wait until all saves are durable."""
         if self.manager is None:
             return
         if not self.manager.preempted and state.global_step > self._begun_at:
@@ -204,9 +210,9 @@ class ShardedCheckpointCallback(TrainerCallback):
             control.should_training_stop = True
 
     def _resume_folder(self, step: int) -> Path:
-        """A folder in which the Trainer finds its state, and a file of weights with none in it."""
+        """Return a new folder with the Trainer's state and a file of weights without any."""
         path = f"{self._config.folder}/step-{step}"
-        Comm().main_runs("looking at the checkpoint", lambda: _check_content(path))
+        Comm().main_runs("checking the checkpoint's content", lambda: _check_content(path))
         wanted = {_STATE: describe_object(None, _STATE, "unchecked")}
         loaded = dist_checkpointing.load(wanted, path, allow_globals=self._allow_globals)
         with Comm().collective_phase("making a folder to resume from"):
@@ -216,40 +222,41 @@ class ShardedCheckpointCallback(TrainerCallback):
         return folder
 
     def _forget(self) -> None:
-        """Remove the folder: the Trainer has read it."""
+        """Remove the folder of :meth:`resume_path`: the Trainer has read it."""
         if self._resumed is not None:
             shutil.rmtree(self._resumed[1])
             self._resumed = None
 
 
 class _Progress:
-    """A Trainer's state as one of a CheckpointManager's: the main rank's is stored."""
+    """A Trainer's state as a CheckpointManager saves it: the main rank's is stored."""
 
     def __init__(self, state: TrainerState) -> None:
         self._state = state
 
     def sharded_state_dict(self) -> ShardedObject:
-        """All of it that is no rank's own."""
-        content = {name: value for name, value in dataclasses.asdict(self._state).items() if name not in _OWN}
+        """Return the fields that are the same on all ranks, as one object."""
+        content = {name: value for name, value in dataclasses.asdict(self._state).items() if name not in _PER_RANK}
         return describe_object(content, _STATE, "unchecked")
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Take how far the training has come; how it goes on (steps, intervals) is this run's."""
+        """Restore how far the training has come; limits and intervals stay as this run's arguments set them."""
         for name in _PROGRESS:
             setattr(self._state, name, content[name])
 
 
 def _check_content(path: str) -> None:
-    """Whether a training can go on from a checkpoint."""
+    """Raise if a training cannot resume from a checkpoint."""
     content = (dist_checkpointing.load_content_metadata(path) or {}).get(CONTENT_KEY, {})
     if content.get("model_only"):
         raise CheckpointingException(
-            f"{path} has the model alone (last_save_model_only): the training that saved it was over. To train on "
-            "from its weights give it as initial_load_path, with another folder; or call resume_path(<an earlier step>)"
+            f"{path} has the model alone (last_save_model_only): the training that saved it had ended. To train on "
+            "from its weights pass it as initial_load_path, with another folder; or call resume_path(<an earlier step>)"
         )
     if _STATE not in content.get("states", ()):
         raise CheckpointingException(
-            f"{path} was not saved by a ShardedCheckpointCallback: a Trainer cannot find its place in the data by it"
+            f"{path} was not saved by a ShardedCheckpointCallback: it lacks the Trainer's state, by which the Trainer "
+            "finds its position in the data"
         )
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state: described by the model's shards, and loaded by them before there is an optimizer."""
+"""Sharded optimizer state: describe it by the model's shards, or load it before the optimizer exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers of torch's function give: where the checkpoint is, and a planner."""
+"""Arguments of torch's ``load_sharded_optimizer_state_dict``: the checkpoint, the planner, the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch
 from shardckpt.errors import CheckpointingException
 
 
-def location(source: Any) -> str | os.PathLike[str]:
-    """The directory or URL of a checkpoint: itself, or what torch's FileSystemReader (FsspecReader) reads.
+def get_location(source: Any) -> str | os.PathLike[str]:
+    """Return the directory or URL of a checkpoint.
+
+    Args:
+        source: The directory or URL, or torch's FileSystemReader (FsspecReader) of it.
 
     Raises:
-        CheckpointingException: it is something else.
+        CheckpointingException: ``source`` is something else.
     """
     if isinstance(source, (str, os.PathLike)):
         return source
@@ -25,15 +28,15 @@ def location(source: Any) -> str | os.PathLike[str]:
         return source.path
     raise CheckpointingException(
         f"cannot load through a {type(source).__name__}: give the checkpoint's directory or URL, or torch's "
-        "FileSystemReader of it (remote stores are served by plugins: shardckpt_filesystem)"
+        "FileSystemReader of it (plugins read remote stores: shardckpt_filesystem)"
     )
 
 
 def refuse_planner(planner: Any) -> None:
-    """Refuse a planner that would change what is loaded; torch's default one does not.
+    """Raise unless the planner is None or torch's default one, which changes nothing.
 
     Raises:
-        CheckpointingException: it is another.
+        CheckpointingException: it is another planner, which would not be called.
     """
     if planner is None:
         return
@@ -41,16 +44,16 @@ def refuse_planner(planner: Any) -> None:
 
     if type(planner) is not DefaultLoadPlanner or not planner.flatten_state_dict:
         raise CheckpointingException(
-            f"the planner {type(planner).__module__}.{type(planner).__qualname__} would not be asked: what is read "
-            "follows from the model's state dict; leave it out, or use torch's own load_sharded_optimizer_state_dict"
+            f"the planner {type(planner).__module__}.{type(planner).__qualname__} would not be called: the model's "
+            "state dict decides what is read; leave it out, or use torch's own load_sharded_optimizer_state_dict"
         )
 
 
-def parameters(model_state_dict: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model's state dict, by full name.
+def get_parameters(model_state_dict: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state dict, by full name.
 
     Raises:
-        CheckpointingException: it is none.
+        CheckpointingException: ``model_state_dict`` is not a mapping.
     """
     if not isinstance(model_state_dict, Mapping):
         raise CheckpointingException(
@@ -59,4 +62,4 @@ def parameters(model_state_dict: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model_state_dict.items() if isinstance(value, torch.Tensor)}
 
 
-__all__ = ["location", "parameters", "refuse_planner"]
+__all__ = ["get_location", "get_parameters", "refuse_planner"]

@@ -1,4 +1,4 @@
-"""The options of an optimizer's parameter groups, put together again."""
+"""Rebuild an optimizer's parameter groups from stored options."""
 
 from __future__ import annotations
 
@@ -7,31 +7,35 @@ from typing import Any
 import torch
 
 
-def with_tensors(groups: list[dict[str, Any]], tensors: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that were stored whole, with those of their options that were stored as tensors."""
+def merge_tensor_options(groups: list[dict[str, Any]], tensors: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups that were stored by number, with the options that were stored apart, as tensors."""
     return [{**group, **tensors.get(number, {})} for number, group in enumerate(groups)]
 
 
-def regrouped(options: dict[str, dict[str, Any]], *, apart: bool) -> list[dict[str, Any]]:
-    """Groups for options that were stored by parameter.
+def group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[dict[str, Any]]:
+    """Group parameters whose options were stored by parameter.
 
     Args:
-        options: By the parameter's full name.
-        apart: Whether each parameter gets a group of its own, from which torch's ``set_optimizer_state_dict`` fills any
-            grouping; else those with equal options share one.
+        options: Options by the parameter's full name.
+        apart: Whether each parameter gets its own group, from which torch's ``set_optimizer_state_dict`` can fill any
+            grouping; else parameters with equal options share a group.
+
+    Returns:
+        The groups, with parameter names under ``params``.
     """
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     for name, values in options.items():
-        same = None if apart else next((group for group in found if _is_equal(group, {**values, "params": 0})), None)
+        # the key params only makes both dicts have the same keys: its value is not compared
+        same = None if apart else next((group for group in groups if _is_equal(group, {**values, "params": 0})), None)
         if same is None:
-            found.append({**values, "params": [name]})
+            groups.append({**values, "params": [name]})
         else:
             same["params"].append(name)
-    return found
+    return groups
 
 
 def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two groups have the same options."""
+    """Return whether two groups have the same options."""
     return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one if key != "params")
 
 
@@ -41,4 +45,4 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-__all__ = ["regrouped", "with_tensors"]
+__all__ = ["group_options", "merge_tensor_options"]

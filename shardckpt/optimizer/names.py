@@ -1,4 +1,4 @@
-"""Which parameter and which state a stored name means."""
+"""Parse the names under which optimizer state is stored."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 STATE, GROUPS = "state", "param_groups"
 
 
-class Place(NamedTuple):
-    """Where a stored value belongs.
+class StateName(NamedTuple):
+    """A parsed name of a stored value.
 
     Attributes:
-        kind: ``"state"``, ``"param_groups"``, or ``""`` for what is neither.
-        owner: The parameter's full name, or the number of a group; None for what is neither.
-        path: The path below it.
+        kind: ``"state"`` or ``"param_groups"``; ``""`` for a value that is neither.
+        owner: The parameter's full name, or the number of a group; None for a value that is neither.
+        path: The path below the owner.
     """
 
     kind: str
@@ -25,40 +25,42 @@ class Place(NamedTuple):
 
     @property
     def slot(self) -> str:
-        """The path as a name."""
+        """The path, joined by dots: ``"exp_avg"``."""
         return ".".join(map(str, self.path))
 
 
-def place_of(name: str, params: Collection[str], groups: int | None) -> Place | None:
-    """The place of ``state.<parameter>.exp_avg``, ``param_groups.<parameter>.lr`` and their kind.
+def parse_name(name: str, params: Collection[str], groups: int | None) -> StateName | None:
+    """Parse a name such as ``state.<parameter>.exp_avg`` or ``param_groups.<parameter>.lr``.
 
-    The longest name of a parameter counts. What follows a state's first dot is a dict in the state.
+    Parameter names have dots too: the longest that matches counts. Further dots lead into nested dicts of the state.
 
     Args:
-        name: The stored name, without the optimizer's own.
+        name: The stored name, without the optimizer's key.
         params: Full names of the model's parameters.
-        groups: Where groups are stored by number, how many.
+        groups: How many groups there are, if they are stored by number; None if they are stored by parameter.
 
     Returns:
-        None for the state or options of a parameter that the model does not have.
+        The parsed name; None for the state or options of a parameter that the model does not have.
     """
     kind, _, rest = name.partition(".")
     if kind not in (STATE, GROUPS) or not rest:
-        return Place("", None, tuple(name.split(".")))
+        return StateName("", None, tuple(name.split(".")))
     if kind == GROUPS and groups is not None:
         number, _, option = rest.partition(".")
-        return Place(kind, int(number), (option,)) if number.isdecimal() and int(number) < groups and option else None
-    owner = longest(rest, params)
+        return (
+            StateName(kind, int(number), (option,)) if number.isdecimal() and int(number) < groups and option else None
+        )
+    owner = longest_prefix(rest, params)
     if owner is None:
         return None
     slot = rest[len(owner) + 1 :]
     if kind == GROUPS:
-        return Place(kind, owner, (slot,) if slot else ())
-    return Place(kind, owner, tuple(slot.split("."))) if slot else None
+        return StateName(kind, owner, (slot,) if slot else ())
+    return StateName(kind, owner, tuple(slot.split("."))) if slot else None
 
 
-def longest(text: str, params: Collection[str]) -> str | None:
-    """The longest name that the text is, or begins with before a dot."""
+def longest_prefix(text: str, params: Collection[str]) -> str | None:
+    """Return the longest parameter name that equals the text, or begins it before a dot."""
     while text not in params:
         text, dot, _ = text.rpartition(".")
         if not dot:
@@ -66,4 +68,4 @@ def longest(text: str, params: Collection[str]) -> str | None:
     return text
 
 
-__all__ = ["GROUPS", "STATE", "Place", "longest", "place_of"]
+__all__ = ["GROUPS", "STATE", "StateName", "longest_prefix", "parse_name"]

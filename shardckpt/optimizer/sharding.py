@@ -1,4 +1,4 @@
-"""Optimizer state described by the model's shards: each state tensor lies where its parameter lies."""
+"""Describe optimizer state by the model's shards: each state tensor is sharded as its parameter is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,14 @@ KEEP_VARS_HINT = (
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:
-    """``{id(parameter): its number in the optimizer}``; of a DTensor, the local tensor's."""
+    """Map parameters to their numbers in the optimizer.
+
+    Args:
+        optim_params_iter: The optimizer's parameters, in its order.
+
+    Returns:
+        ``{id(parameter): number}``; for a DTensor, the id of its local tensor.
+    """
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
         numbers.setdefault(id(_local(param)), number)
@@ -46,23 +53,28 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor]
 ) -> dict[int, ShardedParam]:
-    """The model's description of every parameter, by the parameter's number in the optimizer.
+    """Map the number of each parameter in the optimizer to the parameter's shard in the model's state dict.
 
-    A parameter is found by identity, or by its memory: detached views of it will do.
+    A parameter is found by identity or by its memory, so detached views of it are found too.
 
     Args:
-        model_sharded_state_dict: A nest with the shards of the model, made with ``keep_vars=True``.
+        model_sharded_state_dict: Nested dicts and lists with the model's shards, made with ``keep_vars=True``.
         optim_params_iter: The optimizer's parameters, in its order.
+
+    Returns:
+        ``{number: ShardedTensor or factory}``; parameters that the model's state dict lacks are absent. If it lacks
+        all of them, a warning is logged.
     """
     params = list(optim_params_iter)
     numbers = get_optim_param_to_id_map(params)
-    places = {place: number for number, param in enumerate(params) if (place := _place(_local(param)))}
+    # state_dict() without keep_vars gives detached views, which are other objects of the same memory
+    by_memory = {memory: number for number, param in enumerate(params) if (memory := _memory_key(_local(param)))}
     described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     found: dict[int, ShardedParam] = {}
     for shard in nested_values(described):
         data = _local(shard.data)
-        place = _place(data)
-        number = numbers.get(id(data), places.get(place) if place else None)
+        memory = _memory_key(data)
+        number = numbers.get(id(data), by_memory.get(memory) if memory else None)
         if number is not None:
             found[number] = shard
     if params and not found:
@@ -73,20 +85,29 @@ def get_param_id_to_sharded_param_map(
 def make_sharded_optimizer_tensor(
     model_param: ShardedParam, optim_param: torch.Tensor, prefix: str
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Describe a tensor of the optimizer that has the shape of its parameter, under ``<prefix>.<the model's key>``.
+    """Describe a tensor of the optimizer that has the shape of its parameter.
+
+    Args:
+        model_param: The parameter's shard or factory.
+        optim_param: The optimizer's tensor, of the parameter's local shape.
+        prefix: The key becomes ``<prefix>.<the parameter's key>``.
+
+    Returns:
+        The parameter's description with this key, data and dtype.
 
     Raises:
-        ShardingError: it has another shape.
+        ShardingError: the tensor has another shape than the parameter.
     """
     data = _local(optim_param)
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
-        is_local = _local(model_param.data) is model_param.data  # else it takes what torch spreads, and gives it back
+        # a factory of a DTensor builds from the DTensor, and a load returns the DTensor
+        is_local = _local(model_param.data) is model_param.data
         return replace(model_param, key=key, data=data if is_local else optim_param)
     if tuple(data.shape) != model_param.data_shape:
         raise ShardingError(
             f"{key!r}: the optimizer's tensor has shape {tuple(data.shape)}, its parameter {model_param.data_shape}; "
-            "leave such state out with exclude_keys, and describe it yourself"
+            "pass its name in exclude_keys, and describe it yourself"
         )
     return replace(model_param, key=key, data=data, dtype=data.dtype)
 
@@ -96,19 +117,20 @@ def optim_state_to_sharding_state(
     id_to_sharded_param_map: Mapping[int, ShardedParam],
     exclude_keys: Collection[str] = (),
 ) -> None:
-    """Describe the state in an optimizer's ``state_dict()``, in place.
+    """Replace the state in an optimizer's ``state_dict()`` by its description, in place.
 
-    Every ``state[number][name]`` becomes a shard with the key ``optimizer.state.<name>.<the model's key>``: tensors
-    of the parameter's shape as the parameter is sharded; anything else (a step count, None) once a parameter, as it
-    may differ between ranks that hold different layers. Each group's ``params`` stay this rank's own.
+    Every ``state[number][name]`` becomes a shard with the key ``optimizer.state.<name>.<the parameter's key>``.
+    Tensors of the parameter's shape are sharded as the parameter is. Any other value (a step count, None) is stored
+    once for each parameter, because it may differ between parameters. Each group's ``params`` are not stored: they are
+    this rank's numbers.
 
     Args:
-        optim_state_dict: Changed once everything in it is described; on an error it stays as it was.
+        optim_state_dict: The state dict; on an error it does not change.
         id_to_sharded_param_map: From :func:`get_param_id_to_sharded_param_map`.
         exclude_keys: Names of state to leave out, or one such name.
 
     Raises:
-        ShardingError: state of a parameter that the model's sharded state dict lacks, or of another shape.
+        ShardingError: a parameter with state is not in the map, or its state has another shape.
     """
     excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
     sharded: dict[int, dict[str, Any]] = {}
@@ -120,27 +142,29 @@ def optim_state_to_sharding_state(
                 f"{KEEP_VARS_HINT}"
             )
         sharded[number] = {
-            name: _described(id_to_sharded_param_map[number], value, f"optimizer.state.{name}")
+            name: _describe_value(id_to_sharded_param_map[number], value, f"optimizer.state.{name}")
             for name, value in kept.items()
         }
     groups = copy.deepcopy(optim_state_dict["param_groups"])
     for group in groups:
         group["params"] = LocalNonpersistentObject(group["params"])
+    # only now: on an error above, the caller's dict has not changed
     optim_state_dict["param_groups"] = groups
     optim_state_dict["state"] = sharded
 
 
-def _described(param: ShardedParam, value: Any, prefix: str) -> Any:
+def _describe_value(param: ShardedParam, value: Any, prefix: str) -> Any:
+    # a tensor without axes is a step count, unless the parameter has no axes either
     scalar = not (param.data_shape if isinstance(param, ShardedTensor) else param.data.shape)
     if isinstance(value, torch.Tensor) and (scalar or value.dim()):
         return make_sharded_optimizer_tensor(param, value, prefix)
-    return _once(param, value, f"{prefix}.{param.key}")
+    return _describe_shared_value(param, value, f"{prefix}.{param.key}")
 
 
-def _once(param: ShardedParam, value: Any, key: str) -> ShardedTensor | ShardedObject:
-    """A value that all shards of a parameter share: one for each place along its prepended axes (its layer).
+def _describe_shared_value(param: ShardedParam, value: Any, key: str) -> ShardedTensor | ShardedObject:
+    """Describe a value that all shards of a parameter share: one for each index of its prepended axes (its layer).
 
-    The shard with the parameter's first element holds the main replica.
+    The shard with the parameter's first element is the main replica.
     """
     first = _first_shard(param)
     layers = first.prepend_axis_num
@@ -148,6 +172,7 @@ def _once(param: ShardedParam, value: Any, key: str) -> ShardedTensor | ShardedO
     copies = first.replica_id if isinstance(first.replica_id, tuple) else (first.replica_id,)
     start = first.flattened_range.start if first.flattened_range is not None else 0
     empty = int(math.prod(first.data_shape) == 0)
+    # all zeros, and so the main replica, only for the non-empty shard with the parameter's first element
     replica, shared = (*first.global_offset[layers:], start, empty, *copies), first.replicated
     if isinstance(value, torch.Tensor):
         return ShardedTensor(key, value, value.dtype, (), shape, offset, shape, replica, layers, replicated=shared)
@@ -155,23 +180,23 @@ def _once(param: ShardedParam, value: Any, key: str) -> ShardedTensor | ShardedO
 
 
 def _first_shard(param: ShardedParam) -> ShardedTensor:
-    """The description itself, or of those that a factory builds the one at the lowest offset."""
+    """Return the shard itself; of the shards that a factory builds, the one with the lowest offset."""
     shards = [leaf for leaf in nested_values({"built": build_copy(param)}) if isinstance(leaf, ShardedTensor)]
     if not shards:
-        raise ShardingError(f"the factory {param.key!r} builds no ShardedTensor: leave its state out with exclude_keys")
+        raise ShardingError(f"the factory {param.key!r} builds no ShardedTensor: name its state in exclude_keys")
     return min(shards, key=lambda shard: tuple(shard.global_offset))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor; any other tensor as it is."""
+    """Return the local tensor of a DTensor; any other tensor as it is."""
     if not hasattr(tensor, "to_local"):
         return tensor
-    with torch.no_grad():  # without autograd it is the same object every time
+    with torch.no_grad():  # under autograd, each call would return a new object
         return tensor.to_local()  # type: ignore[no-any-return]
 
 
-def _place(tensor: Any) -> tuple[Any, ...] | None:
-    """What tensors over the same memory have in common; None where a tensor has no memory of its own."""
+def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
+    """Return a key that is equal for equal views of one memory; None for a tensor without plain memory."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.device.type == "meta" or not tensor.numel():
         return None

@@ -1,4 +1,4 @@
-"""What a checkpoint has of one optimizer, by the name under which it is stored."""
+"""Find the stored state of one optimizer in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import KeyMismatchError
 from shardckpt.mapping import ShardedObject
-from shardckpt.optimizer.names import GROUPS, STATE, Place, place_of
+from shardckpt.optimizer.names import GROUPS, STATE, StateName, parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -20,64 +20,72 @@ class StoredState:
     """The state and options of one optimizer.
 
     Attributes:
-        entries: By name, without the optimizer's own: shards without data, and values of the common state.
-        groups: The groups, where they are stored by number; options that are tensors are among the entries.
+        entries: Shards without data, and values of the common state, by name without the optimizer's key.
+        groups: The groups, if they are stored by number; options that are tensors are among the entries. Else None.
     """
 
     entries: dict[str, Any]
     groups: list[dict[str, Any]] | None
 
-    def placed(self, params: Collection[str]) -> dict[str, Place]:
-        """Where every entry belongs; those of parameters that the model does not have are left out."""
-        number = None if self.groups is None else len(self.groups)
-        places = {name: place_of(name, params, number) for name in self.entries}
-        return {name: place for name, place in places.items() if place is not None}
+    def parse_names(self, params: Collection[str]) -> dict[str, StateName]:
+        """Return the parsed name of every entry, without those of parameters that the model does not have."""
+        count = None if self.groups is None else len(self.groups)
+        parsed = {name: parse_name(name, params, count) for name in self.entries}
+        return {name: found for name, found in parsed.items() if found is not None}
 
 
-def stored_state(key: str, index: Iterable[ShardedBase], common: StateDict) -> StoredState:
-    """What is stored under ``<key>.``, and in the common state at that path.
+def find_stored_state(key: str, index: Iterable[ShardedBase], common: StateDict) -> StoredState:
+    """Find the shards whose keys begin with ``<key>.``, and the values at that path of the common state.
+
+    Args:
+        key: The optimizer's key.
+        index: All stored shards, without data.
+        common: The common state.
 
     Raises:
-        KeyMismatchError: nothing is.
+        KeyMismatchError: names are none.
     """
     shards = list(index)
-    entries: dict[str, Any] = {s.key[len(key) + 1 :]: s for s in shards if s.key.startswith(f"{key}.") and _single(s)}
-    nest = _below(common, key.split("."))
-    groups = nest[GROUPS] if isinstance(nest.get(GROUPS), list) else None
-    entries.update(_flat({name: value for name, value in nest.items() if groups is None or name != GROUPS}))
-    if not entries and not nest:
-        there = sorted({shard.key.split(".")[0] for shard in shards} | set(map(str, common)))
+    entries: dict[str, Any] = {
+        s.key[len(key) + 1 :]: s for s in shards if s.key.startswith(f"{key}.") and _is_only_shard(s)
+    }
+    values = _dict_at(common, key.split("."))
+    groups = values[GROUPS] if isinstance(values.get(GROUPS), list) else None
+    entries.update(_flatten({name: value for name, value in values.items() if groups is None or name != GROUPS}))
+    # groups alone are enough: plain SGD has no state
+    if not entries and not values:
+        names = sorted({shard.key.split(".")[0] for shard in shards} | set(map(str, common)))
         raise KeyMismatchError(
-            f"the checkpoint has nothing of an optimizer {key!r}; its top-level names are "
-            f"{', '.join(there) or 'none'}: give as optimizer_key what stands before .state in the keys of its state"
+            f"the checkpoint has no state of an optimizer {key!r}; its top-level names are "
+            f"{', '.join(names) or 'none'}: pass the part of the keys before .state as optimizer_key"
         )
     return StoredState(entries, groups)
 
 
-def _single(shard: ShardedBase) -> bool:
-    """Whether it is all of its key: one object of a grid of several says nothing of a parameter."""
+def _is_only_shard(shard: ShardedBase) -> bool:
+    """Return whether the shard is the only one of its key: objects of a grid belong to no single parameter."""
     return not isinstance(shard, ShardedObject) or set(shard.global_shape) <= {1}
 
 
-def _below(common: StateDict, path: list[str]) -> StateDict:
-    """The dict at a path of the common state, or an empty one."""
+def _dict_at(common: StateDict, path: list[str]) -> StateDict:
+    """Return the dict at a path of the common state; an empty one if names is none."""
     found: Any = common
     for part in path:
         found = found.get(part) if isinstance(found, dict) else None
     return found if isinstance(found, dict) else {}
 
 
-def _flat(nest: StateDict) -> Iterator[tuple[str, Any]]:
-    """The values of the common state by name; state and options by parameter one by one."""
-    for name, value in nest.items():
+def _flatten(values: StateDict) -> Iterator[tuple[str, Any]]:
+    """Yield values of the common state with their names; state and options of a parameter one by one."""
+    for name, value in values.items():
         if name not in (STATE, GROUPS) or not isinstance(value, dict):
             yield str(name), value
             continue
-        for param, values in value.items():
+        for param, content in value.items():
             slots = (
-                {f".{slot}": content for slot, content in values.items()} if isinstance(values, dict) else {"": values}
+                {f".{slot}": inner for slot, inner in content.items()} if isinstance(content, dict) else {"": content}
             )
-            yield from ((f"{name}.{param}{slot}", content) for slot, content in slots.items())
+            yield from ((f"{name}.{param}{slot}", inner) for slot, inner in slots.items())
 
 
-__all__ = ["StoredState", "stored_state"]
+__all__ = ["StoredState", "find_stored_state"]

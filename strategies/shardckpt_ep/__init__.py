@@ -1,4 +1,4 @@
-"""(ep, 1): the bytes of (torch_dist, 1) with expert parallelism understood: tensors hold all experts, in true order."""
+"""(ep, 1): the format of (torch_dist, 1) for expert parallelism: each tensor holds all experts, ordered by number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardckpt_ep.state import expert_sharded_state_dict
     from shardckpt_ep.torch_private import StridedShard
 
-#: The module of each name: it is imported when the name is first asked for.
+#: The module of each name, which is imported when the name is first used: importing this package imports no torch.
 _MODULES = {
     "EPLoadPlanner": "load_planner",
     "EPLoadStrategy": "load",

@@ -1,4 +1,4 @@
-"""Which tensors of a state dict are experts', and where they lie."""
+"""Find the expert tensors of a state dict, and their layouts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Experts:
-    """Layouts by parameter, and what in a state dict they are for.
+    """The layouts of a rank's expert parameters, and the keys of a state dict that they apply to.
 
     Args:
         layouts: The layout of every expert parameter that this rank has.
         sections: What may stand before a parameter's name in a key; see :class:`shardckpt_ep.names.ExpertNames`.
-        is_expert: Says of a key whether it is an expert's, so that one without a layout is refused; by default those
-            are that differ from a parameter with a layout in numbers alone (another layer's, another expert's).
+        is_expert: Takes a key and returns whether it is an expert's, so that one without a layout is an error. By
+            default a key is that differs only in numbers from a parameter with a layout (of another layer or expert).
     """
 
     def __init__(
@@ -41,43 +41,54 @@ class Experts:
         self._is_expert = self.names.resembles if is_expert is None else is_expert
 
     def layout_of(self, key: str, value: Any) -> ExpertLayout | None:
-        """The layout of a value of the state dict; None if it is no expert's, or state without one (a step count).
+        """Find the layout of a value of the state dict.
+
+        Args:
+            key: Its key, with dots.
+            value: The value, of any type.
+
+        Returns:
+            Its layout. None if it is not an expert's tensor, or optimizer state without a layout (a step count).
 
         Raises:
-            ShardingError: it is an expert's and no layout is given for it, or its shape is not the layout's.
+            ShardingError: it is an expert's and has no layout, or its shape is not that of its layout.
         """
         if not isinstance(value, torch.Tensor):
             return None
         name = self.names.find(key)
         if name is None:
-            self._refuse_unknown(key, value)
+            self._check_not_expert(key, value)
             return None
         layout = self._layouts[name.fqn]
         shape = tuple(local_of(value).shape)
-        if not layout.inside:
+        if not layout.inside:  # this rank holds nothing, so there is no shape to compare
             return layout if not name.slot or shape else None
         if name.slot:
             return layout.of_state(shape)
         if shape != layout.local_shape:
             raise ShardingError(
                 f"expert tensor {key!r}: this rank's has shape {shape}, its layout says {layout.local_shape} of "
-                f"{layout.global_shape}: the layout is another tensor's"
+                f"{layout.global_shape}: pass the layout of this tensor"
             )
         return layout
 
-    def absent(self, keys: Iterable[str]) -> list[str]:
-        """The parameters that have a layout and no key, neither their own nor their state's."""
+    def find_missing(self, keys: Iterable[str]) -> list[str]:
+        """Return the parameters with a layout of which neither the parameter nor its optimizer state has a key."""
         found = {name.fqn for key in keys if (name := self.names.find(key))}
         return sorted(self._layouts.keys() - found)
 
-    def check_described(self, shard: ShardedTensor) -> None:
-        """Raise :class:`ShardingError` if a shard is an expert's and not described as its layout says."""
+    def check_shard(self, shard: ShardedTensor) -> None:
+        """Check a shard against its layout, if it is an expert's.
+
+        Raises:
+            ShardingError: it is not described as its layout says.
+        """
         name = self.names.find(shard.key)
         if name is None:
             return
         layout = self._layouts[name.fqn]
         same = tuple(shard.global_shape) == layout.global_shape
-        if name.slot and not same:
+        if name.slot and not same:  # optimizer state of another shape than its parameter's
             return
         box = (tuple(shard.global_offset), tuple(shard.local_shape))
         if not same or all(box != piece.box for piece in layout.pieces() or [layout.empty()]):
@@ -87,7 +98,8 @@ class Experts:
                 "dict by expert_sharded_state_dict with the same layouts"
             )
 
-    def _refuse_unknown(self, key: str, value: torch.Tensor) -> None:
+    def _check_not_expert(self, key: str, value: torch.Tensor) -> None:
+        """Raise if a tensor without a layout is an expert's and does not say itself which experts it holds."""
         if not value.dim() or not self._is_expert(key):
             return
         if isinstance(value, DTensor) and has_dim(value.device_mesh, EP_NAMES):
@@ -95,47 +107,49 @@ class Experts:
         kind = "DTensor without an expert-parallel mesh dimension" if isinstance(value, DTensor) else "plain tensor"
         raise ShardingError(
             f"{key!r} is an expert's and has no layout: a {kind} of shape {tuple(value.shape)} does not say which "
-            "experts it holds, and all but one rank's would be lost; give its layout, or is_expert= that leaves it out"
+            "experts it holds, so all but one rank's would be lost. Pass its layout, or an is_expert= that excludes it"
         )
 
 
 def expert_shards(
-    key: str, value: torch.Tensor, layout: ExpertLayout, *, compared: bool = False
+    key: str, value: torch.Tensor, layout: ExpertLayout, *, check_replicas: bool = False
 ) -> list[ShardedTensor]:
-    """The boxes of a value as ShardedTensors of one key, over the value's own memory.
-
-    An empty value is one empty shard; outside the mesh there is none.
+    """Describe a tensor by the boxes of the tensor of all experts that it holds.
 
     Args:
         key: The key.
-        value: The whole DTensor or this rank's tensor.
-        layout: Where it lies.
-        compared: Whether a save is to compare the copies of a box.
+        value: A DTensor, or this rank's plain tensor.
+        layout: Its layout.
+        check_replicas: Whether a save compares the copies of a box.
+
+    Returns:
+        ShardedTensors of that key, whose data are views of the value's memory. One without elements for an empty value;
+        none on a rank outside the mesh.
 
     Raises:
-        ShardingError: it is quantized and would be cut into several: its scales belong to all of it.
+        ShardingError: it is quantized and consists of several boxes: its scales cannot be divided.
     """
     local = local_of(value)
     pieces = layout.pieces() or [layout.empty()] * layout.inside
     if len(pieces) == 1 and pieces[0].box.shape == tuple(local.shape):
-        return [_shard(key, local, pieces[0].box.offset, layout, compared)]
+        return [_make_shard(key, local, pieces[0].box.offset, layout, check_replicas)]
     if pieces and is_quantized(local):
         raise ShardingError(
-            f"{key!r} is quantized and lies in {len(pieces)} pieces of the tensor of all experts: dequantize it first"
+            f"{key!r} is quantized and has {len(pieces)} boxes of the tensor of all experts: dequantize it first"
         )
     found = []
     for box, place in pieces:
         data = local
         for axis, (start, size) in enumerate(zip(place, box.shape, strict=True)):
             data = data.narrow(axis, start, size)
-        found.append(_shard(key, data, box.offset, layout, compared))
+        found.append(_make_shard(key, data, box.offset, layout, check_replicas))
     return found
 
 
-def _shard(key: str, data: torch.Tensor, offset: Ints, layout: ExpertLayout, compared: bool) -> ShardedTensor:
+def _make_shard(key: str, data: torch.Tensor, offset: Ints, layout: ExpertLayout, replicated: bool) -> ShardedTensor:
     shape, replica = tuple(data.shape), layout.replica or 0
-    whole = layout.global_shape
-    return ShardedTensor(key, data, data.dtype, shape, whole, offset, None, replica, replicated=compared)
+    full_shape = layout.global_shape
+    return ShardedTensor(key, data, data.dtype, shape, full_shape, offset, None, replica, replicated=replicated)
 
 
 __all__ = ["Experts", "expert_shards"]

@@ -1,4 +1,4 @@
-"""Where the experts that a rank holds lie in the tensor of all experts."""
+"""Layouts: the position of a rank's experts in the tensor of all experts."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ if TYPE_CHECKING:
     from shardckpt.planning import Ints
     from shardckpt_ep.meshes import Names
 
-#: What a layout's tensor is called in errors where the caller gives no name.
+#: How errors name a tensor for which the caller gives no name.
 _NAMELESS = "an expert tensor"
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """This rank's part of one tensor of experts.
+    """The position of this rank's tensor in the tensor of all experts.
 
-    Made by :meth:`from_dtensor`, :meth:`from_efsdp` or :meth:`from_local`, which find this rank by the names of mesh
-    dimensions, in whatever order these are, and check that the tensor is as long as its place.
+    Make one with :meth:`from_dtensor`, :meth:`from_efsdp` or :meth:`from_local`. They find this rank by the names of
+    mesh dimensions, in any order, and check the tensor's shape against the mesh. None of them is collective.
 
     Attributes:
         global_shape: Shape of the tensor with all experts.
-        block: Where this rank's experts lie in it, as long as nothing else cuts them.
-        splits: How the block is cut further, step by step.
-        replica: Coordinates on the mesh dimensions that hold copies.
+        block: The box of this rank's experts in it, before FSDP cuts them.
+        splits: How the block is cut further, in this order.
+        replica: Coordinates on the mesh dimensions that hold copies: the replica id.
         expert_dim: The axis that counts experts.
         inside: Whether this rank is in the mesh; outside it holds nothing.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("efsdp", "ep"))
+        layout = ExpertLayout.from_local(experts.w1, mesh)  # shape (16, 512, 64) on each of 4 ep ranks
+        layout.global_shape  # (64, 512, 64)
     """
 
     global_shape: Ints
@@ -50,7 +56,7 @@ class ExpertLayout:
 
     @property
     def num_experts(self) -> int:
-        """How many experts there are."""
+        """Number of experts on all ranks."""
         return self.global_shape[self.expert_dim]
 
     @property
@@ -59,45 +65,59 @@ class ExpertLayout:
         return local_shape(self.block.shape, self.splits)
 
     def pieces(self) -> list[Piece]:
-        """The boxes of the whole tensor that this rank's consists of, and where they lie in it; none outside."""
+        """Return the boxes of the tensor of all experts that this rank holds.
+
+        Returns:
+            Each box in global coordinates with its place in the local tensor. Several where the splits leave a rank
+            no contiguous block; none on a rank outside the mesh.
+        """
         if not self.inside:
             return []
         found = pieces(self.block.shape, self.splits)
         return [Piece(piece.box.moved(self.block.offset), piece.place) for piece in found]
 
     def empty(self) -> Piece:
-        """What stands for a tensor without elements: a box without any, inside the whole tensor."""
+        """Return the box that describes a local tensor without elements: an empty one inside the global shape."""
         box = empty_box(self.block.shape, self.splits).moved(self.block.offset)
         return Piece(box, (0,) * len(box.shape))
 
     def of_state(self, shape: Ints) -> ExpertLayout | None:
-        """The layout of a parameter's optimizer state, by the shape that this rank has of it.
+        """Return the layout of a parameter's optimizer state.
 
-        State of the parameter's shape lies as the parameter does. So does state with an extent of 1 along axes that no
-        rank cuts (Adafactor's rows and columns). Of any other shape there is none.
+        State of the parameter's shape has the parameter's layout. State of size 1 along axes that are not sharded
+        (Adafactor's row and column statistics) has the same layout with size 1 there.
+
+        Args:
+            shape: Shape of this rank's state tensor.
+
+        Returns:
+            The layout, or None for state of any other shape.
         """
         if tuple(shape) == self.local_shape:
             return self
-        return self._without(self._reduced(tuple(shape)))
+        return self._collapse_axes(self._find_reduced_axes(tuple(shape)))
 
     @classmethod
     def from_dtensor(cls, dtensor: DTensor, *, expert_dim: int = 0, name: str = _NAMELESS) -> ExpertLayout:
-        """Of a DTensor whose mesh has the expert-parallel dimension: its placements say all.
+        """Return the layout of a DTensor whose mesh has the expert-parallel dimension: its placements define it.
 
         Args:
-            dtensor: The parameter, of the shape of all experts.
+            dtensor: The parameter; its shape counts all experts.
             expert_dim: The axis that counts experts.
-            name: For errors.
+            name: Its name, for errors.
+
+        Returns:
+            This rank's layout.
 
         Raises:
-            ShardingError: a placement other than shards and replicas, or a local tensor that is not as they say.
+            ShardingError: it has a placement other than shard and replicate, or a local tensor of another shape.
         """
         shape = tuple(dtensor.shape)
-        axis = _axis(expert_dim, shape, name)
+        axis = _normalize_axis(expert_dim, shape, name)
         if dtensor.device_mesh.get_coordinate() is None:
-            return cls(shape, _whole(shape), expert_dim=axis, inside=False)
-        made = cls(shape, _whole(shape), tuple(splits_of(name, dtensor)), replica_inside(dtensor), axis)
-        return made._checked(tuple(local_of(dtensor).shape), name)
+            return cls(shape, _full_box(shape), expert_dim=axis, inside=False)
+        layout = cls(shape, _full_box(shape), tuple(splits_of(name, dtensor)), replica_inside(dtensor), axis)
+        return layout._validate(tuple(local_of(dtensor).shape), name)
 
     @classmethod
     def from_efsdp(
@@ -111,33 +131,36 @@ class ExpertLayout:
         global_shape: Sequence[int] | None = None,
         name: str = _NAMELESS,
     ) -> ExpertLayout:
-        """Of a DTensor that holds one rank's experts, cut by FSDP alone.
+        """Return the layout of a DTensor that holds one rank's experts and is sharded by FSDP alone.
 
-        The experts are cut first and FSDP cuts inside, also where both cut the same axis.
+        Expert parallelism cuts first and FSDP cuts each rank's experts, also where both cut the same axis.
 
         Args:
-            dtensor: The parameter, as long as this rank's experts, on a mesh without the expert-parallel dimension.
-            mesh: The mesh that has it: with the other dimensions, or alone.
+            dtensor: The parameter; its shape counts this rank's experts, its mesh has no expert-parallel dimension.
+            mesh: The mesh with the expert-parallel dimension, with or without other dimensions.
             ep: Name of that dimension.
             expert_dim: The axis that counts experts.
-            experts_per_rank: How many experts every rank of that dimension has; None where all have as many, or where
-                ``global_shape`` says how many there are and they are dealt out as ``torch.chunk`` does.
-            global_shape: Shape with all experts; None to work it out.
-            name: For errors.
+            experts_per_rank: Number of experts of every rank of that dimension. None where all have the same number, or
+                where ``global_shape`` is passed and they are split as ``torch.chunk`` does.
+            global_shape: Shape with all experts; None to compute it.
+            name: Its name, for errors.
+
+        Returns:
+            This rank's layout.
 
         Raises:
-            ShardingError: the meshes contradict each other, or the tensor is not as long as its place.
+            ShardingError: the meshes contradict each other or the tensor's shape.
         """
         if mesh.get_coordinate() is None or dtensor.device_mesh.get_coordinate() is None:
-            return cls._outside(tuple(dtensor.shape), mesh, dtensor.device_mesh, expert_dim, name)
+            return cls._of_rank_outside(tuple(dtensor.shape), mesh, dtensor.device_mesh, expert_dim, name)
         ep_dim = mesh_dim(mesh, ep)
         replica = (*replica_inside(dtensor), *replica_outside(dtensor.device_mesh, mesh, ep_dim, name))
-        experts = _Experts(mesh, ep_dim, _axis(expert_dim, dtensor.shape, name), experts_per_rank, name)
-        shape, block = experts.place(tuple(dtensor.shape), global_shape)
-        made = cls(shape, block, tuple(splits_of(name, dtensor)), replica, experts.axis)
+        experts = _ExpertSplit(mesh, ep_dim, _normalize_axis(expert_dim, dtensor.shape, name), experts_per_rank, name)
+        shape, block = experts.locate(tuple(dtensor.shape), global_shape)
+        layout = cls(shape, block, tuple(splits_of(name, dtensor)), replica, experts.axis)
         if block.shape != tuple(dtensor.shape):
-            raise _misfit(name, tuple(dtensor.shape), block.shape, made)
-        return made._checked(tuple(local_of(dtensor).shape), name)
+            raise _shape_error(name, tuple(dtensor.shape), block.shape, layout)
+        return layout._validate(tuple(local_of(dtensor).shape), name)
 
     @classmethod
     def from_local(
@@ -153,80 +176,88 @@ class ExpertLayout:
         global_shape: Sequence[int] | None = None,
         name: str = _NAMELESS,
     ) -> ExpertLayout:
-        """Of a plain tensor with this rank's experts, or with FSDP's part of them.
+        """Return the layout of a plain tensor with this rank's experts, or with FSDP's part of them.
 
-        Mesh dimensions other than these two hold copies. Where the mesh names the ranks in another order than the job
-        deals experts out, and all parts are equally long, nothing but a comparison of the copies can tell.
+        Mesh dimensions other than these two hold copies. If the mesh lists ranks in another order than the job assigns
+        experts, and all parts have the same shape, only a comparison of the copies finds it: see ``check_replicas`` of
+        :func:`shardckpt_ep.expert_sharded_state_dict`.
 
         Args:
             tensor: The local tensor.
-            mesh: The mesh.
+            mesh: The mesh with the expert-parallel dimension.
             ep: Name of the dimension whose ranks have different experts.
-            fsdp: Name of the dimension whose ranks have parts of the same experts; not looked for without ``fsdp_dim``.
-            fsdp_dim: The axis that it cuts, after the experts were cut; None where it does not.
+            fsdp: Name of the dimension whose ranks have parts of the same experts; unused without ``fsdp_dim``.
+            fsdp_dim: The axis that FSDP cuts, after the experts were split; None where it cuts none.
             expert_dim: The axis that counts experts.
             experts_per_rank: As in :meth:`from_efsdp`.
             global_shape: As there; needed where FSDP cuts unevenly.
-            name: For errors.
+            name: Its name, for errors.
+
+        Returns:
+            This rank's layout.
 
         Raises:
-            ShardingError: the mesh lacks a dimension, or the tensor is not as long as its place.
+            ShardingError: the mesh lacks a dimension, or contradicts the tensor's shape.
         """
         shape = tuple(tensor.shape)
         here = mesh.get_coordinate()
         if here is None:
-            return cls(shape, _whole(shape), expert_dim=_axis(expert_dim, shape, name), inside=False)
-        ep_dim, held = mesh_dim(mesh, ep), list(shape)
+            return cls(shape, _full_box(shape), expert_dim=_normalize_axis(expert_dim, shape, name), inside=False)
+        ep_dim, uncut = mesh_dim(mesh, ep), list(shape)
         used = {ep_dim}
         splits: tuple[Split, ...] = ()
         if fsdp_dim is not None:
             step = mesh_dim(mesh, fsdp)
             used.add(step)
-            split = Split(_axis(fsdp_dim, shape, name), mesh.size(step), here[step])
+            split = Split(_normalize_axis(fsdp_dim, shape, name), mesh.size(step), here[step])
             splits = (split,)
-            held[split.dim] *= split.count
-        experts = _Experts(mesh, ep_dim, _axis(expert_dim, shape, name), experts_per_rank, name)
-        whole, block = experts.place(tuple(held), global_shape)
+            uncut[split.dim] *= split.count
+        experts = _ExpertSplit(mesh, ep_dim, _normalize_axis(expert_dim, shape, name), experts_per_rank, name)
+        full_shape, block = experts.locate(tuple(uncut), global_shape)
         replica = tuple(index for dim, index in enumerate(here) if dim not in used)
-        made = cls(whole, block, splits, replica, experts.axis)
-        return made._checked(shape, name)
+        layout = cls(full_shape, block, splits, replica, experts.axis)
+        return layout._validate(shape, name)
 
     @classmethod
-    def _outside(cls, shape: Ints, mesh: DeviceMesh, inner: DeviceMesh, expert_dim: int, name: str) -> ExpertLayout:
+    def _of_rank_outside(
+        cls, shape: Ints, mesh: DeviceMesh, inner: DeviceMesh, expert_dim: int, name: str
+    ) -> ExpertLayout:
+        """Return the layout of a rank that is in neither of two meshes; raise if it is in one of them."""
         if (mesh.get_coordinate() is None) != (inner.get_coordinate() is None):
             raise ShardingError(
-                f"{name!r}: this rank is in one and not in the other of the mesh {mesh.mesh_dim_names} of ranks "
-                f"{mesh.mesh.flatten().tolist()} and the tensor's own, of ranks {inner.mesh.flatten().tolist()}"
+                f"{name!r}: this rank must be in both meshes or in neither: the mesh {mesh.mesh_dim_names} has ranks "
+                f"{mesh.mesh.flatten().tolist()}, the tensor's own mesh has ranks {inner.mesh.flatten().tolist()}"
             )
-        return cls(shape, _whole(shape), expert_dim=_axis(expert_dim, shape, name), inside=False)
+        return cls(shape, _full_box(shape), expert_dim=_normalize_axis(expert_dim, shape, name), inside=False)
 
-    def _checked(self, shape: Ints, name: str) -> ExpertLayout:
-        """The layout, if the rank's tensor has the shape that it says."""
+    def _validate(self, shape: Ints, name: str) -> ExpertLayout:
+        """Return this layout, or raise if the rank's tensor has another shape than it says."""
         if self.inside and shape != self.local_shape:
-            raise _misfit(name, shape, self.local_shape, self)
+            raise _shape_error(name, shape, self.local_shape, self)
         return self
 
-    def _reduced(self, shape: Ints) -> tuple[int, ...] | None:
-        """The axes along which state of that shape has an extent of 1 and the parameter another."""
+    def _find_reduced_axes(self, shape: Ints) -> tuple[int, ...] | None:
+        """Return the axes where the state has size 1 and the parameter another; None for any other difference."""
         pairs = list(zip(shape, self.local_shape, strict=False))
         if len(shape) != len(self.local_shape) or any(size not in (1, full) for size, full in pairs):
             return None
         return tuple(axis for axis, (size, full) in enumerate(pairs) if size != full)
 
-    def _without(self, axes: tuple[int, ...] | None) -> ExpertLayout | None:
-        """The layout with an extent of 1 along some axes, if nothing cuts them."""
+    def _collapse_axes(self, axes: tuple[int, ...] | None) -> ExpertLayout | None:
+        """Return the layout with size 1 along some axes, or None if one of them is sharded."""
         if axes is None or not self.inside:
             return None
+        # Along a sharded axis each rank has its own statistics: size 1 there is not a box of one global tensor.
         if any(self.block.shape[axis] != self.global_shape[axis] for axis in axes):
             return None
         if {split.dim for split in self.splits if split.count > 1} & {*axes} or self.expert_dim in axes:
             return None
-        block = Box(self.block.offset, _ones(self.block.shape, axes))
-        return replace(self, global_shape=_ones(self.global_shape, axes), block=block)
+        block = Box(self.block.offset, _with_ones(self.block.shape, axes))
+        return replace(self, global_shape=_with_ones(self.global_shape, axes), block=block)
 
 
-class _Experts:
-    """How a mesh dimension deals out experts."""
+class _ExpertSplit:
+    """How the expert-parallel mesh dimension splits the experts."""
 
     def __init__(
         self, mesh: DeviceMesh, ep_dim: int, axis: int, experts_per_rank: Sequence[int] | None, name: str
@@ -242,53 +273,53 @@ class _Experts:
                 f"dimension {self._ranks} ranks"
             )
 
-    def place(self, held: Ints, global_shape: Sequence[int] | None) -> tuple[Ints, Box]:
-        """The shape with all experts, and this rank's block of it.
+    def locate(self, uncut: Ints, global_shape: Sequence[int] | None) -> tuple[Ints, Box]:
+        """Return the shape with all experts, and this rank's block of it.
 
         Args:
-            held: Shape of one rank's experts, uncut.
-            global_shape: As the caller knows it.
+            uncut: Shape of this rank's experts before FSDP cuts them.
+            global_shape: The shape with all experts, if the caller passed it.
         """
-        total = held[self.axis] * self._ranks if self._counts is None else sum(self._counts)
-        shape = _with(held, self.axis, total) if global_shape is None else tuple(global_shape)
-        if len(shape) != len(held) or (self._counts is not None and shape[self.axis] != total):
+        total = uncut[self.axis] * self._ranks if self._counts is None else sum(self._counts)
+        shape = _with_size(uncut, self.axis, total) if global_shape is None else tuple(global_shape)
+        if len(shape) != len(uncut) or (self._counts is not None and shape[self.axis] != total):
             raise ShardingError(
-                f"{self._name!r}: global_shape {shape} does not fit this rank's {held}"
+                f"{self._name!r}: global_shape {shape} does not fit this rank's {uncut}"
                 + ("" if self._counts is None else f" and experts_per_rank={list(self._counts)}")
             )
         if self._counts is None:
             split = Split(self.axis, self._ranks, self._rank)
             found = pieces(shape, [split])
-            return shape, found[0].box if found else empty_box(shape, [split])
+            return shape, found[0].box if found else empty_box(shape, [split])  # fewer experts than ranks
         starts = list(accumulate(self._counts, initial=0))
-        box = _whole(shape)
-        offset = _with(box.offset, self.axis, starts[self._rank])
-        return shape, Box(offset, _with(shape, self.axis, self._counts[self._rank]))
+        offset = _with_size((0,) * len(shape), self.axis, starts[self._rank])
+        return shape, Box(offset, _with_size(shape, self.axis, self._counts[self._rank]))
 
 
-def _misfit(name: str, shape: Ints, place: Ints, layout: ExpertLayout) -> ShardingError:
+def _shape_error(name: str, shape: Ints, expected: Ints, layout: ExpertLayout) -> ShardingError:
     return ShardingError(
-        f"{name!r}: this rank's tensor has shape {shape}, but its place by the mesh is {place}, in {layout.block} of "
-        f"the global shape {layout.global_shape}: this is not the mesh that it was sharded on, or experts are dealt "
-        "out unevenly (give experts_per_rank or global_shape)"
+        f"{name!r}: this rank's tensor has shape {shape}, but by the mesh it should have {expected}, in {layout.block} "
+        f"of the global shape {layout.global_shape}: this is not the mesh that it was sharded on, or ranks have "
+        "different numbers of experts (pass experts_per_rank or global_shape)"
     )
 
 
-def _axis(axis: int, shape: Sequence[int], name: str) -> int:
+def _normalize_axis(axis: int, shape: Sequence[int], name: str) -> int:
+    """Return the axis, counted from the front; raise if the shape has no such axis."""
     if not -len(shape) <= axis < len(shape):
         raise ShardingError(f"{name!r}: a tensor of shape {tuple(shape)} has no axis {axis}")
     return axis % len(shape)
 
 
-def _whole(shape: Ints) -> Box:
+def _full_box(shape: Ints) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-def _with(shape: Ints, axis: int, size: int) -> Ints:
+def _with_size(shape: Ints, axis: int, size: int) -> Ints:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
-def _ones(shape: Ints, axes: tuple[int, ...]) -> Ints:
+def _with_ones(shape: Ints, axes: tuple[int, ...]) -> Ints:
     return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
 
 

@@ -1,4 +1,4 @@
-"""Loading (ep, 1), and (torch_dist, 1), whose bytes are the same, at any expert parallelism."""
+"""Load (ep, 1) and (torch_dist, 1), which have the same format, at any size of expert parallelism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EPLoadStrategy(TorchDistLoadShardedStrategy):
-    """Reads tensors of experts into any layout; what (torch_dist, 1) and plain DCP wrote, too.
+    """Reads expert tensors into any layout, also from what (torch_dist, 1) and plain DCP wrote.
 
     Args:
         layouts: As for :class:`shardckpt_ep.EPSaveStrategy`.
@@ -36,14 +36,25 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
         self._experts = Experts(layouts or {}, sections)
 
     def recognises(self, directory: Path) -> None:
-        """Directories without ``metadata.json`` are (torch_dist, 1), as its own reader says."""
+        """Recognise nothing: directories without ``metadata.json`` belong to the strategy of (torch_dist, 1)."""
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Check the experts, then read as (torch_dist, 1) does."""
+        """Collective: check the experts against their layouts, then load as (torch_dist, 1) does.
+
+        Args:
+            wanted: This rank's shards to fill.
+            context: The checkpoint and the options of this load.
+
+        Returns:
+            As :meth:`shardckpt.strategy.LoadStrategy.load`.
+
+        Raises:
+            ShardingError: a shard is not described as its layout says.
+        """
         with context.comm.collective_phase("comparing experts with their layouts"):
             for shard in wanted:
                 if isinstance(shard, ShardedTensor):
-                    self._experts.check_described(shard)
+                    self._experts.check_shard(shard)
         return super().load(wanted, context)
 
 

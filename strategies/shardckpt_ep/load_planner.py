@@ -1,4 +1,4 @@
-"""A DCP load planner that understands expert parallelism; usable with ``dcp.load`` as it is."""
+"""DCP load planners for expert parallelism, to pass to ``dcp.load``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class LocalExpertsLoadPlanner(DefaultLoadPlanner):
-    """Reads into tensors that hold one rank's experts, from tensors that hold all; all else as DCP does.
+    """Reads this rank's experts from stored tensors of all experts; reads everything else as DCP does.
 
-    Subclasses say by :meth:`layout_of` what is whose. Objects go through an allow-list, never through plain pickle.
-    Checkpoints are of torch 2.4 or newer: no names of older ones are tried.
+    Subclasses override :meth:`layout_of`. Objects are unpickled by an allow-list, never by plain pickle. Checkpoints
+    must be of torch 2.4 or newer: keys in the naming of older ones are not tried.
 
     Args:
-        allow_globals: Classes and functions that objects may name besides the plain ones.
+        allow_globals: Classes and functions that stored objects may name in addition to the plain ones.
         allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
-        **kwargs: Of DCP's DefaultLoadPlanner.
+        **kwargs: Arguments of DCP's DefaultLoadPlanner.
     """
 
     def __init__(self, *, allow_globals: Iterable[Any] = (), allow_dtype_cast: bool = False, **kwargs: Any) -> None:
@@ -46,11 +46,17 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         self._locals: dict[str, torch.Tensor] = {}
 
     def layout_of(self, key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:  # noqa: ARG002 - for subclasses
-        """Where a value of the state dict lies in the tensor of all experts; None if it is no expert's."""
+        """Return the layout of a value of the state dict, or None if it is not an expert's.
+
+        Args:
+            key: Its key.
+            value: The value, of any type.
+            metadata: The checkpoint's.
+        """
         return None
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads.
+        """Return what this rank reads.
 
         Raises:
             KeyMismatchError: an expert tensor is not stored, unless partial loads are allowed.
@@ -66,26 +72,30 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The whole of what this rank has of an expert tensor; other tensors as DCP finds them."""
+        """Return this rank's local tensor for an expert tensor; for others, what DCP returns."""
         found = self._locals.get(index.fqn)
         return super().lookup_tensor(index) if found is None else found
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a read object into its place in the caller's state dict."""
+        """Store an object that was read in the caller's state dict."""
         key = read_item.dest_index.fqn
         loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
         put_rest(self.original_state_dict, self.mappings.get(key, (key,)), loaded)
 
 
 class EPLoadPlanner(LocalExpertsLoadPlanner):
-    """Fills this rank's experts from a checkpoint of all experts, of any layout and in any number of chunks.
+    """Fills this rank's experts from a checkpoint with all experts, saved in any layout and any number of chunks.
 
     Args:
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
         sections: What may stand before a parameter's name in a key.
         is_expert: As for :func:`shardckpt_ep.expert_sharded_state_dict`.
-        **kwargs: Of DCP's DefaultLoadPlanner, and ``allow_globals``: classes and functions that objects may name; and
-            ``allow_dtype_cast``, as for :func:`shardckpt.dist_checkpointing.load`.
+        **kwargs: Arguments of DCP's DefaultLoadPlanner; ``allow_globals``, the classes and functions that stored
+            objects may name; and ``allow_dtype_cast``, as for :func:`shardckpt.dist_checkpointing.load`.
+
+    Example::
+
+        dcp.load(state, checkpoint_id="step-1", planner=EPLoadPlanner(expert_layouts(model, mesh, "layers.*.experts")))
     """
 
     def __init__(
@@ -99,8 +109,8 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
         super().__init__(**kwargs)
         self._experts = Experts(layouts, sections, is_expert)
 
-    def layout_of(self, key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:  # noqa: ARG002 - layouts say all
-        """The layout that the caller gave."""
+    def layout_of(self, key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:  # noqa: ARG002 - layouts need no metadata
+        """Return the layout that the caller passed for a value, or None if it is not an expert's."""
         return self._experts.layout_of(key, value)
 
 
@@ -111,7 +121,21 @@ def local_plan(
     *,
     strict: bool,
 ) -> tuple[LoadPlan, list[str]]:
-    """This rank's plan, and the keys of the expert tensors in it; see :class:`LocalExpertsLoadPlanner`."""
+    """Plan what this rank reads; see :class:`LocalExpertsLoadPlanner`.
+
+    Args:
+        state_dict: The flat state dict to fill.
+        metadata: The checkpoint's.
+        layout_of: As :meth:`LocalExpertsLoadPlanner.layout_of`.
+        strict: Whether a key that is not stored is an error.
+
+    Returns:
+        The plan, and the keys of the expert tensors in it.
+
+    Raises:
+        KeyMismatchError: an expert tensor is not stored, and ``strict``.
+        ShapeMismatchError: the tensor of all experts is stored in another shape.
+    """
     layouts = {key: layout for key, value in state_dict.items() if (layout := layout_of(key, value, metadata))}
     absent = [key for key in layouts if key not in metadata.state_dict_metadata]
     if absent and strict:
@@ -119,18 +143,18 @@ def local_plan(
     rest = {key: value for key, value in state_dict.items() if key not in layouts}
     plan = create_default_local_load_plan(rest, metadata, strict)
     stored = {key: layout for key, layout in layouts.items() if key not in absent}
-    items = list(_items(state_dict, stored, metadata))
+    items = list(_create_items(state_dict, stored, metadata))
     return dataclasses.replace(plan, items=[*items, *plan.items]), list(stored)
 
 
-def _items(
+def _create_items(
     state_dict: Mapping[str, Any], layouts: Mapping[str, ExpertLayout], metadata: Metadata
 ) -> Iterator[ReadItem]:
     for key, layout in layouts.items():
         if is_quantized(local_of(state_dict[key])):
             raise ShardingError(
-                f"{key!r} is quantized, which DCP cannot fill by parts: load it by dist_checkpointing.load, or into a "
-                "plain tensor"
+                f"{key!r} is quantized, and DCP cannot fill a part of a quantized tensor: load it with "
+                "dist_checkpointing.load, or into a plain tensor"
             )
         yield from expert_read_items(key, layout, stored_tensor(key, metadata))
 

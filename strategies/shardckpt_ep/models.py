@@ -1,4 +1,4 @@
-"""The layouts of all experts of a model, by the places of their modules."""
+"""The layouts of all expert parameters of a model, found by the names of their modules."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from shardckpt_ep.meshes import Names
 
 
-#: Modules that an error names.
-
-
 def expert_layouts(
     model: Module,
     mesh: DeviceMesh,
@@ -37,28 +34,35 @@ def expert_layouts(
     experts_per_rank: Sequence[int] | None = None,
     global_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, ExpertLayout]:
-    """The layout of every parameter of a model's expert modules, by its name without wrappers.
+    """Return the layout of every parameter of a model's expert modules.
 
-    Each rank does it for itself: where one raises, the others must hear of it. Buffers have no layout; one that is a
-    rank's own takes :meth:`ExpertLayout.from_local`.
+    A DTensor with the expert-parallel mesh dimension defines its layout itself. A DTensor without it is taken as FSDP's
+    part of this rank's experts, a plain tensor as this rank's experts. Buffers get no layout: for one with experts add
+    :meth:`ExpertLayout.from_local`.
 
-    A DTensor with the expert-parallel mesh dimension is taken as it is, one without it as FSDP's part of this rank's
-    experts, and a plain tensor as this rank's experts.
+    It is not collective, and may raise on one rank alone: call it where an error reaches the other ranks.
 
     Args:
         model: The model, or a part of it.
         mesh: The mesh with the expert-parallel dimension.
-        modules: Places of modules with experts, from any parent on; ``*`` stands for one name: ``"layers.*.experts"``.
-            A pipeline stage without experts names none: ``()``.
-        ep: See :class:`ExpertLayout`, as all that follow.
+        modules: Names of the modules with experts, or the last parts of them; ``*`` matches one part:
+            ``"layers.*.experts"``. A pipeline stage without experts passes ``()``.
+        ep: Name of that dimension; see :meth:`ExpertLayout.from_local` for this and all arguments that follow.
         fsdp: For plain tensors.
         fsdp_dim: For plain tensors.
         expert_dim: The axis that counts experts.
-        experts_per_rank: Where experts are dealt out unevenly.
-        global_shapes: Shapes with all experts, by parameter, where they cannot be worked out.
+        experts_per_rank: Needed where ranks have different numbers of experts.
+        global_shapes: Shapes with all experts, by parameter, where they cannot be computed.
+
+    Returns:
+        Layouts by parameter name; wrappers such as ``_orig_mod`` are left out of the names.
 
     Raises:
-        ShardingError: a parameter does not lie as the mesh says, or no parameter is in any such place.
+        ShardingError: a parameter's shape contradicts the mesh, or no module has such a name.
+
+    Example::
+
+        layouts = expert_layouts(model, mesh, "layers.*.moe.experts")
     """
     places = (modules,) if isinstance(modules, str) else tuple(modules)
     found: dict[str, ExpertLayout] = {}
@@ -90,24 +94,29 @@ def expert_layouts(
             )
     if places and not found:
         raise ShardingError(
-            f"no parameter of the model is in a module at {', '.join(map(repr, places))}; there are "
+            f"no parameter of the model is in a module at {', '.join(map(repr, places))}; its modules are "
             f"{listed(sorted({name.rpartition('.')[0] for name, _ in model.named_parameters()}), limit=8)}"
         )
     return found
 
 
 def expert_parameters(model: Module, modules: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of expert modules, by their names without wrappers."""
+    """Yield the parameters of expert modules, each with its name without wrappers.
+
+    Args:
+        model: The model.
+        modules: As for :func:`expert_layouts`.
+    """
     for name, param in model.named_parameters():
         fqn = clean(name)
         parents = fqn.split(".")[:-1]
-        if any(_is_at(parents[:end], place) for end in range(1, len(parents) + 1) for place in modules):
+        if any(_ends_with(parents[:end], place) for end in range(1, len(parents) + 1) for place in modules):
             yield fqn, param
 
 
-def _is_at(path: Sequence[str], place: str) -> bool:
-    """Whether the last names of a path are those of a place."""
-    wanted = place.split(".")
+def _ends_with(path: Sequence[str], pattern: str) -> bool:
+    """Return whether the last parts of a path match a pattern."""
+    wanted = pattern.split(".")
     tail = path[-len(wanted) :]
     return len(tail) == len(wanted) and all(map(fnmatchcase, tail, wanted))
 

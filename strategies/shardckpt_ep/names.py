@@ -1,4 +1,4 @@
-"""Whose key a key is: a parameter's own, or that of its state in an optimizer; exact names, never endings."""
+"""Match keys to expert parameters and their optimizer state: by exact names, never by endings."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-#: Modules that wrap another and leave no trace in what torch's state-dict functions name.
+#: Names of wrapper modules, which torch's state-dict functions leave out of parameter names.
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
-#: What a state dict may put before the names of a model and of its optimizer.
+#: Keys that a state dict may put before the names of a model and of its optimizer.
 SECTIONS = ("model", "optimizer")
 
 
 class ExpertName(NamedTuple):
-    """What a key means.
+    """The parameter that a key belongs to.
 
     Attributes:
-        fqn: The parameter, without wrappers.
-        slot: The name of the optimizer's state (``exp_avg``); empty for the parameter itself.
+        fqn: The parameter's name, without wrappers.
+        slot: The name of its optimizer state (``exp_avg``); empty for the parameter itself.
     """
 
     fqn: str
@@ -27,14 +27,14 @@ class ExpertName(NamedTuple):
 
 
 class ExpertNames:
-    """The parameters of experts, and which keys are theirs.
+    """The names of expert parameters, and the keys that belong to them.
 
-    A key is a parameter's if it is its name, and its state's if it is ``state.<name>.<slot>``; before either may stand
-    a section of the state dict. Where two names fit, the longer one counts.
+    A parameter's key is its name; the key of its optimizer state is ``state.<name>.<slot>``. Before either may stand a
+    section of the state dict. Where two names match, the longer one counts.
 
     Args:
-        fqns: The parameters' names; wrappers in them (``_orig_mod.``) do not count.
-        sections: What may stand before them.
+        fqns: The parameters' names; wrappers in them (``_orig_mod.``) are ignored.
+        sections: What may stand before a name in a key.
     """
 
     def __init__(self, fqns: Iterable[str], sections: Iterable[str] = SECTIONS) -> None:
@@ -43,22 +43,23 @@ class ExpertNames:
         self._patterns = frozenset(map(_pattern, self._fqns))
 
     def find(self, key: str) -> ExpertName | None:
-        """Whose key it is, or None where it is no expert's."""
-        return next((name for name in self._readings(key) if name.fqn in self._fqns), None)
+        """Return the parameter that the key belongs to, or None if it is not an expert's."""
+        return next((name for name in self._candidates(key) if name.fqn in self._fqns), None)
 
     def resembles(self, key: str) -> bool:
-        """Whether the key is that of a parameter, or its state's, whose name differs from an expert's in numbers."""
-        return any(_pattern(name.fqn) in self._patterns for name in self._readings(key))
+        """Return whether the key differs only in numbers from one of an expert parameter or its state."""
+        return any(_pattern(name.fqn) in self._patterns for name in self._candidates(key))
 
-    def _readings(self, key: str) -> Iterator[ExpertName]:
-        """What the key may mean, longer names first."""
+    def _candidates(self, key: str) -> Iterator[ExpertName]:
+        """Yield every way to read the key, longer parameter names first."""
         parts = clean(key).split(".")
-        yield from _meanings(parts)
+        yield from _parse(parts)
         if parts[0] in self.sections:
-            yield from _meanings(parts[1:])
+            yield from _parse(parts[1:])
 
 
-def _meanings(parts: Sequence[str]) -> Iterator[ExpertName]:
+def _parse(parts: Sequence[str]) -> Iterator[ExpertName]:
+    """Yield every way to read a key without a section. Names and slots may both contain dots."""
     yield ExpertName(".".join(parts), "")
     if parts[:1] == ["state"]:
         for end in range(len(parts) - 1, 1, -1):
@@ -66,11 +67,12 @@ def _meanings(parts: Sequence[str]) -> Iterator[ExpertName]:
 
 
 def clean(fqn: str) -> str:
-    """The name without the wrappers in it."""
+    """Return the name without the wrappers in it."""
     return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
 
 
 def _pattern(fqn: str) -> str:
+    """Return the name with each number replaced by ``#``."""
     return re.sub(r"\d+", "#", fqn)
 
 

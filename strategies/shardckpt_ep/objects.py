@@ -1,4 +1,4 @@
-"""Objects of single experts: router statistics, quantization state, anything that is not a tensor."""
+"""Objects of single experts: router statistics, quantization state, whatever is not a tensor."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ if TYPE_CHECKING:
 
 
 class ExpertObject(ShardedObject):
-    """An object of one expert; its grid counts experts."""
+    """An object of one expert. Its global shape is the number of experts, its offset the number of this one."""
 
 
 def expert_object(key: str, obj: object, expert: int, num_experts: int, replica_id: ReplicaId = 0) -> ExpertObject:
-    """Describe an object of one expert: whichever rank has the expert at a load gets it.
+    """Describe an object of one expert. At a load, the rank that holds the expert then gets the object.
 
     Args:
-        key: Name of the objects of all experts.
-        obj: The object, or None where it is to be loaded.
-        expert: Which expert's, counted over all ranks.
-        num_experts: How many experts there are.
-        replica_id: 0, or a tuple of zeros, on the rank that writes it, anything else on ranks with copies.
+        key: Key of the objects of all experts.
+        obj: The object to save, or None in a load template.
+        expert: The expert's number, counted over all ranks.
+        num_experts: Number of experts on all ranks.
+        replica_id: 0, or a tuple of zeros, on the rank that writes it; anything else on ranks with copies.
+
+    Returns:
+        The object's description, a value for a sharded state dict.
 
     Raises:
         ShardingError: there is no such expert.
+
+    Example::
+
+        state["stats"] = [expert_object("router.stats", stats[n], first + n, 64) for n in range(len(stats))]
     """
     return ExpertObject(key, obj, (num_experts,), (expert,), replica_id)
 

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardckpt_register(registry: StrategyRegistry) -> None:
-    """Add the pair of strategies."""
+    """Register the save and the load strategy."""
     registry.add_lazy(
         "ep",
         1,
         save="shardckpt_ep.save:EPSaveStrategy",
         load="shardckpt_ep.load:EPLoadStrategy",
-        writes="expert parallelism: all experts of a tensor in true order, in files that plain DCP reads",
-        reads="what (ep, 1) and (torch_dist, 1) wrote, at any expert parallelism",
+        writes="expert parallelism: each tensor with all experts, ordered by number, in files that plain DCP reads",
+        reads="what (ep, 1) and (torch_dist, 1) wrote, at any size of expert parallelism",
     )

@@ -1,4 +1,4 @@
-"""What a rank reads of a stored tensor of experts: DCP's arithmetic over this rank's boxes, turned to its tensor."""
+"""What a rank reads of a stored expert tensor: DCP's read items, with destinations in this rank's tensor."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 
 
 def stored_tensor(key: str, metadata: Metadata) -> TensorStorageMetadata:
-    """What the checkpoint has of a tensor that it does have.
+    """Return the metadata of a stored tensor.
+
+    Args:
+        key: A key that is stored.
+        metadata: The checkpoint's.
 
     Raises:
-        ShapeMismatchError: what is stored is an object.
+        ShapeMismatchError: an object is stored under the key.
     """
     stored = metadata.state_dict_metadata[key]
     if not isinstance(stored, TensorStorageMetadata):
@@ -36,14 +40,16 @@ def stored_tensor(key: str, metadata: Metadata) -> TensorStorageMetadata:
 
 
 def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetadata) -> list[ReadItem]:
-    """The items that fill this rank's tensor from however many stored chunks; none outside the mesh.
-
-    Their destinations are counted in the rank's own tensor, so that every DCP planner resolves them.
+    """Create the read items that fill this rank's tensor from any number of stored chunks.
 
     Args:
         key: The key.
-        layout: Where the rank's tensor lies.
-        stored: What the checkpoint has.
+        layout: The layout of the rank's tensor.
+        stored: The metadata of the stored tensor.
+
+    Returns:
+        The items, none outside the mesh. Their destinations are offsets in the rank's own tensor, so that every DCP
+        planner resolves them.
 
     Raises:
         ShapeMismatchError: the tensor of all experts is stored in another shape.
@@ -60,24 +66,25 @@ def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetad
     chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box, _ in pieces]
     items = create_read_items_for_chunk_list(key, stored, chunks)
     for number, piece in enumerate(pieces):
-        _check_whole(key, piece.box, [_read(item) for item in items if item.dest_index.index == number])
-    return [_in_local(item, pieces) for item in items]
+        _check_filled(key, piece.box, [_destination(item) for item in items if item.dest_index.index == number])
+    return [_to_local(item, pieces) for item in items]
 
 
-def _in_local(item: ReadItem, pieces: Sequence[Piece]) -> ReadItem:
-    """The item with its destination counted from the rank's tensor, not from one of its pieces."""
+def _to_local(item: ReadItem, pieces: Sequence[Piece]) -> ReadItem:
+    """Return the item with offsets in the rank's tensor instead of in one of its boxes."""
     place = pieces[item.dest_index.index or 0].place
     offsets = torch.Size(start + step for start, step in zip(place, item.dest_offsets, strict=True))
     index = MetadataIndex(item.dest_index.fqn, torch.Size((0,) * len(place)))
     return dataclasses.replace(item, dest_index=index, dest_offsets=offsets)
 
 
-def _read(item: ReadItem) -> Box:
-    """What an item fills of its piece."""
+def _destination(item: ReadItem) -> Box:
+    """Return the part of its box that an item fills."""
     return Box(tuple(item.dest_offsets), tuple(item.lengths))
 
 
-def _check_whole(key: str, wanted: Box, found: Iterable[Box]) -> None:
+def _check_filled(key: str, wanted: Box, found: Iterable[Box]) -> None:
+    """Raise if boxes overlap or leave a part of the wanted box, which would keep its old values."""
     boxes = list(found)
     if find_overlap(boxes) is not None:
         raise CorruptCheckpointError(f"{key!r}: its stored chunks overlap in {wanted}")

@@ -1,4 +1,4 @@
-"""Saving as (ep, 1): what (torch_dist, 1) writes, with experts checked against their layouts."""
+"""Save as (ep, 1): the format of (torch_dist, 1), with experts checked against their layouts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class EPSaveStrategy(TorchDistSaveShardedStrategy):
-    """Writes the files that (torch_dist, 1) and plain DCP read; tensors of experts hold all of them, in true order.
+    """Writes files that (torch_dist, 1) and plain DCP read. Each expert tensor holds all experts, ordered by number.
 
     Args:
-        layouts: Layouts of this rank's expert parameters: shards that are described otherwise are refused. None
-            where :func:`shardckpt_ep.expert_sharded_state_dict` has described them, or DTensors need no layouts.
+        layouts: Layouts of this rank's expert parameters: shards that are described otherwise are an error. None where
+            :func:`shardckpt_ep.expert_sharded_state_dict` has described them, or where DTensors need no layouts.
         sections: What may stand before a parameter's name in a key.
-        keep_only_main_replica: As for (torch_dist, 1), like all that follow.
-        thread_count: Files a rank.
-        cached_metadata: Without effect.
-        separation_hint: Keys that begin with it go to files of their own.
+        keep_only_main_replica: As for (torch_dist, 1), like all arguments that follow.
+        thread_count: Number of files that each rank writes.
+        cached_metadata: Accepted, without effect.
+        separation_hint: Keys that begin with it go to separate files.
     """
 
     backend = "ep"
@@ -54,15 +54,28 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
 
     @property
     def plan_cache_key(self) -> Hashable:
-        """What (torch_dist, 1) plans by, and whose layouts the experts were compared with."""
+        """The key of (torch_dist, 1), and what the experts were checked against."""
+        # A cached plan skips `prepare` and its check, so it must not serve a strategy with other layouts.
         return super().plan_cache_key, self if self._has_layouts else self._sections
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Check the experts, then plan as (torch_dist, 1) does."""
+        """Collective: check the experts against their layouts, then plan as (torch_dist, 1) does.
+
+        Args:
+            shards: This rank's shards.
+            common: The state that is not sharded.
+            context: The options of this save.
+
+        Returns:
+            As :meth:`shardckpt.strategy.SaveStrategy.prepare`.
+
+        Raises:
+            ShardingError: a shard is not described as its layout says.
+        """
         with context.comm.collective_phase("comparing experts with their layouts"):
             for shard in shards:
                 if isinstance(shard, ShardedTensor):
-                    self._experts.check_described(shard)
+                    self._experts.check_shard(shard)
         return super().prepare(shards, common, context)
 
 

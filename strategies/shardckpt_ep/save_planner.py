@@ -1,4 +1,4 @@
-"""A DCP save planner that understands expert parallelism; usable with ``dcp.save`` as it is."""
+"""A DCP save planner for expert parallelism, to pass to ``dcp.save``."""
 
 from __future__ import annotations
 
@@ -29,29 +29,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertSavePlan(SavePlan):
-    """A rank's plan, and what all that have experts of a tensor must agree on.
+    """A rank's plan, with what the coordinator needs to check the experts of all ranks.
 
     Attributes:
-        claims: One a tensor or box of this rank's experts.
+        claims: One for each box of this rank's expert tensors, also for copies that are not written.
     """
 
     claims: tuple[Claim, ...] = field(default=())
 
 
 class EPSavePlanner(DefaultSavePlanner):
-    """Plans expert tensors as this rank's boxes of the tensor of all experts; all else as DCP does.
+    """Plans expert tensors as this rank's boxes of the tensor of all experts; plans everything else as DCP does.
 
-    What is written is what DCP writes for a DTensor of all experts; of copies it chooses one, by bytes a rank. It does
-    not compare them: only :func:`shardckpt_ep.expert_sharded_state_dict` finds plain tensors on the wrong mesh.
+    It writes what DCP writes for a DTensor of all experts. Of several copies DCP writes one, balancing the bytes of
+    ranks. Copies are not compared: only :func:`shardckpt_ep.expert_sharded_state_dict` detects plain tensors that were
+    described with the wrong mesh.
 
     Args:
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
         sections: What may stand before a parameter's name in a key.
         is_expert: As for :func:`shardckpt_ep.expert_sharded_state_dict`.
-        **kwargs: Of DCP's DefaultSavePlanner; without its plan cache, which takes one job's plan for another's.
+        **kwargs: Arguments of DCP's DefaultSavePlanner, except ``enable_plan_caching``.
 
     Raises:
-        CheckpointingException: the plan cache is asked for.
+        CheckpointingException: ``enable_plan_caching`` is passed.
+
+    Example::
+
+        dcp.save(state, checkpoint_id="step-1", planner=EPSavePlanner(expert_layouts(model, mesh, "layers.*.experts")))
     """
 
     def __init__(
@@ -64,8 +69,8 @@ class EPSavePlanner(DefaultSavePlanner):
     ) -> None:
         if kwargs.get("enable_plan_caching"):
             raise CheckpointingException(
-                "EPSavePlanner does not take enable_plan_caching: DCP's cache is one for all planners of a name, and "
-                "compares neither dtypes nor layouts"
+                "EPSavePlanner does not take enable_plan_caching: DCP shares one cache among all planners of a class "
+                "name, and compares neither dtypes nor layouts. Leave it out"
             )
         super().__init__(**kwargs)
         self._experts = Experts(layouts, sections, is_expert)
@@ -75,7 +80,7 @@ class EPSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Describe the experts; see :class:`torch.distributed.checkpoint.SavePlanner`."""
+        """Take the experts out of the state dict and describe them; DCP calls it before it plans."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._claims.clear()
         self._shards.clear()
@@ -89,25 +94,32 @@ class EPSavePlanner(DefaultSavePlanner):
         self.state_dict = rest
 
     def create_local_plan(self) -> SavePlan:
-        """One item a box of this rank's experts, then DCP's own."""
+        """Return this rank's plan: an item for each box of its experts, then DCP's own items."""
         plan = super().create_local_plan()
-        items = [_item(index, shard) for index, shard in self._shards.items()]
-        kept = {part.name: getattr(plan, part.name) for part in fields(plan)}
-        kept["items"] = [*items, *plan.items]
-        self.plan = ExpertSavePlan(**kept, claims=tuple(self._claims))
+        items = [_create_item(index, shard) for index, shard in self._shards.items()]
+        # fields(): versions of torch have different fields
+        values = {each.name: getattr(plan, each.name) for each in fields(plan)}
+        values["items"] = [*items, *plan.items]
+        self.plan = ExpertSavePlan(**values, claims=tuple(self._claims))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """DCP's global plan, once every expert is known to be there exactly once.
+        """Check that every expert is there exactly once, and return DCP's global plan; the coordinator calls it.
+
+        Args:
+            all_plans: The plans of all ranks, in rank order.
+
+        Returns:
+            The plan of each rank, and the checkpoint's metadata.
 
         Raises:
-            ShardingError: names the experts that no rank has, or several.
+            ShardingError: it names the experts that no rank has, or several.
         """
         refuse_faults([plan.claims if isinstance(plan, ExpertSavePlan) else () for plan in all_plans])
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The part of a tensor that is written for an item."""
+        """Return the tensor or bytes that are written for an item."""
         shard = self._shards.get(write_item.index)
         if shard is None or shard.data is None:
             return super().resolve_data(write_item)
@@ -118,11 +130,11 @@ class EPSavePlanner(DefaultSavePlanner):
             box = Box(shard.global_offset, shard.local_shape)
             main = is_main_replica(shard.replica_id)
             self._claims.append(Claim(key, shard.global_shape, str(shard.dtype), layout.expert_dim, main, box))
-            if box.volume:
+            if box.volume:  # an empty box is not written, but its claim is checked
                 self._shards[MetadataIndex(key, torch.Size(box.offset))] = shard
 
 
-def _item(index: MetadataIndex, shard: ShardedTensor) -> WriteItem:
+def _create_item(index: MetadataIndex, shard: ShardedTensor) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(shard.global_offset), torch.Size(shard.local_shape))
     properties = TensorProperties(dtype=shard.dtype)
     return WriteItem(

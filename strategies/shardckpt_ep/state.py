@@ -1,4 +1,4 @@
-"""State dicts with experts, described for ``dist_checkpointing.save`` and ``load``."""
+"""Describe state dicts with experts for ``dist_checkpointing.save`` and ``load``."""
 
 from __future__ import annotations
 
@@ -37,32 +37,42 @@ def expert_sharded_state_dict(
     check_replicas: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> ShardedStateDict:
-    """Describe a state dict whose expert tensors hold this rank's experts alone; all ranks call it together.
+    """Collective: describe a state dict whose expert tensors hold this rank's experts alone.
 
-    What has a layout becomes its boxes of the tensor of all experts: parameters by their names, and optimizer state
-    (``state.<name>.<slot>``, in nests or with dotted keys) that lies as its parameter does. All else is described as
-    :func:`shardckpt.adapters.to_sharded_state_dict` does. A load fills the caller's tensors and returns them.
+    A tensor with a layout becomes its boxes of the tensor of all experts: parameters by their names, and optimizer
+    state (``state.<name>.<slot>``, in nested dicts or with dotted keys) with the layout of its parameter. Everything
+    else is described as :func:`shardckpt.adapters.to_sharded_state_dict` does. A load fills the caller's tensors and
+    returns them.
 
     Args:
-        state_dict: A nest of dicts and lists; it stays as it is. Shards that it has already stay, too.
+        state_dict: Nested dicts and lists, which are not changed. Shards in it are kept as they are.
         layouts: The layout of every expert parameter that this rank has; see :func:`shardckpt_ep.expert_layouts`.
-        prefix: Put before every key as it is.
+        prefix: Put before every key, without a dot.
         sections: Keys that a name may stand under: ``{"model": {...}, "optimizer": {...}}``.
-        is_expert: Says of a key whether it is an expert's, so that one without a layout is refused; by default those
-            are that differ from a parameter with a layout in numbers alone.
+        is_expert: Takes a key and returns whether it is an expert's, so that one without a layout is an error. By
+            default a key is that differs only in numbers from a parameter with a layout.
         validate: Whether the ranks check together that they have every expert once.
-        check_replicas: Whether a save compares what ranks have of the same experts in plain tensors, of which nothing
-            but the caller says where they lie: one pass over the memory of those that several ranks have.
+        check_replicas: Whether a save compares the copies of experts in plain tensors, whose position nothing confirms
+            but the caller's mesh. It reads the memory of tensors with copies once.
         process_group: The ranks that save or load together; by default all.
 
+    Returns:
+        The state dict with shards in place of tensors.
+
     Raises:
-        ShardingError: names experts that no rank has, or several have that are no copies; an expert tensor without a
-            layout; a layout without a tensor, or with one of another shape.
+        ShardingError: experts that no rank has, or that several ranks have without being copies, by their numbers; an
+            expert tensor without a layout; a layout without a tensor, or with one of another shape.
+
+    Example::
+
+        layouts = expert_layouts(model, mesh, "layers.*.experts")
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dist_checkpointing.save(expert_sharded_state_dict(state, layouts), "step-1", ("ep", 1))
     """
     comm = Comm(process_group)
     with comm.collective_phase("describing experts"):
-        describer = _Describer(Experts(layouts, sections, is_expert), prefix, compared=check_replicas)
-        state = describer.described(state_dict, "")
+        describer = _Describer(Experts(layouts, sections, is_expert), prefix, check_replicas=check_replicas)
+        state = describer.describe(state_dict, "")
         describer.check_complete()
         state = to_sharded_state_dict(state, prefix=prefix)
     if validate:
@@ -71,36 +81,36 @@ def expert_sharded_state_dict(
 
 
 class _Describer:
-    """Goes through a state dict, and notes what it describes."""
+    """Walks a state dict, replaces its expert tensors, and collects the shards that it makes."""
 
-    def __init__(self, experts: Experts, prefix: str, *, compared: bool) -> None:
+    def __init__(self, experts: Experts, prefix: str, *, check_replicas: bool) -> None:
         self._experts = experts
         self._prefix = prefix
-        self._compared = compared
+        self._check_replicas = check_replicas
         self._keys: list[str] = []
         #: Shards of experts, and objects of single ones.
         self.shards: list[ShardedBase] = []
         #: The axis that counts experts, by tensor key.
         self.expert_dims: dict[str, int] = {}
 
-    def described(self, value: Any, path: str) -> Any:
-        """The nest with its expert tensors replaced."""
+    def describe(self, value: Any, path: str) -> Any:
+        """Return a copy of nested dicts and lists with the expert tensors replaced."""
         if isinstance(value, dict):
-            return {name: self.described(inner, _joined(path, name)) for name, inner in value.items()}
+            return {name: self.describe(inner, _join(path, name)) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self.described(inner, _joined(path, index)) for index, inner in enumerate(value)]
+            return [self.describe(inner, _join(path, index)) for index, inner in enumerate(value)]
         if isinstance(value, ExpertObject):
             self.shards.append(value)
         return value if isinstance(value, ShardedBase) else self._leaf(value, path)
 
     def check_complete(self) -> None:
-        """Raise :class:`ShardingError` if a layout is for nothing in the state dict."""
-        absent = self._experts.absent(self._keys)
-        if absent:
+        """Raise :class:`ShardingError` if a layout belongs to nothing in the state dict."""
+        missing = self._experts.find_missing(self._keys)
+        if missing:
             raise ShardingError(
-                f"{len(absent)} layouts are of parameters that the state dict does not have: {', '.join(absent[:4])}; "
-                "layouts go by the parameters' names in it (get_model_state_dict, get_optimizer_state_dict), before "
-                f"which nothing stands but one of {', '.join(sorted(self._experts.names.sections))} (sections=)"
+                f"{len(missing)} layouts are of parameters that the state dict does not have: "
+                f"{', '.join(missing[:4])}. Name layouts as get_model_state_dict and get_optimizer_state_dict name "
+                f"parameters, after one of {', '.join(sorted(self._experts.names.sections))} (sections=) or nothing"
             )
 
     def _leaf(self, value: Any, path: str) -> Any:
@@ -109,19 +119,20 @@ class _Describer:
         if layout is None:
             return value
         if not layout.inside:
-            return LocalNonpersistentObject(value)
-        build = partial(_build, layout, self._compared and not isinstance(value, DTensor))
+            return LocalNonpersistentObject(value)  # other ranks save it; a load returns this rank's value
+        # A DTensor's own mesh says where it lies; for a plain tensor only its copies can show a wrong mesh.
+        build = partial(_build, layout, self._check_replicas and not isinstance(value, DTensor))
         factory = InPlaceFactory(f"{self._prefix}{path}", value, build)
         self.shards.extend(factory.build())
         self.expert_dims[factory.key] = layout.expert_dim
         return factory
 
 
-def _build(layout: ExpertLayout, compared: bool, key: str, data: torch.Tensor, *_: Any) -> list[ShardedTensor]:
-    return expert_shards(key, data, layout, compared=compared)
+def _build(layout: ExpertLayout, check_replicas: bool, key: str, data: torch.Tensor, *_: Any) -> list[ShardedTensor]:
+    return expert_shards(key, data, layout, check_replicas=check_replicas)
 
 
-def _joined(path: str, name: Any) -> str:
+def _join(path: str, name: Any) -> str:
     return f"{path}.{name}" if path else str(name)
 
 

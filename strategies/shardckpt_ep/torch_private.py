@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The placement by which torch says that another mesh dimension has cut the same axis first, as FSDP2 does over experts.
+# The placement of a tensor axis that another mesh dimension has already sharded, as FSDP2 does inside experts.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = ["StridedShard"]

@@ -1,4 +1,4 @@
-"""(torch_dist, 1): what Megatron-Core 0.9 to 0.20 and torch.distributed.checkpoint write and read."""
+"""The format (torch_dist, 1), which Megatron-Core 0.9 to 0.20 and torch.distributed.checkpoint write and read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.plan import ShardedLoadPlanner, ShardedSavePlanner, put_rest
     from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 
-#: The module of each name: it is imported when the name is first asked for.
+#: The module of each name. It is imported when the name is first used: importing the package does not import torch.
 _MODULES = {
     "CheckpointStorageReader": "dcp",
     "CheckpointStorageWriter": "dcp",

@@ -1,4 +1,4 @@
-"""Judging a checkpoint without digests: the files that its index names, the places in them, and what lies there."""
+"""Check a checkpoint that has no digests: that the files of its index exist, and hold the archives that it lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardckpt.planning import integers
 from shardckpt.strategy import StoredFile
 from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, Archive
 from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, Item, needs_common_file, read_index
-from shardckpt_torch_dist.plan import padded
+from shardckpt_torch_dist.plan import padded_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,28 +22,29 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointReader
     from shardckpt_torch_dist.dialects import StoredIndex
 
-#: How an archive ends: the end record of a zip, without a comment.
+#: The last bytes of an archive: the end record of a zip, without a comment.
 _END_MAGIC, _END_BYTES = b"PK\x05\x06", 22
 _BEGIN_MAGIC = b"PK\x03\x04"
 
 
 def list_files(reader: CheckpointReader) -> list[StoredFile]:
-    """The files that a checkpoint of any dialect must have; see :class:`shardckpt.strategy.ChecksFiles`."""
+    """Return the files that a checkpoint of any dialect must have; see :class:`shardckpt.strategy.ChecksFiles`."""
     index = read_index(reader)
     named = [INDEX_FILE] if reader.manifest.record is not None and reader.has(INDEX_FILE) else []
     if index.common is None and (needs_common_file(reader.manifest, index) or reader.has(COMMON_FILE)):
         named.append(COMMON_FILE)
-    return [*(StoredFile(name) for name in (METADATA_FILE, *named)), *_data_files(index)]
+    return [*(StoredFile(name) for name in (METADATA_FILE, *named)), *_list_data_files(index)]
 
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-    """What is wrong with each of them; see :class:`shardckpt.strategy.ChecksFiles`."""
+    """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
     index = read_index(reader)
-    return {file.name: _fault(file, reader, index) for file in list_files(reader)} | _lost_files(reader, index)
+    errors = {file.name: _find_error(file, reader, index) for file in list_files(reader)}
+    return errors | _find_lost_files(reader, index)
 
 
-def _data_files(index: StoredIndex) -> Iterator[StoredFile]:
-    """The data files in the order of their names, with the keys in each and where its last item ends."""
+def _list_data_files(index: StoredIndex) -> Iterator[StoredFile]:
+    """Yield the data files in the order of their names, each with its keys and the end of its last item."""
     chunks = index.chunks
     pairs = sorted(set(zip(chunks.file.tolist(), chunks.box.whole.tolist(), strict=True)))
     last = torch.zeros(len(index.files), dtype=torch.int64, device="cpu")
@@ -52,22 +53,22 @@ def _data_files(index: StoredIndex) -> Iterator[StoredFile]:
     keys: dict[str, list[str]] = {}
     for file, tensor in pairs:
         keys.setdefault(index.files[file], []).append(index.keys[tensor])
-    for key, item in _objects(index).items():
+    for key, item in _named_objects(index).items():
         ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
         keys.setdefault(item.file, []).append(key)
     for name in sorted(keys):
         yield StoredFile(name, ends[name], tuple(keys[name]))
 
 
-def _objects(index: StoredIndex) -> dict[str, Item]:
-    """Every object by its name in ``.metadata``, or by its unique key, which is the same where there is our index."""
-    return index.named or index.objects
+def _named_objects(index: StoredIndex) -> dict[str, Item]:
+    """Return every object by its name in ``.metadata``."""
+    return index.named or index.objects  # our own index has no names: they are the unique keys
 
 
-def _fault(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> CheckpointingException | None:
+def _find_error(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> CheckpointingException | None:
     try:
         _check_file(file, reader, index)
-    except CheckpointReplacedError:  # it says nothing of what is there now
+    except CheckpointReplacedError:  # another save replaced the checkpoint: the error is not about these files
         raise
     except CheckpointingException as exc:
         return exc
@@ -85,16 +86,16 @@ def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) 
         _check_archive(reader, Item(COMMON_FILE, 0, size), str(path))
     elif file.name != INDEX_FILE:
         if size < file.nbytes:
-            raise CorruptCheckpointError(f"{path} ends at {size:,} bytes, and {METADATA_FILE} names {file.nbytes:,}")
-        archives = _archives(index, file.name)
+            raise CorruptCheckpointError(f"{path} ends at {size:,} bytes, and {METADATA_FILE} lists {file.nbytes:,}")
+        archives = _list_archives(index, file.name)
         for archive in archives:
             _check_item(reader, archive)
         aligned = not any(archive.item.offset % ARCHIVE_ALIGN for archive in archives)
-        _check_rest(reader, file, size, aligned=aligned)
+        _check_tail(reader, file, size, aligned=aligned)
 
 
 class _Stored(NamedTuple):
-    """An archive that the index names; ``dtype`` and ``volume`` are those of the tensor in it, if there is one."""
+    """An archive that the index lists; ``dtype`` and ``volume`` are those of its tensor, None and 0 for an object."""
 
     key: str
     item: Item
@@ -102,8 +103,8 @@ class _Stored(NamedTuple):
     volume: int = 0
 
 
-def _archives(index: StoredIndex, name: str) -> list[_Stored]:
-    """What a file holds, in its order; boxes of one archive (flattened shards have several) are one of them."""
+def _list_archives(index: StoredIndex, name: str) -> list[_Stored]:
+    """Return the archives of a file in order; an archive with several boxes (of a flattened shard) is listed once."""
     found: dict[Item, _Stored] = {}
     chunks = index.chunks
     rows = (chunks.file == index.files.index(name)).nonzero().view(-1) if name in index.files else integers([])
@@ -111,12 +112,12 @@ def _archives(index: StoredIndex, name: str) -> list[_Stored]:
     for start, length, tensor, volume in zip(*(column[rows].tolist() for column in columns), strict=True):
         item = Item(name, start, length)
         found[item] = _Stored(index.keys[tensor], item, index.dtypes[tensor], volume)
-    found.update({item: _Stored(key, item) for key, item in _objects(index).items() if item.file == name})
+    found.update({item: _Stored(key, item) for key, item in _named_objects(index).items() if item.file == name})
     return sorted(found.values(), key=lambda archive: archive.item)
 
 
 def _check_item(reader: CheckpointReader, stored: _Stored) -> None:
-    """Whether an archive is whole, and of the dtype and the size that the index says."""
+    """Check that an archive is complete, and has the dtype and the size that the index says."""
     item = stored.item
     source = f"{stored.key}: {reader.directory / item.file} at {item.offset}"
     archive = _check_archive(reader, item, source)
@@ -131,7 +132,7 @@ def _check_item(reader: CheckpointReader, stored: _Stored) -> None:
 
 
 def _check_archive(reader: CheckpointReader, item: Item, source: str) -> Archive:
-    """Whether a whole archive, and no more, lies there; only its directory is read."""
+    """Check that exactly one complete archive is at a place, by its directory; return the archive."""
 
     def read(offset: int, nbytes: int) -> bytes:
         return reader.read_range(item.file, item.offset + offset, min(nbytes, item.length - offset), source)
@@ -142,48 +143,48 @@ def _check_archive(reader: CheckpointReader, item: Item, source: str) -> Archive
     return archive
 
 
-def _check_rest(reader: CheckpointReader, file: StoredFile, size: int, *, aligned: bool) -> None:
-    """Whether a file ends with its last item: behind it may be what aligns the next, or items that were removed."""
+def _check_tail(reader: CheckpointReader, file: StoredFile, size: int, *, aligned: bool) -> None:
+    """Check the bytes behind a file's last item: they are alignment, or items that were removed from the index."""
     rest = size - file.nbytes
     if not rest:
         return
     what = f"the end of {file.name}"
     first = reader.read_range(file.name, file.nbytes, min(rest, 2 * ARCHIVE_ALIGN), what)
-    if aligned and size == padded(file.nbytes) and not any(first):
+    if aligned and size == padded_length(file.nbytes) and not any(first):
         return
     end = reader.read_range(file.name, size - min(rest, 2 * ARCHIVE_ALIGN), min(rest, 2 * ARCHIVE_ALIGN), what)
     if not (first.lstrip(b"\0").startswith(_BEGIN_MAGIC) and _END_MAGIC in end):
         raise CorruptCheckpointError(
-            f"{reader.directory / file.name} has {size:,} bytes, of which {METADATA_FILE} names {file.nbytes:,}: what "
-            "is behind them is not of this checkpoint"
+            f"{reader.directory / file.name} has {size:,} bytes, of which {METADATA_FILE} lists {file.nbytes:,}: the "
+            "bytes behind them do not belong to this checkpoint"
         )
 
 
 def _check_coverage(index: StoredIndex, source: str) -> None:
-    """Whether the tensors have all of their elements somewhere."""
+    """Check that the chunks of each tensor have as many elements as its shape."""
     volumes = torch.zeros(len(index.keys), dtype=torch.float64, device="cpu")
     volumes.index_add_(0, index.chunks.box.whole, index.chunks.box.volume().double())
     for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):
         if volume < math.prod(shape):
             raise CorruptCheckpointError(
-                f"{source}: of tensor {key!r} of shape {tuple(shape)} it names {volume:,.0f} elements: some are lost"
+                f"{source}: of tensor {key!r} of shape {tuple(shape)} it lists {volume:,.0f} elements: some are lost"
             )
 
 
-def _lost_files(reader: CheckpointReader, index: StoredIndex) -> dict[str, CheckpointingException]:
-    """Files that are missing, as others show: of Megatron's without ``metadata.json``, of ours without our record."""
+def _find_lost_files(reader: CheckpointReader, index: StoredIndex) -> dict[str, CheckpointingException]:
+    """Return errors for the record and ``metadata.json`` if they are missing and other files show that they existed."""
     if reader.manifest.record is not None:
         return {}
     found: dict[str, CheckpointingException] = {}
     if reader.has(INDEX_FILE):
         found[RECORD_NAME] = CorruptCheckpointError(
-            f"{reader.directory / RECORD_NAME}, which has the digests, is missing: {INDEX_FILE} is there, which is "
-            f"written with it (if another library has saved there since, {INDEX_FILE} is of no use: remove it)"
+            f"{reader.directory / RECORD_NAME}, which has the digests, is missing, and {INDEX_FILE}, which is written "
+            f"with it, exists (if another library has saved there since, remove {INDEX_FILE}: it is obsolete)"
         )
     if reader.manifest.recognised_as is not None and (index.by_megatron or reader.has(COMMON_FILE)):
         found[MARKER_NAME] = CorruptCheckpointError(
-            f"{reader.directory / MARKER_NAME} is missing, which Megatron writes last, and this is no plain DCP "
-            "directory: the save did not end, or it was lost"
+            f"{reader.directory / MARKER_NAME} is missing, which Megatron writes last, and this is not a plain DCP "
+            "directory: the save did not finish, or the file was lost"
         )
     return found
 

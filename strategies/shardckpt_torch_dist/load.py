@@ -1,4 +1,4 @@
-"""Loading every dialect of (torch_dist, 1), and plain DCP directories."""
+"""Load every dialect of (torch_dist, 1), and plain DCP directories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardckpt_torch_dist.dialects import (
     read_index,
 )
 from shardckpt_torch_dist.plan import LoadPlan, read_object
-from shardckpt_torch_dist.remove import leave_out
+from shardckpt_torch_dist.remove import plan_removal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,25 +33,49 @@ if TYPE_CHECKING:
 
 
 class TorchDistLoadShardedStrategy(LoadStrategy):
-    """Reads what Megatron-Core 0.9 to 0.20, torch.distributed.checkpoint and shardckpt write."""
+    """Reads the checkpoints of Megatron-Core 0.9 to 0.20, torch.distributed.checkpoint and shardckpt."""
 
     backend = "torch_dist"
     version = 1
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Plan, and once every rank has a sound plan, read into the destinations."""
+        """Collective: plan, and after all ranks have planned, read into the destinations.
+
+        Args:
+            wanted: This rank's shards; those with data are filled in place.
+            context: The checkpoint's files, and the ranks that load together.
+
+        Returns:
+            A tensor for each ShardedTensor and an object for each ShardedObject, in order.
+
+        Raises:
+            CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
+            CheckpointingException: A shard does not match what is stored, or the checkpoint is damaged.
+        """
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
             plan = LoadPlan(wanted, index, context.reader, context.allow_globals)
-        if not context.comm.all_alike(index.save.encode()):  # all have planned, too
+        # This collective also waits until every rank has planned: no destination changes if one cannot.
+        if not context.comm.all_alike(index.save.encode()):
             with context.comm.local_phase("comparing the metadata that the ranks have read"):
                 raise replaced_error(context.reader.directory, "the ranks have read different metadata")
         with context.comm.local_phase("reading shards"):
             plan.read()
-        return [_value(shard) for shard in wanted]
+        return [_loaded_value(shard) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """The common state, from wherever the dialect keeps it."""
+        """Read the common state, from where the dialect keeps it: an object, ``common.pt``, or single values.
+
+        Args:
+            context: The checkpoint's files.
+
+        Returns:
+            The common state, with its tensors on the CPU.
+
+        Raises:
+            CorruptCheckpointError: It is damaged, or the file that has it is missing.
+            UnsafePickleError: Its pickle names a global outside the allow-list.
+        """
         reader = context.reader
         index = read_index(reader)
         if index.common is not None:
@@ -63,62 +87,70 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         if needs_common_file(reader.manifest, index):
             path = f"{reader.directory}/{COMMON_FILE}"
             raise CorruptCheckpointError(
-                f"{path} is missing, and it has the common state: copy it from where the checkpoint came from. "
+                f"{path} is missing: it has the common state. Copy it from where the checkpoint came from. "
                 "Without it, open_checkpoint reads the tensors alone; for a checkpoint that never had any common "
                 f"state, torch.save({{}}, {path!r}) makes an empty one"
             )
-        return _loose_state(index, context)
+        return _load_loose_values(index, context)
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """Tensors at their true global shapes, and objects."""
+        """Return the stored tensors without data, unsharded with their true global shapes, and the stored objects."""
         return read_index(context.reader).shards()
 
     def recognises(self, directory: Path) -> int | None:
-        """Plain DCP directories: ``.metadata`` without Megatron's marker."""
+        """Return the version if the directory has ``.metadata``, as plain DCP directories do, or None."""
         return self.version if (directory / METADATA_FILE).is_file() else None
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
-        """What changes without some keys, in any dialect."""
-        return leave_out(prefix, reader)
+        """Plan the removal of the tensors and objects whose keys begin with a prefix, in any dialect.
+
+        Args:
+            prefix: The prefix of their keys.
+            reader: The checkpoint's files.
+
+        Returns:
+            What changes in the directory; nothing is changed yet.
+        """
+        return plan_removal(prefix, reader)
 
     def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
-        """The files that the checkpoint must have, in any dialect."""
+        """Return the files that the checkpoint must have, in any dialect."""
         return list_files(reader)
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
-        """What is wrong with them, as far as that shows without digests."""
+        """Return the error of each listed file by name, or None, as far as a check without digests finds one."""
         return check_files(reader)
 
     def owned_files(self, directory: Path) -> set[str]:
-        """The files that any dialect writes."""
+        """Return the names of the files in a directory that any dialect writes."""
         named = {METADATA_FILE, INDEX_FILE, COMMON_FILE, MARKER_NAME, INTEGRITY_NAME}
         return {path.name for path in directory.iterdir() if path.name in named or path.suffix == ".distcp"}
 
 
-def _value(shard: ShardedBase) -> Any:
+def _loaded_value(shard: ShardedBase) -> Any:
     if isinstance(shard, ShardedTensor):
         shard.init_data("cpu")
     return shard.data
 
 
-def _loose_state(index: StoredIndex, context: LoadContext) -> StateDict:
-    """The values that plain DCP stored one by one, as the nest that they were saved from."""
+def _load_loose_values(index: StoredIndex, context: LoadContext) -> StateDict:
+    """Return the values that plain DCP stored one by one, as the nested dicts and lists that were saved."""
     state: Any = {}
     for path, item in sorted(index.loose.items(), key=lambda entry: tuple(map(str, entry[0]))):
         name = ".".join(map(str, path))
         value = load_bytes(read_object(context.reader, item, name), f"object {name!r}", context.allow_globals)
-        place = state
+        node = state
         for part in path[:-1]:
-            place = place.setdefault(part, {})
-        place[path[-1]] = value
-    return _with_lists(state)  # type: ignore[no-any-return]
+            node = node.setdefault(part, {})
+        node[path[-1]] = value
+    return _restore_lists(state)  # type: ignore[no-any-return]
 
 
-def _with_lists(nest: Any) -> Any:
-    """Dicts whose keys are 0, 1, 2 ... back as lists."""
-    if not isinstance(nest, dict):
-        return nest
-    values = {key: _with_lists(value) for key, value in nest.items()}
+def _restore_lists(node: Any) -> Any:
+    """Turn dicts whose keys are all integers back into lists."""
+    if not isinstance(node, dict):
+        return node
+    values = {key: _restore_lists(value) for key, value in node.items()}
     if values and all(isinstance(key, int) for key in values):
         return [values[key] for key in sorted(values)]
     return values

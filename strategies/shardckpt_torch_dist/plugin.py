@@ -1,4 +1,4 @@
-"""The entry point: registers (torch_dist, 1) without importing torch."""
+"""The entry point of the plugin. It registers (torch_dist, 1) without importing torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardckpt_register(registry: StrategyRegistry) -> None:
-    """Add the pair of strategies, as the default of every save."""
+    """Register the save and the load strategy, as the default of every save."""
     registry.add_lazy(
         "torch_dist",
         1,

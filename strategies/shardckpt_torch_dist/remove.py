@@ -1,4 +1,4 @@
-"""Leaving keys out of a stored checkpoint of any dialect: a new index, and what goes on of the data files."""
+"""Remove keys from a stored checkpoint of any dialect: plan a new index, and which bytes of the data files to keep."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from shardckpt_torch_dist.dialects import (
     StoredIndex,
     dump,
     encode,
-    object_key,
+    parse_object_key,
     read_index,
 )
-from shardckpt_torch_dist.plan import our_archive
+from shardckpt_torch_dist.plan import build_own_archive
 from shardckpt_torch_dist.torch_private import StorageInfo
 
 if TYPE_CHECKING:
@@ -46,37 +46,44 @@ if TYPE_CHECKING:
 DATA_SUFFIX = ".distcp"
 
 
-def leave_out(prefix: str, reader: CheckpointReader) -> Removal:
-    """What changes in a checkpoint without the tensors and Megatron's objects whose keys begin with the prefix.
+def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
+    """Plan the removal of the tensors and of Megatron's objects whose keys begin with a prefix.
+
+    Args:
+        prefix: The prefix of their keys.
+        reader: The checkpoint's files.
+
+    Returns:
+        The files to write anew, to drop and to rewrite; nothing is changed yet.
 
     Raises:
-        CorruptCheckpointError: the index is damaged, or is of no dialect that is known.
+        CorruptCheckpointError: The index is damaged, or of an unknown dialect.
     """
-    index = read_index(reader)  # has every check of what is read below
+    index = read_index(reader)  # this checks the metadata that is read again below
     record = reader.manifest.record
     if record is not None and reader.has(INDEX_FILE):
-        return _of_ours(index, prefix, reader, record.save_id)
-    return _of_others(index, prefix, reader)
+        return _plan_own_format(index, prefix, reader, record.save_id)
+    return _plan_foreign_format(index, prefix, reader)
 
 
-def _of_ours(index: StoredIndex, prefix: str, reader: CheckpointReader, save_id: str) -> Removal:
+def _plan_own_format(index: StoredIndex, prefix: str, reader: CheckpointReader, save_id: str) -> Removal:
     keys = frozenset(key for key in (*index.keys, *index.objects) if key.startswith(prefix))
     if not keys:
         return Removal(keys, {}, frozenset())
     kept = without(index, keys)
-    before, after = _holdings(index), _holdings(kept)
+    before, after = _archives_by_file(index), _archives_by_file(kept)
     rewritten = {
-        name: _packed(name, items, _cuts(kept, name), reader)
+        name: _repack(name, items, _digest_boundaries(kept, name), reader)
         for name, items in after.items()
         if len(items) < len(before[name])
     }
-    moved = _moved(kept, rewritten)
-    renewed = {METADATA_FILE: encode(moved, save_id), INDEX_FILE: dump(moved)}
+    updated = _with_new_offsets(kept, rewritten)
+    renewed = {METADATA_FILE: encode(updated, save_id), INDEX_FILE: dump(updated)}
     return Removal(keys, renewed, frozenset(index.files).difference(kept.files), rewritten)
 
 
-def _holdings(index: StoredIndex) -> dict[str, dict[Item, str]]:
-    """The archives in every file of ours, with their keys."""
+def _archives_by_file(index: StoredIndex) -> dict[str, dict[Item, str]]:
+    """Return the archives of each file with their keys, for our own index: each archive has one key."""
     found: dict[str, dict[Item, str]] = {name: {} for name in index.files}
     chunks = index.chunks
     columns = (chunks.file, chunks.start, chunks.length, chunks.box.whole)
@@ -88,13 +95,13 @@ def _holdings(index: StoredIndex) -> dict[str, dict[Item, str]]:
     return found
 
 
-def _packed(
-    name: str, items: Mapping[Item, str], cuts: Mapping[Item, tuple[int, ...]], reader: CheckpointReader
+def _repack(
+    name: str, items: Mapping[Item, str], boundaries: Mapping[Item, tuple[int, ...]], reader: CheckpointReader
 ) -> list[KeptItem]:
-    """Archives of a file behind one another, each on a multiple of 64 bytes if all of them were.
+    """Place the archives of a file behind one another, each at a multiple of 64 bytes if all of them are now.
 
     Raises:
-        CorruptCheckpointError: they have more bytes together than the file: a rewrite would be larger than that.
+        CorruptCheckpointError: They claim more bytes together than the file has, so the rewrite could be of any size.
     """
     size, claimed = reader.size(name), sum(item.length for item in items)
     if claimed > size:
@@ -103,15 +110,15 @@ def _packed(
     found, position = [], 0
     for item in sorted(items):
         position += -position % align
-        found.append(KeptItem(items[item], item.offset, item.length, position, cuts.get(item, ())))
+        found.append(KeptItem(items[item], item.offset, item.length, position, boundaries.get(item, ())))
         position += item.length
     return found
 
 
-def _cuts(index: StoredIndex, name: str) -> dict[Item, tuple[int, ...]]:
-    """Where the head and the payload of large archives in a file end, if they are such as we write.
+def _digest_boundaries(index: StoredIndex, name: str) -> dict[Item, tuple[int, ...]]:
+    """Return where the head and the payload of the large archives of a file end, for archives as we write them.
 
-    A load reads each by itself, and whole digests' worth of bytes of it.
+    A load reads head and payload separately, in whole ranges of digests, so a range must end at each boundary.
     """
     chunks = index.chunks
     found: dict[Item, tuple[int, ...]] = {}
@@ -120,23 +127,23 @@ def _cuts(index: StoredIndex, name: str) -> dict[Item, tuple[int, ...]]:
     rows = ((chunks.file == index.files.index(name)) & (chunks.length > SMALL_RECORD)).nonzero().view(-1)
     for number in set(chunks.box.whole[rows].tolist()):
         for chunk in index.tensor(number).chunks.values():
-            ours = our_archive(index.dtypes[number], chunk.box.shape, chunk.item.length)
+            ours = build_own_archive(index.dtypes[number], chunk.box.shape, chunk.item.length)
             if ours is not None:
                 found[chunk.item] = (len(ours.head), chunk.item.length - len(ours.tail))
     return found
 
 
-def _moved(index: StoredIndex, rewritten: Mapping[str, list[KeptItem]]) -> StoredIndex:
-    """The same with the new places of what is in the files that are rewritten."""
-    places, chunks = _places(rewritten), index.chunks
+def _with_new_offsets(index: StoredIndex, rewritten: Mapping[str, list[KeptItem]]) -> StoredIndex:
+    """Return the index with the new offsets of the items in the rewritten files."""
+    offsets, chunks = _new_offsets(rewritten), index.chunks
     rows = zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True)
-    starts = [places.get((index.files[file], start, length), start) for file, start, length in rows]
-    objects = {key: item._replace(offset=places.get(item, item.offset)) for key, item in index.objects.items()}
+    starts = [offsets.get((index.files[file], start, length), start) for file, start, length in rows]
+    objects = {key: item._replace(offset=offsets.get(item, item.offset)) for key, item in index.objects.items()}
     return replace(index, chunks=replace(chunks, start=integers(starts)), objects=objects)
 
 
 def without(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
-    """The same without some tensors and objects, and without files that hold nothing else."""
+    """Return the index without some tensors and objects, and without the files that hold nothing else."""
     kept = [key not in keys for key in index.keys]
     stays, counts = torch.tensor(kept, dtype=torch.bool, device="cpu"), index.bounds.diff()
     rows = spread(stays, counts).nonzero().view(-1)
@@ -148,47 +155,49 @@ def without(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
         list(compress(index.dtypes, kept)),
         list(compress(index.shapes, kept)),
         torch.cat([index.bounds[:1], counts[stays].cumsum(0)]),
-        _rows(index.chunks, rows, stays.cumsum(0) - 1, [name in needed for name in index.files]),
+        _select_chunks(index.chunks, rows, stays.cumsum(0) - 1, [name in needed for name in index.files]),
         [name for name in index.files if name in needed],
         objects,
     )
 
 
-def _rows(chunks: Chunks, rows: torch.Tensor, renumbered: torch.Tensor, needed: list[bool]) -> Chunks:
-    """Some of the chunks, with the new numbers of their tensors, and of their files among those that are needed."""
+def _select_chunks(chunks: Chunks, rows: torch.Tensor, renumbered: torch.Tensor, needed: list[bool]) -> Chunks:
+    """Return some of the chunks, with the new numbers of their tensors and of their files."""
     box, files = chunks.box.rows(rows), integers(list(accumulate(needed)))
     box = Table(renumbered[box.whole], box.offset, box.extent)
     others = (column[rows] for column in (chunks.start, chunks.length, chunks.first, chunks.volume))
     return Chunks(box, files[chunks.file[rows]] - 1, *others)
 
 
-def _places(rewritten: Mapping[str, list[KeptItem]]) -> dict[tuple[str, int, int], int]:
-    """Where what was somewhere (file, offset, length) in a file that is rewritten begins in the new one."""
+def _new_offsets(rewritten: Mapping[str, list[KeptItem]]) -> dict[tuple[str, int, int], int]:
+    """Return the new offset of each item of the rewritten files, by its (file, offset, length) now."""
     return {(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
 
 
-def _of_others(index: StoredIndex, prefix: str, reader: CheckpointReader) -> Removal:
+def _plan_foreign_format(index: StoredIndex, prefix: str, reader: CheckpointReader) -> Removal:
     source = f"{reader.directory}/{METADATA_FILE}"
     raw = load_metadata(reader.read(METADATA_FILE), source)
     try:
-        keys = frozenset(key for key, entry in raw.state_dict_metadata.items() if _matches(key, entry, prefix))
-        dropped, kept = _files_of(keys, raw)
-        rewritten = {name: _packed(name, items, _cuts(index, name), reader) for name, items in kept.items()}
-        renewed = {METADATA_FILE: pickle.dumps(_without(raw, keys, rewritten), protocol=4)} if keys else {}
+        keys = frozenset(key for key, entry in raw.state_dict_metadata.items() if _is_removed(key, entry, prefix))
+        dropped, kept = _split_files(keys, raw)
+        rewritten = {
+            name: _repack(name, items, _digest_boundaries(index, name), reader) for name, items in kept.items()
+        }
+        renewed = {METADATA_FILE: pickle.dumps(_copy_metadata(raw, keys, rewritten), protocol=4)} if keys else {}
     except (AttributeError, TypeError, ValueError, LookupError, RecursionError, pickle.PicklingError) as exc:
         raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
     return Removal(keys, renewed, dropped, rewritten)
 
 
-def _matches(key: str, entry: Any, prefix: str) -> bool:
-    """Whether the entry is a tensor or one of Megatron's objects, not common state, and has such a key."""
+def _is_removed(key: str, entry: Any, prefix: str) -> bool:
+    """Return whether the key has the prefix, and the entry is a tensor or a sharded object, not the common state."""
     if not key.startswith(prefix):
         return False
-    return hasattr(entry, "chunks") or (key != COMMON_KEY and object_key(key) is not None)
+    return hasattr(entry, "chunks") or (key != COMMON_KEY and parse_object_key(key) is not None)
 
 
-def _files_of(keys: Collection[str], raw: Any) -> tuple[frozenset[str], dict[str, dict[Item, str]]]:
-    """The data files that hold nothing but these keys, and what else is in those that hold other keys, too."""
+def _split_files(keys: Collection[str], raw: Any) -> tuple[frozenset[str], dict[str, dict[Item, str]]]:
+    """Return the data files that hold only these keys, and the other items of the data files that hold more."""
     holders = {info.relative_path for index, info in raw.storage_data.items() if index.fqn in keys}
     others: dict[str, dict[Item, str]] = {}
     for index, info in raw.storage_data.items():
@@ -199,47 +208,51 @@ def _files_of(keys: Collection[str], raw: Any) -> tuple[frozenset[str], dict[str
     return frozenset(data - others.keys()), {name: others[name] for name in sorted(data & others.keys())}
 
 
-def _without(raw: Any, keys: Collection[str], rewritten: Mapping[str, list[KeptItem]]) -> Metadata:
-    """The same in torch's own classes, without some keys, and with the new places of what is in rewritten files.
+def _copy_metadata(raw: Any, keys: Collection[str], rewritten: Mapping[str, list[KeptItem]]) -> Metadata:
+    """Return the metadata in torch's own classes, without some keys, and with the new offsets of the other items.
 
-    Plans of ranks (``all_local_plans``) are left out: they are of a save that had all keys, and only let Megatron skip
-    its planning of the next save.
+    The plans of the ranks (``all_local_plans``) are left out: they list all keys, and they only let Megatron skip the
+    planning of its next save.
     """
-    places = _places(rewritten)
+    offsets = _new_offsets(rewritten)
     metadata = Metadata(
-        state_dict_metadata={key: _entry(entry) for key, entry in raw.state_dict_metadata.items() if key not in keys},
-        planner_data=_kept(getattr(raw, "planner_data", None), keys),
+        state_dict_metadata={
+            key: _copy_entry(entry) for key, entry in raw.state_dict_metadata.items() if key not in keys
+        },
+        planner_data=_drop_keys(getattr(raw, "planner_data", None), keys),
         storage_data=dict(
-            _place(index, info, places) for index, info in raw.storage_data.items() if index.fqn not in keys
+            _copy_location(index, info, offsets) for index, info in raw.storage_data.items() if index.fqn not in keys
         ),
-        storage_meta=_storage_meta(getattr(raw, "storage_meta", None)),
+        storage_meta=_copy_storage_meta(getattr(raw, "storage_meta", None)),
     )
     if getattr(raw, "version", None) is not None:
         metadata.version = raw.version
     if getattr(raw, "mcore_data", None) is not None:  # the true shapes of flattened tensors
-        metadata.mcore_data = _kept(raw.mcore_data, keys)  # type: ignore[attr-defined]
+        metadata.mcore_data = _drop_keys(raw.mcore_data, keys)  # type: ignore[attr-defined]
     return metadata
 
 
-def _kept(by_key: Any, keys: Collection[str]) -> Any:
+def _drop_keys(by_key: Any, keys: Collection[str]) -> Any:
     return {key: value for key, value in by_key.items() if key not in keys} if isinstance(by_key, dict) else by_key
 
 
-def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    """A tensor or an object; of the properties every reader uses the dtype alone, torch has deprecated the others."""
+def _copy_entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    """Copy an entry; of the properties only the dtype: readers use no other, and torch has deprecated them."""
     if not hasattr(entry, "chunks"):
         return BytesStorageMetadata()
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=entry.properties.dtype), torch.Size(entry.size), chunks)
 
 
-def _place(index: Any, info: Any, places: Mapping[tuple[str, int, int], int]) -> tuple[MetadataIndex, StorageInfo]:
+def _copy_location(
+    index: Any, info: Any, offsets: Mapping[tuple[str, int, int], int]
+) -> tuple[MetadataIndex, StorageInfo]:
     place = MetadataIndex(index.fqn, getattr(index, "offset", None), getattr(index, "index", None))
     name, offset, length = info.relative_path, int(info.offset), int(info.length)
-    return place, StorageInfo(name, places.get((name, offset, length), offset), length)
+    return place, StorageInfo(name, offsets.get((name, offset, length), offset), length)
 
 
-def _storage_meta(raw: Any) -> StorageMeta | None:
+def _copy_storage_meta(raw: Any) -> StorageMeta | None:
     if raw is None:
         return None
     checkpoint_id = getattr(raw, "checkpoint_id", None)
@@ -251,4 +264,4 @@ def _storage_meta(raw: Any) -> StorageMeta | None:
     )
 
 
-__all__ = ["leave_out", "without"]
+__all__ = ["plan_removal", "without"]

@@ -1,12 +1,12 @@
-"""Every private name of torch that this package needs, in one place, with the reason."""
+"""The private names of torch that this package needs, each with the reason; no other module imports any."""
 
 from __future__ import annotations
 
-# Referenced by name in the pickle of every tensor that torch.save writes; ours must name the same functions.
+# The pickle of every tensor that torch.save writes names these functions; our archives must name the same.
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor_v2
 from torch._utils import _rebuild_tensor_v3 as rebuild_tensor_v3
 
-# Pickled by its path into every ``.metadata``: readers need exactly this class.
+# Every ``.metadata`` names this class by its path: readers need exactly this one.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private

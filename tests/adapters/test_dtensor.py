@@ -231,7 +231,7 @@ def _refused(kind: str, directory: Path) -> None:
     [
         ("partial", r"'layer.weight' has the placement Partial\(.*its values are still to be reduced; redistribute"),
         ("strided", r"'layer.weight' has the placements .* is 2 boxes .*to_sharded_state_dict describes"),
-        ("wrong shape", r"'layer.weight': the local tensor has shape .* has .*needs shape= and"),
+        ("wrong shape", r"'layer.weight': the local tensor has shape .*pass shape= and stride="),
     ],
 )
 def test_what_cannot_be_described_is_refused_by_name(ranks: RankPool, tmp_path: Path, kind: str, reason: str) -> None:

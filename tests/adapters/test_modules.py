@@ -232,7 +232,7 @@ def test_an_optimizer_has_the_parameters_of_one_part() -> None:
     """Parameters of two parts, of no part, or of two optimizers are refused with the way out."""
     parts = [_Stage(made_model(1), [number]) for number in range(2)]
     params = [param for part in parts for param in part.parameters()]
-    with pytest.raises(ShardingError, match="optimizer 0 are spread over parts 0, 1"):
+    with pytest.raises(ShardingError, match="optimizer 0 are spread over modules 0, 1"):
         to_sharded_state_dict(parts, torch.optim.SGD(params))
     with pytest.raises(ShardingError, match="optimizer 1 are not all in the model"):
         to_sharded_state_dict(parts, torch.optim.SGD(parts[0].parameters()), torch.optim.SGD(Layer().parameters()))
@@ -300,9 +300,9 @@ def test_what_is_handed_back_is_what_was_described(tmp_path: Path) -> None:
     optimizer = _adamw(model)
     dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
     loaded = dist_checkpointing.load(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
-    with pytest.raises(ShardingError, match="has an optimizer, too"):
+    with pytest.raises(ShardingError, match="has an optimizer: pass"):
         load_into(loaded, model)
-    with pytest.raises(ShardingError, match="describe both"):
+    with pytest.raises(ShardingError, match=r"load to_sharded_state_dict\(model, optimizer\)"):
         load_into(loaded["model"], model, optimizer)
     with pytest.raises(ShardingError, match="set_optimizer_state_dict"):
         load_into({**loaded, "optimizer": {"state": {}, "param_groups": []}}, model, optimizer)

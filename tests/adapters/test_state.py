@@ -68,8 +68,11 @@ def test_shards_that_are_described_already_stay() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (({}, "model."), "expected an optimizer, got a str: .*prefix= by its name"),
-        (({}, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])), "optimizers are described with their modules"),
+        (({}, "model."), "expected an optimizer, got a str: .*prefix= as a keyword"),
+        (
+            ({}, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])),
+            "optimizers are described only with their modules",
+        ),
         ((torch.ones(2),), "a state dict, a module or a list of modules, got a Tensor"),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_whole_and_a_cut_checkpoint_are_not_the_same(tmp_path: Path, capsys: p
         file.truncate(3000)
     assert main(["verify", str(path)]) == 1
     out = capsys.readouterr().out
-    assert "__0_0.distcp ends at 3,000 bytes, and .metadata names 7,697" in out
+    assert "__0_0.distcp ends at 3,000 bytes, and .metadata lists 7,697" in out
     assert "damaged: 1 of 9 files" in out
 
 
@@ -171,7 +171,7 @@ def test_verify_finds_an_index_with_a_hole(tmp_path: Path, capsys: pytest.Captur
     del metadata.storage_data[index]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert main(["verify", str(path)]) == 1
-    assert "of tensor 'b' of shape (4, 5) it names 0 elements" in capsys.readouterr().out
+    assert "of tensor 'b' of shape (4, 5) it lists 0 elements" in capsys.readouterr().out
 
 
 def test_verify_lets_items_be_that_were_removed(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_save_over_a_checkpoint_is_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         dc.save({"v": ShardedTensor.from_rank_offsets("v", torch.ones(2)), "iteration": 2}, tmp_path / "c")
-    assert "is replaced when this save is whole" in caplog.text
+    assert "will replace the checkpoint there when it commits" in caplog.text
     assert set(dc.load_tensors_metadata(tmp_path / "c")) == {"v"}
     assert dc.load_common_state_dict(tmp_path / "c") == {"iteration": 2}
     assert (tmp_path / "c" / "tokenizer.json").read_text() == "kept"

@@ -96,8 +96,8 @@ def _refused(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("uneven", r"experts are dealt out over .* as no DTensor describes it .* use an ExpertLayout"),
-        ("length", r"this rank's tensor has shape \(4, 3\), but its place by the mesh is \([32], 3\)"),
+        ("uneven", r"experts are assigned over .* in a way that no DTensor describes .* use an ExpertLayout"),
+        ("length", r"this rank's tensor has shape \(4, 3\), but by the mesh it should have \([32], 3\)"),
         ("outside", r"this rank is not in the mesh \('ep',\)"),
         ("drop", r"the tensor is on the mesh \('efsdp', 'ep'\) of ranks .*, not on \('ep', 'efsdp'\)"),
     ],

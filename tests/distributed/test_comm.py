@@ -506,7 +506,7 @@ def test_what_is_collective_says_so() -> None:
     """A function of the room that always reaches a collective says ``Collective:`` first, and no other does."""
     nodes = [node for path in Path(comm_module.__file__).parent.glob("*.py") for node in ast.walk(_tree(path))]
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)}
-    for where_it_fails in ("local_phase", "_diagnosis"):
+    for where_it_fails in ("local_phase", "_diagnose"):
         assert not _says_collective(functions.pop(where_it_fails))
     collective = {"_call", "new_group", "diagnose"}
     while found := {name for name, node in functions.items() if _attributes(node) & collective} - collective:

@@ -118,7 +118,7 @@ def _shown(error: BaseException) -> str:
         ("local", "shardckpt.errors.RankFailedError", "LocalError: odd"),
         ("replaced", "shardckpt.errors.RankFailedError", "PluginError: odd"),
         ("text of a lock", "shardckpt.errors.RankFailedError", "LockTextError: locked: False"),
-        ("no text", "shardckpt.errors.RankFailedError", "BrokenTextError: (its text cannot be had)"),
+        ("no text", "shardckpt.errors.RankFailedError", "BrokenTextError: (the error has no text: its __str__ failed)"),
         ("foreign", "shardckpt.errors.RankFailedError", "KeyError: 'odd'"),
     ],
 )

@@ -28,7 +28,7 @@ def _claim(first: int, count: int, *, rows: int = 4, start: int = 0, main: bool 
 )
 def test_faults_name_experts(claims: list[list[Claim]], reason: str) -> None:
     """Each expert that is missing, cut short or doubled stands in the error, runs of them as ranges."""
-    with pytest.raises(ShardingError, match=re.escape("experts do not fit together:")) as caught:
+    with pytest.raises(ShardingError, match=re.escape("invalid sharding of experts:")) as caught:
         refuse_faults(claims)
     assert re.search(reason, str(caught.value))
 

@@ -93,7 +93,7 @@ def test_a_mesh_of_other_ranks_is_an_error_on_every_rank(ranks: RankPool, how: s
     for outcome in ranks.outcomes(4, _wrong_mesh, how):
         assert outcome.kind == ShardingError.__name__
         assert re.search(
-            r"lies on ranks \[.*give the mesh that the model was sharded on, not one made anew", outcome.message
+            r"own mesh has ranks \[.*pass the mesh that the model was sharded on, not a new one", outcome.message
         )
 
 
@@ -102,7 +102,7 @@ def test_a_plain_tensor_of_another_length_than_its_place_is_refused(ranks: RankP
     outcomes = ranks.outcomes(4, _wrong_mesh, "plain")
 
     assert [outcome.kind if outcome else None for outcome in outcomes] == [None, "ShardingError", "ShardingError", None]
-    assert "'w1': this rank's tensor has shape (4, 3), but its place by the mesh is (1, 3)" in outcomes[1].message
+    assert "'w1': this rank's tensor has shape (4, 3), but by the mesh it should have (1, 3)" in outcomes[1].message
 
 
 def _refused(kind: str) -> None:

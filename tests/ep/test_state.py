@@ -198,7 +198,7 @@ def _misdescribed(how: str) -> None:
         ("copies", r"experts 0-7 of .* are described by several ranks \(rank 0 and rank 2, which are not copies"),
         (
             "uneven",
-            r"ranks disagree on the tensor of all experts: shape \(6, 6, 3\).*\(8, 6, 3\).*give experts_per_rank",
+            r"ranks disagree on the tensor of all experts: shape \(6, 6, 3\).*\(8, 6, 3\).*pass experts_per_rank",
         ),
         ("plain", r"'layers.7.moe.experts.w1' is an expert's and has no layout: a plain tensor of shape \(4, 6, 3\)"),
         ("efsdp", r"'layers.7.moe.experts.w1' .* a DTensor without an expert-parallel mesh dimension"),

@@ -100,7 +100,7 @@ def _many_axes(metadata: Any) -> None:
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [(_deep_path, "cannot be at a tuple"), (_shared_chunks, "list of chunks of another"), (_many_axes, "10000 axes")],
+    [(_deep_path, "cannot be at a tuple"), (_shared_chunks, "shares its list of chunks"), (_many_axes, "10000 axes")],
 )
 def test_metadata_that_multiplies(tmp_path: Path, change: Any, text: str) -> None:
     """What .metadata says once is not worked on a million times."""

@@ -257,7 +257,7 @@ def test_other_quantization_is_refused(tmp_path: Path) -> None:
         load_from_huggingface(wanted, tmp_path / "u")
     pairs = torch.zeros(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     write(tmp_path / "f", {"w": pairs, "w_scale_inv": torch.ones(1, 1)})
-    with pytest.raises(ShardingError, match=r"'w' is stored as torch\.float4_e2m1fn_x2 and wanted as"):
+    with pytest.raises(ShardingError, match=r"'w' is stored as torch\.float4_e2m1fn_x2 and requested as"):
         load_from_huggingface(wanted, tmp_path / "f")
     write(tmp_path / "e", {"w": weight})
     assert torch.equal(load_from_huggingface(wanted, tmp_path / "e")["w"], torch.ones(4, 4))
@@ -277,7 +277,7 @@ def test_what_is_not_there_or_not_so_is_named(tmp_path: Path) -> None:
     fails = [
         ({"x": other("x", torch.float32, (2,))}, KeyMismatchError, "lacks 'x'", {}),
         ({"n": other("n", torch.int64, (4,))}, ShapeMismatchError, r"'n': stored \(3,\), wanted \(4,\)", {}),
-        ({"n": other("n", torch.float32, (3,))}, ShardingError, "'n' is stored as torch.int64 and wanted as", {}),
+        ({"n": other("n", torch.float32, (3,))}, ShardingError, "'n' is stored as torch.int64 and requested as", {}),
         ({"o": ShardedObject("o", None, (1,), (0,))}, KeyMismatchError, "o/shard_0_1", {}),
         ({}, KeyMismatchError, "'w' does not begin with the prefix 'net.'", {"prefix": "net."}),
     ]

@@ -60,7 +60,7 @@ def _check_stand_ins(values: dict[str, Any]) -> None:
     assert kind.args == (1,)
     assert config.origin == "megatron.core.optimizer.optimizer_config.OptimizerConfig"
     assert config.lr == 0.25
-    assert "stand-in" in repr(config)
+    assert "stub for" in repr(config)
     assert type(config).__module__.startswith("shardckpt")
 
 

@@ -16,7 +16,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor as OurShardedTensor
-from shardckpt.optimizer.layout import readings
+from shardckpt.optimizer.layout import match_axes
 from shardckpt.optimizer_state import load_sharded_optimizer_state_dict
 from tests.adapters.layouts import S0, S1, SHAPES, SS0, Meshes, R, layouts, values, world
 from tests.adapters.test_torch_sharded import MAKERS, SHAPE, _local
@@ -130,12 +130,12 @@ def test_factored_state_keeps_the_axes_that_it_has_left(ranks: RankPool, tmp_pat
 
 def test_shapes_are_read_as_parts_of_the_parameters() -> None:
     """A shape may be read in several ways, in one, or in none."""
-    assert readings((8, 1), (8, 6)) == [{0: 0}]
-    assert readings((6,), (8, 6)) == [{1: 0}]
-    assert readings((8,), (8, 8)) == [{0: 0}, {1: 0}]
-    assert readings((5, 3), (5, 4, 3)) == [{0: 0, 2: 1}]
-    assert readings((7,), (8, 6)) == []
-    assert readings((2, 2, 2), (2, 2)) == []
+    assert match_axes((8, 1), (8, 6)) == [{0: 0}]
+    assert match_axes((6,), (8, 6)) == [{1: 0}]
+    assert match_axes((8,), (8, 8)) == [{0: 0}, {1: 0}]
+    assert match_axes((5, 3), (5, 4, 3)) == [{0: 0, 2: 1}]
+    assert match_axes((7,), (8, 6)) == []
+    assert match_axes((2, 2, 2), (2, 2)) == []
 
 
 def _some_ranks(directory: Path) -> list[float]:

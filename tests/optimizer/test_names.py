@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardckpt.optimizer.names import Place, place_of
+from shardckpt.optimizer.names import StateName, parse_name
 
 PARAMS = {"0.weight", "layers.1.w", "layers.1.w.a", "layers.10.w", "3"}
 
@@ -12,27 +12,27 @@ PARAMS = {"0.weight", "layers.1.w", "layers.1.w.a", "layers.10.w", "3"}
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("state.0.weight.exp_avg", Place("state", "0.weight", ("exp_avg",))),
-        ("state.layers.1.w.step", Place("state", "layers.1.w", ("step",))),
-        ("state.layers.1.w.a.step", Place("state", "layers.1.w.a", ("step",))),
-        ("state.layers.10.w.blocks.0.left", Place("state", "layers.10.w", ("blocks", "0", "left"))),
+        ("state.0.weight.exp_avg", StateName("state", "0.weight", ("exp_avg",))),
+        ("state.layers.1.w.step", StateName("state", "layers.1.w", ("step",))),
+        ("state.layers.1.w.a.step", StateName("state", "layers.1.w.a", ("step",))),
+        ("state.layers.10.w.blocks.0.left", StateName("state", "layers.10.w", ("blocks", "0", "left"))),
         ("state.layers.1.wide.step", None),
         ("state.layers.2.w.step", None),
         ("state.0.weight", None),
-        ("param_groups.0.weight.lr", Place("param_groups", "0.weight", ("lr",))),
-        ("param_groups.0.weight", Place("param_groups", "0.weight", ())),
+        ("param_groups.0.weight.lr", StateName("param_groups", "0.weight", ("lr",))),
+        ("param_groups.0.weight", StateName("param_groups", "0.weight", ())),
         ("param_groups.7.lr", None),
-        ("scale.growth", Place("", None, ("scale", "growth"))),
+        ("scale.growth", StateName("", None, ("scale", "growth"))),
     ],
 )
-def test_the_longest_name_of_a_parameter_counts(name: str, place: Place | None) -> None:
+def test_the_longest_name_of_a_parameter_counts(name: str, place: StateName | None) -> None:
     """What follows a parameter's name is the state's; a name that only begins alike is another parameter's."""
-    assert place_of(name, PARAMS, None) == place
+    assert parse_name(name, PARAMS, None) == place
 
 
 def test_groups_stored_by_number_are_no_parameters() -> None:
     """Where groups are a list, a number is a group's, even if a parameter has that name."""
-    assert place_of("param_groups.3.lr", PARAMS, 4) == Place("param_groups", 3, ("lr",))
-    assert place_of("param_groups.3.lr", PARAMS, None) == Place("param_groups", "3", ("lr",))
-    assert place_of("param_groups.4.lr", PARAMS, 4) is None
-    assert place_of("param_groups.0.weight.lr", PARAMS, 1) == Place("param_groups", 0, ("weight.lr",))
+    assert parse_name("param_groups.3.lr", PARAMS, 4) == StateName("param_groups", 3, ("lr",))
+    assert parse_name("param_groups.3.lr", PARAMS, None) == StateName("param_groups", "3", ("lr",))
+    assert parse_name("param_groups.4.lr", PARAMS, 4) is None
+    assert parse_name("param_groups.0.weight.lr", PARAMS, 1) == StateName("param_groups", 0, ("weight.lr",))

@@ -282,7 +282,7 @@ def test_views_of_one_wrapper(tmp_path: Path) -> None:
     wrapper = _empty(Float8StandIn, FULL.shape)
     before = wrapper.bits()
     halves = [_rows_of(wrapper, slice(0, 32)), _rows_of(wrapper, slice(32, 64))]
-    with pytest.raises(ShardingError, match="'w' and 'w' are to be loaded into views of one quantized tensor"):
+    with pytest.raises(ShardingError, match="'w' and 'w' would be loaded into views of one quantized tensor"):
         dc.load({"w": halves}, tmp_path / "c")
     whole = _rows_of(wrapper, slice(0, 64))
     with pytest.raises(ShardingError, match="views of one quantized tensor"):

@@ -1,4 +1,4 @@
-"""Megatron's base classes of strategies, as ours: for ``isinstance``, and for strategies written by our interface."""
+"""Megatron's names of the strategy base classes: for ``isinstance``, and as bases of strategies for our interface."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shardckpt.strategy import AsyncSaveStrategy, LoadStrategy, SaveStrategy
 
 
 def _refuse_path(kind: type[Any], method: str, ours: str) -> None:
-    """Raise for a class that was written for Megatron: files that it writes to a path would escape the commit."""
+    """Raise for a class that was written for Megatron: it would write to a path, outside the atomic commit."""
     written = vars(kind).get(method)
     if inspect.isfunction(written) and list(inspect.signature(written).parameters)[2:] == ["checkpoint_dir"]:
         raise PluginError(
             f"{kind.__qualname__}.{method} takes a checkpoint_dir: here a strategy implements {ours} of "
-            f"shardckpt.{'SaveStrategy' if method == 'save' else 'LoadStrategy'}, and files, digests and the commit "
-            "are the core's business"
+            f"shardckpt.{'SaveStrategy' if method == 'save' else 'LoadStrategy'}; the core handles files, digests and "
+            "the commit"
         )
 
 
@@ -36,7 +36,7 @@ class SaveShardedStrategy(SaveStrategyBase):
 
 
 class AsyncSaveShardedStrategy(SaveShardedStrategy, AsyncSaveStrategy):
-    """A strategy whose writing can go on behind the training."""
+    """A strategy that can write in the background."""
 
 
 class LoadStrategyBase(LoadStrategy):

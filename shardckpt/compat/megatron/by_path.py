@@ -1,4 +1,4 @@
-"""Strategies that Megatron's callers call themselves, with a state dict and a path."""
+"""Mixins for strategies that Megatron's callers call directly, with a state dict and a path."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ class SavesByPath:
     """Lets a save strategy also be called as ``strategy.save(sharded_state_dict, checkpoint_dir)``."""
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any, context: Any = None) -> None:
-        """Save a whole checkpoint to a path, in the place of one that is there; or, with a context, do the core's work.
+        """Collective: save a checkpoint to a path, replacing an existing one; with a context, write for the core.
 
-        All ranks call it.
+        Args:
+            sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.save`; from the core, the shards.
+            checkpoint_dir: The path; from the core, the common state.
+            context: Given by the core alone.
         """
         if context is not None:
             super().save(sharded_state_dict, checkpoint_dir, context)  # type: ignore[misc]
@@ -39,7 +42,16 @@ class SavesByPath:
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathLike, async_strategy: str = "mcore"
     ) -> AsyncRequest:
-        """Plan such a save, and give back the request for a queue; ``async_strategy`` means nothing here."""
+        """Collective: plan a save that replaces an existing checkpoint.
+
+        Args:
+            sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.save`.
+            checkpoint_dir: The path.
+            async_strategy: Ignored.
+
+        Returns:
+            The request, for an AsyncCallsQueue.
+        """
         request = dist_checkpointing.save(
             sharded_state_dict,
             checkpoint_dir,
@@ -52,44 +64,52 @@ class SavesByPath:
 
 
 class LoadsByPath:
-    """Lets a load strategy also be called with a path in the place of the core's context."""
+    """Lets a load strategy also be called with a path instead of the core's context."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """The state dict with its shards loaded, common state left out; all ranks call it."""
+        """Collective: load the shards of a state dict, without the common state.
+
+        Args:
+            sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.load`; from the core, the shards.
+            checkpoint_dir: The path; from the core, its context.
+
+        Returns:
+            The state dict with tensors and objects for shards; to the core, the values of the shards.
+        """
         if isinstance(checkpoint_dir, LoadContext):
             return super().load(sharded_state_dict, checkpoint_dir)  # type: ignore[misc]
 
         def read(checkpoint: OpenCheckpoint) -> Any:
-            part = _WithoutCommon(checkpoint.strategy, checkpoint.context, checkpoint.operation)
+            without_common = _WithoutCommon(checkpoint.strategy, checkpoint.context, checkpoint.operation)
             mode = StrictHandling.ASSUME_OK_UNEXPECTED
-            return load_checkpoint(sharded_state_dict, part, validate=False, strict=mode)[0]
+            return load_checkpoint(sharded_state_dict, without_common, validate=False, strict=mode)[0]
 
         return self._read(checkpoint_dir, Comm(), read)
 
     def load_common(self, checkpoint_dir: Any) -> Any:
-        """The state that is not sharded; needs no other rank."""
+        """Return the common state, which is not sharded. Needs no other rank."""
         if isinstance(checkpoint_dir, LoadContext):
             return super().load_common(checkpoint_dir)  # type: ignore[misc]
         return self._read(checkpoint_dir, Comm(alone=True), lambda checkpoint: checkpoint.common())
 
     def load_tensors_metadata(self, checkpoint_dir: PathLike) -> dict[str, ShardedTensor]:
-        """What is stored; see :func:`shardckpt.dist_checkpointing.load_tensors_metadata`."""
+        """Return stored tensors by key, without data: :func:`shardckpt.dist_checkpointing.load_tensors_metadata`."""
         return dist_checkpointing.load_tensors_metadata(checkpoint_dir, self)  # type: ignore[arg-type]
 
     def load_sharded_metadata(self, checkpoint_dir: PathLike) -> dict[str, ShardedBase]:
-        """What is stored; see :func:`shardckpt.dist_checkpointing.load_sharded_metadata`."""
+        """Return all stored shards, without data: :func:`shardckpt.dist_checkpointing.load_sharded_metadata`."""
         return dist_checkpointing.load_sharded_metadata(checkpoint_dir, self)  # type: ignore[arg-type]
 
     def remove_sharded_tensors(self, checkpoint_dir: PathLike, key_prefix: str) -> None:
-        """See :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`; all ranks call it."""
+        """Collective: see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`."""
         dist_checkpointing.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
     def check_backend_compatibility(self: Any, loaded_backend: str) -> None:
-        """Raise :class:`StrategyMismatchError` if it does not read that backend."""
+        """Raise :class:`StrategyMismatchError` if this strategy does not read that backend."""
         self._check(Manifest(backend=loaded_backend, version=self.version))
 
     def check_version_compatibility(self: Any, loaded_version: int) -> None:
-        """Raise :class:`StrategyMismatchError` if it does not read that version of its backend."""
+        """Raise :class:`StrategyMismatchError` if this strategy does not read that version of its backend."""
         self._check(Manifest(backend=self.backend, version=loaded_version))
 
     def _check(self: Any, manifest: Manifest) -> None:
@@ -104,10 +124,10 @@ class LoadsByPath:
 
 
 class _WithoutCommon(OpenCheckpoint):
-    """A checkpoint of which the shards alone are wanted."""
+    """A checkpoint whose common state is not loaded."""
 
     def common(self) -> StateDict:
-        """Nothing."""
+        """Return an empty dict."""
         return {}
 
 

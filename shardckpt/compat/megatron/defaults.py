@@ -1,4 +1,4 @@
-"""The registry by Megatron's names."""
+"""The registry of strategies under Megatron's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardckpt.strategy import LoadStrategy
 
 
 class StrategyAction(Enum):
-    """What a strategy does; here the common state is the sharded strategies' business."""
+    """What a strategy does. The actions for the common state are refused: sharded strategies store it."""
 
     LOAD_COMMON = "load_common"
     LOAD_SHARDED = "load_sharded"
@@ -24,10 +24,20 @@ class StrategyAction(Enum):
 
 
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
-    """The registered strategy; it can be called with a path. What the user registered is never undone.
+    """Return the registered strategy for an action and a format.
+
+    Unlike Megatron's, this never replaces what the user registered.
+
+    Args:
+        action: Load or save.
+        backend: Name of the format.
+        version: Version of the format.
+
+    Returns:
+        The strategy, which can be called with a path.
 
     Raises:
-        UnknownBackendError: there is none.
+        UnknownBackendError: none is registered.
     """
     ours = _action(action)
     entry = host().registry.find(ours, backend, version)
@@ -40,25 +50,33 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
 
 
 def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
-    """As :func:`shardckpt.dist_checkpointing.register_default_strategy`."""
+    """Register a strategy: :func:`shardckpt.dist_checkpointing.register_default_strategy`."""
     dist_checkpointing.register_default_strategy(_action(action), backend, version, strategy)
 
 
 def register_built_in_strategies() -> None:
-    """Look the installed strategies up now; it is done at their first use otherwise."""
+    """Find the installed strategies now; otherwise this happens at their first use."""
     host()
 
 
 def callable_with_path(strategy: Any) -> Any:
-    """The strategy itself if it can be called with a path, else a twin that can, of Megatron's class if that exists."""
+    """Make a strategy callable with a path.
+
+    Args:
+        strategy: A save or load strategy.
+
+    Returns:
+        The strategy itself if it can be called with a path; else a copy that can, of Megatron's class if there is one.
+    """
     if isinstance(strategy, LoadsByPath | SavesByPath):
         return strategy
     kind = type(strategy)
     mixin = LoadsByPath if isinstance(strategy, LoadStrategy) else SavesByPath
     by_path: Any = BY_PATH.get(kind) or type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-    twin = object.__new__(by_path)
-    vars(twin).update(vars(strategy))
-    return twin
+    # without __init__, whose arguments are not known here
+    copied = object.__new__(by_path)
+    vars(copied).update(vars(strategy))
+    return copied
 
 
 def _action(action: Any) -> Action:
@@ -66,7 +84,7 @@ def _action(action: Any) -> Action:
         return Action(action.value)
     except ValueError:
         raise CheckpointingException(
-            f"{action}: there are no strategies for the common state alone; the sharded strategy stores it, and "
+            f"{action}: there are no strategies for the common state; the sharded strategy stores it, and "
             "dist_checkpointing.load_common_state_dict(checkpoint_dir) loads it"
         ) from None
 

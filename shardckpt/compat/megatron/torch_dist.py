@@ -17,18 +17,20 @@ class TorchDistSaveShardedStrategy(
 
     def __init__(self, *args: Any, cpu_shm_mode: bool = False, **kwargs: Any) -> None:
         if cpu_shm_mode:
-            raise CheckpointingException("cpu_shm_mode=True: leave it out; AsyncCallsQueue(persistent=True) stages so")
+            raise CheckpointingException(
+                "cpu_shm_mode=True: leave it out; AsyncCallsQueue(persistent=True) stages in shared memory"
+            )
         super().__init__(*args, **kwargs)
 
 
 class TorchDistLoadShardedStrategy(LoadsByPath, shardckpt_torch_dist.TorchDistLoadShardedStrategy, LoadShardedStrategy):
-    """Takes Megatron's arguments, which mean nothing here: a load reads the metadata once, and never a stale one."""
+    """Takes Megatron's arguments and ignores them: every load reads the metadata once, and never from a cache."""
 
     def __init__(self, cache_metadata: bool = False, checkpoint_name: str | None = None) -> None:  # noqa: ARG002
         super().__init__()
 
 
-#: By the classes that they extend.
+#: Classes that can be called with a path, by the classes that they extend.
 BY_PATH: dict[type[Any], type[Any]] = {
     shardckpt_torch_dist.TorchDistSaveShardedStrategy: TorchDistSaveShardedStrategy,
     shardckpt_torch_dist.TorchDistLoadShardedStrategy: TorchDistLoadShardedStrategy,

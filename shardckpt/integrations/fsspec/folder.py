@@ -1,4 +1,4 @@
-"""A URL's folder through fsspec; credentials and endpoints are what fsspec's own configuration says."""
+"""The folder at a URL, by fsspec; credentials and endpoints come from fsspec's own configuration."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class FsspecFolder:
 
     Args:
         url: The URL, without a slash at its end.
-        filesystem: fsspec's, for this protocol.
-        root: What the filesystem calls the folder.
+        filesystem: fsspec's filesystem of the protocol.
+        root: The folder's path in that filesystem.
     """
 
     def __init__(self, url: str, filesystem: Any, root: str) -> None:
@@ -32,28 +32,28 @@ class FsspecFolder:
         self._root = root
 
     def files(self) -> dict[str, int]:
-        """Bytes by name, as the store has them now."""
+        """Return the size in bytes of each object, by name, as the store has them now."""
         found = {}
         for name, entry in self._entries("file"):
             found[name] = int(self._filesystem.size(entry["name"]) if entry["size"] is None else entry["size"])
         return found
 
     def folders(self) -> list[str]:
-        """Names of the folders directly below, as the store has them now."""
+        """Return the names of the folders directly below, as the store has them now."""
         return [name for name, _ in self._entries("directory")]
 
     def remove_folder(self, name: str) -> None:
-        """Remove an empty folder where the store keeps such; one that is not empty stays."""
-        with suppress(OSError, NotImplementedError):  # on most stores there is nothing to remove
-            if not self._filesystem.ls(self._path(name)):  # some remove all that is in it
+        """Remove an empty folder, on stores that have folders; keep one that is not empty."""
+        with suppress(OSError, NotImplementedError):  # most object stores have no folders
+            if not self._filesystem.ls(self._path(name)):  # rmdir of some filesystems removes the content, too
                 self._filesystem.rmdir(self._path(name))
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """A range of an object."""
+        """Return ``nbytes`` bytes of an object from ``offset`` on."""
         return bytes(self._filesystem.cat_file(self._path(name), start=offset, end=offset + nbytes))
 
     def upload(self, name: str, path: Path) -> None:
-        """Make a local file an object, and a folder for it on stores that ask for one; never a bucket."""
+        """Upload a local file as an object. Creates the folder on stores that need one, but never a bucket."""
         try:
             self._filesystem.put_file(str(path), self._path(name))
         except FileNotFoundError:
@@ -63,18 +63,19 @@ class FsspecFolder:
             self._filesystem.put_file(str(path), self._path(name))
 
     def delete(self, name: str) -> None:
-        """Remove an object."""
+        """Delete an object."""
         self._filesystem.rm_file(self._path(name))
 
     def _entries(self, kind: str) -> Iterator[tuple[str, Any]]:
-        """What is directly below the URL, by name."""
-        self._filesystem.invalidate_cache()
+        """Yield the entries of one kind directly below the URL, by name."""
+        self._filesystem.invalidate_cache()  # another process may have written since the last listing
         try:
             entries = self._filesystem.ls(self._root, detail=True)
         except FileNotFoundError as exc:
             if not self._filesystem.exists(self._root):
                 return
-            # A filesystem of directories looks at one entry after the other, and one of them has gone meanwhile.
+            # A filesystem with directories stats one entry after the other, and one has been deleted meanwhile.
+            # EAGAIN: the caller lists again instead of taking the folder for empty.
             raise OSError(errno.EAGAIN, "the folder changed while it was listed") from exc
         for entry in entries:
             path = entry["name"].rstrip("/") if entry["type"] == "directory" else entry["name"]
@@ -87,10 +88,16 @@ class FsspecFolder:
 
 
 def open_folder(url: str) -> FsspecFolder | None:
-    """The folder; None if fsspec does not know the protocol (``outer::inner://`` has two).
+    """Open the folder at a URL.
+
+    Args:
+        url: The URL; ``outer::inner://`` chains two protocols.
+
+    Returns:
+        The folder, or None if fsspec does not know a protocol of the URL.
 
     Raises:
-        StorageError: fsspec knows the protocol, and what it needs for it is not installed.
+        StorageError: fsspec knows the protocol, but the package for it is not installed.
     """
     if not all(_knows(protocol, url) for protocol in url.partition("://")[0].split("::")):
         return None
@@ -99,6 +106,7 @@ def open_folder(url: str) -> FsspecFolder | None:
 
 
 def _knows(protocol: str, url: str) -> bool:
+    """Return whether fsspec knows a protocol; raise if its package is missing."""
     try:
         fsspec.get_filesystem_class(protocol)
     except ValueError:

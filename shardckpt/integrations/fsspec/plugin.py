@@ -1,4 +1,4 @@
-"""The entry point: serves URLs, and imports fsspec when the first one is opened."""
+"""The entry point: opens URLs by fsspec, which is imported when the first URL is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardckpt_filesystem(url: str) -> RemoteFolder | None:
-    """The folder at a URL of a protocol that fsspec knows."""
+    """Return the folder at a URL, or None if fsspec is not installed or does not know the protocol."""
     try:
         from shardckpt.integrations.fsspec.folder import open_folder
     except ModuleNotFoundError as exc:

@@ -1,24 +1,24 @@
-"""``torch.save`` archives and pickles: written, and read by an allow-list."""
+"""Write ``torch.save`` archives, and read them without ``torch.load``: pickles go through an allow-list."""
 
-from shardckpt_torch_dist.archive.pickle_policy import brief
-from shardckpt_torch_dist.archive.pickling import archived, check_loadable, pickled
+from shardckpt_torch_dist.archive.pickle_policy import describe
+from shardckpt_torch_dist.archive.pickling import check_loadable, make_archive, make_loadable_archive
 from shardckpt_torch_dist.archive.reader import Archive, StoredPayload, load_bytes
-from shardckpt_torch_dist.archive.tensor_pickles import resolved
+from shardckpt_torch_dist.archive.tensor_pickles import resolve_lazy_view
 from shardckpt_torch_dist.archive.unpickle import load_metadata
-from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN, fitted, of_length, row_major
+from shardckpt_torch_dist.archive.writer import ARCHIVE_ALIGN, fitted, of_length, row_major_strides
 
 __all__ = [
     "ARCHIVE_ALIGN",
     "Archive",
     "StoredPayload",
-    "archived",
-    "brief",
     "check_loadable",
+    "describe",
     "fitted",
     "load_bytes",
     "load_metadata",
+    "make_archive",
+    "make_loadable_archive",
     "of_length",
-    "pickled",
-    "resolved",
-    "row_major",
+    "resolve_lazy_view",
+    "row_major_strides",
 ]

@@ -1,4 +1,4 @@
-"""dtypes and the names of the storage classes by which torch.save knows them."""
+"""The storage classes that ``torch.save`` names in a pickle, and their dtypes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-#: dtypes with a storage class of their own; tensors of any other dtype are pickled over bytes, with the dtype beside.
+#: The dtypes that have a storage class. torch.save writes any other dtype as an UntypedStorage plus the dtype.
 _STORAGE_NAMES = {
     torch.float64: "DoubleStorage",
     torch.float32: "FloatStorage",
@@ -24,16 +24,16 @@ _STORAGE_NAMES = {
 _DTYPES = {name: dtype for dtype, name in _STORAGE_NAMES.items()}
 
 
-def storage_name(dtype: torch.dtype) -> str | None:
-    """Name of the dtype's storage class in the module ``torch``, or None."""
+def storage_class_name(dtype: torch.dtype) -> str | None:
+    """Return the name of the dtype's storage class in the module ``torch``, or None if it has none."""
     return _STORAGE_NAMES.get(dtype)
 
 
-def storage_dtype(module: str, name: str) -> torch.dtype | Literal[False] | None:
-    """The dtype of the storage class that a pickle names, None for a storage of bytes, False for any other global."""
+def storage_class_dtype(module: str, name: str) -> torch.dtype | Literal[False] | None:
+    """Return the dtype of a storage class that a pickle names: None for an untyped storage, False for no storage."""
     if (module, name) == ("torch.storage", "UntypedStorage"):
         return None
     return _DTYPES.get(name, False) if module == "torch" else False
 
 
-__all__ = ["storage_dtype", "storage_name"]
+__all__ = ["storage_class_dtype", "storage_class_name"]

@@ -1,4 +1,7 @@
-"""What a pickle may do with what it got: which calls, which states, and how much memory they may take."""
+"""What a pickle may do with the globals that the allow-list gives it: calls, states, and the memory they may take.
+
+Each limit refuses small pickles that would take much memory, time or C stack: see tests/faults/test_pickle_bombs.py.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from shardckpt.errors import CorruptCheckpointError, UnsafePickleError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-#: Values that an error shows of a tuple.
+#: The longest tuple that an error shows.
 _SHORT = 16
 
 
-def brief(value: Any) -> str:
-    """A value in an error: plain ones and short tuples of them by their repr, which of a nest may have no end."""
+def describe(value: Any) -> str:
+    """Return a value as text for an error: the repr of a plain value, the type of any other, whose repr may not end."""
     if type(value) in (tuple, list) and len(value) <= _SHORT and all(type(item) in _SCALARS for item in value):
-        return f"({', '.join(map(brief, value))})"
+        return f"({', '.join(map(describe, value))})"
     if type(value) in (str, bytes):
         return f"{value[:80]!r}"
-    if isinstance(value, (type, Shield, Marker, Unbuilt, bool, float, types.NoneType)):
+    if isinstance(value, (type, FunctionProxy, OpaqueClass, PendingValue, bool, float, types.NoneType)):
         return f"{value!r:.80}"
     return f"{value}" if type(value) is int and abs(value) < 1 << 64 else f"a {_name(type(value))}"
 
@@ -35,32 +38,32 @@ def _name(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-class Shield:
-    """A function whose own attributes (defaults, code) a pickle cannot reach."""
+class FunctionProxy:
+    """A function that a pickle may call, and whose attributes (defaults, code) it cannot reach.
+
+    Args:
+        function: The function.
+        copies: Whether its result is as large as its arguments, so that the call counts against the copy limit.
+    """
 
     __slots__ = ("_function", "copies")
     _function: Callable[..., Any]
     copies: bool
 
-    def __init__(self, function: Callable[..., Any], copies: bool) -> None:
+    def __init__(self, function: Callable[..., Any], *, copies: bool = False) -> None:
         object.__setattr__(self, "_function", function)
         object.__setattr__(self, "copies", copies)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function gives."""
+        """Call the function."""
         return self._function(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise UnsafePickleError(f"a pickle tries to set {name!r} of a function: refused")
 
 
-def shielded(function: Callable[..., Any], *, copies: bool = False) -> Shield:
-    """The function as a pickle may call it; ``copies`` says that its result is as large as its arguments."""
-    return Shield(function, copies)
-
-
-class Marker:
-    """Stands for a class that a pickle may name as an argument, and neither call nor change."""
+class OpaqueClass:
+    """A class that a pickle may pass as an argument, but neither call nor change."""
 
     __slots__ = ("_name",)
 
@@ -71,12 +74,12 @@ class Marker:
         return f"<{self._name}, as a name>"
 
 
-class Unbuilt:
-    """What a pickle makes first and fills later: BUILD replaces it by what ``build`` makes of the state.
+class PendingValue:
+    """A value that REDUCE created and that still waits for its state: BUILD replaces it by ``build(state)``.
 
     Attributes:
-        build: Makes the finished value of a pickled state.
-        keys: Where the unpickler's memo has it.
+        build: Makes the finished value from the pickled state.
+        keys: Its keys in the unpickler's memo.
     """
 
     __slots__ = ("_what", "build", "keys")
@@ -96,10 +99,10 @@ _CONTAINERS = (
     *(collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter),
 )
 _TEXTS = (str, bytes, bytearray, memoryview)
-#: Bytes that a call takes to be worth, one of our own functions (it may make a tensor), and an element that a flat
-#: container or a hashed one gets.
+#: Estimates of memory in bytes: of the result of a call, of a call of our own functions (it may make a tensor), of an
+#: element in a flat container, and of one in a hashed container.
 _CALL, _OWN_CALL, _FLAT_ELEMENT, _HASHED_ELEMENT = 200, 300, 10, 100
-#: A deque has a block of elements from the beginning.
+#: Bytes of an empty deque: it allocates its first block of elements at once.
 _DEQUE = 700
 _FLAT = (list, tuple, collections.deque, torch.Size)
 _SETS = (set, frozenset, collections.Counter)
@@ -107,26 +110,36 @@ _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _FROM_SCALARS = (bool, complex, float, int, str, range)
 _FROM_CONTAINERS = (*_CONTAINERS, io.BytesIO)
 
-#: Classes of a pickle's values whose attributes a pickle may give: by a dict, never by slots.
+#: Classes whose instances take attributes from a pickle: by a dict, never by slots.
 _WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace)
 _WITH_EXTRA_ATTRIBUTES = (collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter)
 _LIBRARIES = ("builtins", "collections", "numpy", "shardckpt_torch_dist", "torch")
 
 
 def check_arguments(function: Any, args: Any) -> int:
-    """Refuse arguments that a call would blow up; returns about how many bytes the call takes."""
+    """Check the arguments of a call that a pickle makes.
+
+    Returns:
+        About how many bytes the call takes.
+
+    Raises:
+        CorruptCheckpointError: The result could be much larger than the arguments.
+        UnsafePickleError: The function may only be named, not called.
+    """
     if type(args) is not tuple:
-        raise CorruptCheckpointError(f"a pickle calls {brief(function)} with a {type(args).__name__} as its arguments")
-    if isinstance(function, Marker):
+        raise CorruptCheckpointError(
+            f"a pickle calls {describe(function)} with a {type(args).__name__} as its arguments"
+        )
+    if isinstance(function, OpaqueClass):
         raise UnsafePickleError(f"a pickle calls {function!r}: refused")
-    if isinstance(function, Shield):
+    if isinstance(function, FunctionProxy):
         return _sizes(args, _FLAT_ELEMENT) if function.copies else _OWN_CALL
     if not isinstance(function, type):
         return _CALL
     if function in _FROM_SCALARS or function is slice:
         allowed: tuple[type, ...] = _SCALARS
     elif function in _FROM_CONTAINERS:
-        allowed = (*_SCALARS, *_CONTAINERS, type, Shield)
+        allowed = (*_SCALARS, *_CONTAINERS, type, FunctionProxy)
     else:
         return _CALL
     for arg in args:
@@ -143,8 +156,8 @@ def _sizes(args: tuple[Any, ...], element: int) -> int:
     return _CALL + texts + element * sum(len(arg) for arg in args if type(arg) in _CONTAINERS)
 
 
-def keys_of(function: Any, args: tuple[Any, ...]) -> list[Any]:
-    """The keys that a call of a class of dicts or sets hashes."""
+def list_hashed_keys(function: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return the keys that a call of a dict or set class hashes."""
     containers = [arg for arg in args if type(arg) in _CONTAINERS]
     if function in _SETS:
         return [key for container in containers for key in container]
@@ -156,10 +169,10 @@ def keys_of(function: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 class Collisions:
-    """Counts comparisons of keys whose hashes are equal, which a pickle can choose: they take time by the square.
+    """Limits the comparisons of keys with equal hashes: a pickle can choose such keys, and n of them take n² steps.
 
     Args:
-        nbytes: Of the pickle.
+        nbytes: Size of the pickle, in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -167,12 +180,18 @@ class Collisions:
         self._seen: dict[int, tuple[Any, dict[int, int]]] = {}
 
     def add(self, container: Any, keys: Iterable[Any]) -> None:
-        """Refuse keys too many of which are compared with those that the container, or None for a new one, has."""
-        odd = [key for key in keys if type(key) not in (str, bytes, bool)]
-        if not odd:
+        """Count the keys that a container (None: a new one) gets.
+
+        Raises:
+            CorruptCheckpointError: Too many keys of the pickle have equal hashes.
+        """
+        # The hashes of str and bytes are salted, and there are only two bools: a pickle cannot choose equal ones.
+        choosable = [key for key in keys if type(key) not in (str, bytes, bool)]
+        if not choosable:
             return
+        # Keeping the container alive keeps its id from being reused.
         _, seen = (None, {}) if container is None else self._seen.setdefault(id(container), (container, {}))
-        for key in odd:
+        for key in choosable:
             code = hash(key)
             equal = seen.get(code, 0)
             seen[code] = equal + 1
@@ -182,18 +201,25 @@ class Collisions:
 
 
 class Nesting:
-    """How deep those values lie in each other that C frees by recursion without a limit: it would end on the stack."""
+    """Limits the nesting of deques, defaultdicts and object arrays.
 
-    #: How deep they may lie, and how often one that lies in another may still get one.
+    C frees these by unlimited recursion: deep nesting would overflow the C stack and kill the process.
+    """
+
+    #: The deepest nesting, and how often a container that already lies in another may get one more container.
     _DEEPEST, _LATE = 100, 64
 
     def __init__(self) -> None:
-        self._heights: dict[int, tuple[Any, int]] = {}  # has the values: their ids stay theirs
+        self._heights: dict[int, tuple[Any, int]] = {}  # holding the values keeps their ids from being reused
         self._held: set[int] = set()
         self._late = 0
 
     def add(self, holder: Any, values: Iterable[Any]) -> None:
-        """Refuse what lies too deep once the holder, if it is one of them, has the values."""
+        """Note that a value now holds others.
+
+        Raises:
+            CorruptCheckpointError: They are nested too deep.
+        """
         inner = [value for value in values if _recurses(value)] if _recurses(holder) else []
         if not inner:
             return
@@ -205,7 +231,7 @@ class Nesting:
             self._held.add(id(value))
         if height > self._DEEPEST or self._late > self._LATE:
             raise CorruptCheckpointError(
-                f"the pickle has a {type(holder).__name__} in which others lie more than {self._DEEPEST} deep"
+                f"the pickle has a {type(holder).__name__} with others nested more than {self._DEEPEST} deep in it"
             )
 
     def _height(self, value: Any) -> int:
@@ -213,34 +239,34 @@ class Nesting:
 
 
 def _recurses(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # without it there is no array
+    numpy = sys.modules.get("numpy")  # not imported: the pickle has no array
     is_array = numpy is not None and isinstance(value, numpy.ndarray)
     return isinstance(value, (collections.deque, collections.defaultdict)) or (is_array and value.dtype.hasobject)
 
 
-def values_of(made: Any) -> Iterable[Any]:
-    """What a container that a call has made holds."""
+def list_values(made: Any) -> Iterable[Any]:
+    """Return the values of a new container, for :class:`Nesting`."""
     if isinstance(made, dict):
         return made.values()
     return made if isinstance(made, collections.deque) else ()
 
 
 def check_container(target: Any) -> None:
-    """Refuse to put values into what is no container."""
-    if isinstance(target, (type, Shield, torch.Tensor)) or type(target).__module__.partition(".")[0] == "numpy":
-        raise UnsafePickleError(f"a pickle tries to put values into {brief(target)}: refused")
+    """Raise UnsafePickleError if a pickle adds values to what is not a container."""
+    if isinstance(target, (type, FunctionProxy, torch.Tensor)) or type(target).__module__.partition(".")[0] == "numpy":
+        raise UnsafePickleError(f"a pickle tries to put values into {describe(target)}: refused")
 
 
-def give_state(target: Any, state: Any, own: Callable[[Any], bool]) -> bool:
-    """Give a value its pickled attributes.
+def apply_state(target: Any, state: Any, is_allowed: Callable[[Any], bool]) -> bool:
+    """Set the pickled attributes of a value, or check that pickle may do so.
 
     Args:
         target: The value.
-        state: What the pickle gives it.
-        own: Whether a class is one that the caller allows, or an inert stand-in.
+        state: The argument of BUILD.
+        is_allowed: Returns whether a class is one that the caller allows, or an inert stub.
 
     Returns:
-        False where the value's own way of taking a state is to be used.
+        Whether the state is set; if not, it passed the checks, and pickle's own BUILD sets it.
 
     Raises:
         UnsafePickleError: Classes, functions and values of libraries take no state from a pickle.
@@ -253,27 +279,26 @@ def give_state(target: Any, state: Any, own: Callable[[Any], bool]) -> bool:
         target.__dict__.update(state)
         return True
     library = kind.__module__.partition(".")[0] in _LIBRARIES
-    function = isinstance(target, (type, Shield, types.FunctionType, types.BuiltinFunctionType, types.MethodType))
-    if function or (library and kind is not io.BytesIO and not own(kind)):
-        raise UnsafePickleError(f"a pickle tries to change {brief(target)}: refused")
+    functions = (FunctionProxy, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+    if isinstance(target, (type, *functions)) or (library and kind is not io.BytesIO and not is_allowed(kind)):
+        raise UnsafePickleError(f"a pickle tries to change {describe(target)}: refused")
     slots = state[1] if isinstance(state, tuple) and len(state) == 2 else None  # noqa: PLR2004 - (state, slot state)
     for name in (*(state if isinstance(state, dict) else ()), *(slots if isinstance(slots, dict) else ())):
         if isinstance(name, str) and name.startswith("__") and name.endswith("__"):
-            raise UnsafePickleError(f"a pickle tries to set {brief(name)} of a {kind.__name__}: refused")
+            raise UnsafePickleError(f"a pickle tries to set {describe(name)} of a {kind.__name__}: refused")
     return False
 
 
 __all__ = [
     "Collisions",
-    "Marker",
+    "FunctionProxy",
     "Nesting",
-    "Shield",
-    "Unbuilt",
-    "brief",
+    "OpaqueClass",
+    "PendingValue",
+    "apply_state",
     "check_arguments",
     "check_container",
-    "give_state",
-    "keys_of",
-    "shielded",
-    "values_of",
+    "describe",
+    "list_hashed_keys",
+    "list_values",
 ]

@@ -1,7 +1,7 @@
-"""The one guarded reader of pickles: globals come from an allow-list or not at all, and there is no other path.
+"""The only reader of pickles from checkpoints: globals come from an allow-list, and there is no fallback.
 
-What a pickle would cost is known from its opcodes, before anything is built (shardckpt/storage/opcodes.py); what only
-its values can show is checked while the one in Python builds them.
+Two checks guard it. :func:`shardckpt.storage.check_pickle` reads the opcodes and refuses a pickle that would take too
+much memory, before any object is built. What only the values show is checked while the unpickler builds them.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from shardckpt.storage import check_pickle
 from shardckpt_torch_dist.archive.globals import (
     METADATA_TABLE,
     OBJECT_TABLE,
-    STAND_IN_PACKAGES,
+    STUB_PACKAGES,
     Table,
 )
-from shardckpt_torch_dist.archive.numpy_globals import copied_bytes, numpy_global, objects_of
+from shardckpt_torch_dist.archive.numpy_globals import count_copied_bytes, list_objects, numpy_global
 from shardckpt_torch_dist.archive.pickle_policy import (
     Collisions,
     Nesting,
-    Unbuilt,
-    brief,
+    PendingValue,
+    apply_state,
     check_arguments,
     check_container,
-    give_state,
-    keys_of,
-    values_of,
+    describe,
+    list_hashed_keys,
+    list_values,
 )
-from shardckpt_torch_dist.archive.stubs import StandIn, stand_in
+from shardckpt_torch_dist.archive.stubs import StandIn, make_stub_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     _Storage = Callable[[Any], Any]
 
-#: How many bytes the calls of a pickle may copy: so many in any case, and so many for each of its own.
+#: Bytes that the calls of a pickle may copy: a fixed number, plus a number per byte of the pickle.
 _FREE, _COPIES = 16 << 20, 64
 
 
 class _AllowList:
-    """Resolves globals from a table; ``more`` is asked for what it lacks."""
+    """Resolves globals from a table, then by ``more``; any other global is an error."""
 
     table: Table
     source: str
     more: Callable[[str, str], Any] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
-        module, name = _python3(module, name)
+        module, name = _python3_name(module, name)
         found = self.table.get((module, name))
         if found is None and self.more is not None:
             found = self.more(module, name)
@@ -70,7 +70,7 @@ class _AllowList:
 
 
 class _MetadataUnpickler(_AllowList, pickle.Unpickler):
-    """The fast one, for the many records of ``.metadata``; nothing in its table is changed by a BUILD."""
+    """The C unpickler, which is fast, for the many records of ``.metadata``: no BUILD can change what its table has."""
 
     def __init__(self, data: bytes, source: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -78,21 +78,21 @@ class _MetadataUnpickler(_AllowList, pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         raise CorruptCheckpointError(
-            f"{self.source}: a pickle outside an archive refers to a tensor storage: {brief(pid)}"
+            f"{self.source}: a pickle outside an archive refers to a tensor storage: {describe(pid)}"
         )
 
 
 class _Memo(dict[int, Any]):
-    """A memo in which what is not built yet knows its places."""
+    """A memo that notes the keys of pending values, so that BUILD can replace them."""
 
     def __setitem__(self, key: int, value: Any) -> None:
-        if isinstance(value, Unbuilt):
+        if isinstance(value, PendingValue):
             value.keys.append(key)
         super().__setitem__(key, value)
 
     def __getitem__(self, key: int) -> Any:
         value = super().__getitem__(key)
-        if isinstance(value, Unbuilt):
+        if isinstance(value, PendingValue):
             raise CorruptCheckpointError(f"the pickle uses {value!r}: an array that holds itself is not supported")
         return value
 
@@ -101,7 +101,7 @@ _PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001 - only this one lets i
 
 
 class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
-    """The one in Python, whose calls, states and sizes are checked, for objects and common state."""
+    """The Python unpickler with checks of calls, states and sizes, for objects and common state."""
 
     def __init__(self, data: bytes, source: str, extra: Callable[[str, str], Any], storage: _Storage) -> None:
         super().__init__(io.BytesIO(data))
@@ -113,13 +113,13 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         self._collisions = Collisions(len(data))
         self._nesting = Nesting()
         self._storage = storage
-        self._made_of: set[type] = set()
-        self._unbuilt: set[Unbuilt] = set()
+        self._allowed_types: set[type] = set()
+        self._pending: set[PendingValue] = set()
 
     def load(self) -> Any:
         loaded = super().load()
-        if self._unbuilt:
-            raise CorruptCheckpointError(f"{self.source}: the pickle ends with {self._unbuilt.pop()!r}")
+        if self._pending:
+            raise CorruptCheckpointError(f"{self.source}: the pickle ends with {self._pending.pop()!r}")
         return loaded
 
     def persistent_load(self, pid: Any) -> Any:
@@ -128,31 +128,31 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         if isinstance(found, type) and found not in self.table.values():
-            self._made_of.add(found)
+            self._allowed_types.add(found)
         return found
 
     def get_extension(self, code: int) -> Any:
         raise CorruptCheckpointError(f"{self.source}: the pickle has extension code {code}, which nothing registers")
 
     def _spend(self, nbytes: int) -> None:
-        """Count what calls copy: a pickle that copies much more than it has wants to fill the memory."""
+        """Count the bytes that calls copy: a pickle that copies far more than its own size is a bomb."""
         self._left -= nbytes
         if self._left < 0:
             raise CorruptCheckpointError(f"{self.source}: the pickle of {self._size} bytes copies itself too often")
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
-        made = self.stack[-1] = self._made(self.stack[-1], args, self.stack[-1])
-        if isinstance(made, Unbuilt):
-            self._unbuilt.add(made)
+        made = self.stack[-1] = self._call(self.stack[-1], args, self.stack[-1])
+        if isinstance(made, PendingValue):
+            self._pending.add(made)
 
-    def _made(self, function: Any, args: Any, call: Callable[..., Any], *first: Any) -> Any:
-        """What a call of a function or class gives, once its arguments are known to be harmless."""
+    def _call(self, function: Any, args: Any, call: Callable[..., Any], *first: Any) -> Any:
+        """Call a function or class after its arguments are checked; ``call(*first, *args)`` does it."""
         self._spend(check_arguments(function, args))
         if isinstance(function, type):
-            self._collisions.add(None, keys_of(function, args))
+            self._collisions.add(None, list_hashed_keys(function, args))
         made = call(*first, *args)
-        self._nesting.add(made, values_of(made))
+        self._nesting.add(made, list_values(made))
         return made
 
     def load_newobj(self) -> None:
@@ -162,47 +162,47 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
     def load_newobj_ex(self) -> None:
         names, args, kind = self.stack.pop(), self.stack.pop(), self.stack.pop()
         if not isinstance(kind, type) or type(names) is not dict:
-            raise UnsafePickleError(f"the pickle makes an object of {brief(kind)}, which is no class: refused")
+            raise UnsafePickleError(f"the pickle makes an object of {describe(kind)}, which is not a class: refused")
         self._spend(check_arguments(kind, tuple(names.values())))
-        self.stack.append(self._made(kind, args, functools.partial(kind.__new__, **names), kind))
+        self.stack.append(self._call(kind, args, functools.partial(kind.__new__, **names), kind))
 
     def _instantiate(self, klass: Any, args: list[Any]) -> None:
-        self.stack.append(self._made(klass, tuple(args), klass))
+        self.stack.append(self._call(klass, tuple(args), klass))
 
     def load_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, Unbuilt):
-            self._spend(copied_bytes(state))
+        if isinstance(target, PendingValue):
+            self._spend(count_copied_bytes(state))
             built = self.stack[-1] = target.build(state)
-            self._nesting.add(built, objects_of(state))
+            self._nesting.add(built, list_objects(state))
             self.memo.update(dict.fromkeys(target.keys, built))
-            self._unbuilt.discard(target)
-        elif not give_state(target, state, self._is_own):
+            self._pending.discard(target)
+        elif not apply_state(target, state, self._is_allowed):
             self.stack.append(state)
             super().load_build()
 
-    def _is_own(self, kind: type) -> bool:
-        return kind in self._made_of or issubclass(kind, StandIn)
+    def _is_allowed(self, kind: type) -> bool:
+        return kind in self._allowed_types or issubclass(kind, StandIn)
 
     def load_append(self) -> None:
-        self._put(self.stack[-2], [self.stack[-1]])
+        self._check_put(self.stack[-2], [self.stack[-1]])
         super().load_append()
 
     def load_appends(self) -> None:
-        self._put(self.metastack[-1][-1], self.stack)
+        self._check_put(self.metastack[-1][-1], self.stack)
         super().load_appends()
 
     def load_setitem(self) -> None:
-        self._put(self.stack[-3], [self.stack[-1]], [self.stack[-2]])
+        self._check_put(self.stack[-3], [self.stack[-1]], [self.stack[-2]])
         super().load_setitem()
 
     def load_setitems(self) -> None:
-        self._put(self.metastack[-1][-1], self.stack[1::2], self.stack[::2])
+        self._check_put(self.metastack[-1][-1], self.stack[1::2], self.stack[::2])
         super().load_setitems()
 
     def load_additems(self) -> None:
-        self._put(self.metastack[-1][-1], (), self.stack)
+        self._check_put(self.metastack[-1][-1], (), self.stack)
         super().load_additems()
 
     def load_dict(self) -> None:
@@ -213,13 +213,15 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
         self._collisions.add(None, self.stack)
         super().load_frozenset()
 
-    def _put(self, target: Any, values: Iterable[Any], keys: Iterable[Any] = ()) -> None:
-        """Check what goes into a container."""
+    # Each opcode that adds to a container is overridden: pickle's own methods would add without a check.
+    def _check_put(self, target: Any, values: Iterable[Any], keys: Iterable[Any] = ()) -> None:
+        """Check the values and keys that a container gets."""
         check_container(target)
         self._collisions.add(target, keys)
         self._nesting.add(target, values)
 
     def load_bytearray8(self) -> None:
+        # pickle's own load_bytearray8 allocates the size that the pickle claims, before it reads the bytes.
         size = int.from_bytes(self.read(8), "little")
         content = self.read(size) if size <= self._size else b""
         if len(content) != size:
@@ -244,7 +246,20 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
 
 
 def load_metadata(data: bytes, source: str) -> Any:
-    """What a ``.metadata`` file says, as inert records with the attributes of DCP's classes."""
+    """Unpickle a ``.metadata`` file.
+
+    Args:
+        data: The bytes of the file.
+        source: Its path, for errors.
+
+    Returns:
+        A record with the attributes of DCP's ``Metadata``; records in place of all its classes. Their types and values
+        are not checked: see :func:`shardckpt_torch_dist.dialects.metadata.parse_metadata`.
+
+    Raises:
+        UnsafePickleError: The pickle names a global outside the allow-list.
+        CorruptCheckpointError: The pickle is damaged, or would take too much memory.
+    """
     check_pickle(data, source, plain=True)
     return _load(_MetadataUnpickler(data, source), source)
 
@@ -256,53 +271,60 @@ def load_object(
     storage: _Storage,
     allow_globals: Iterable[Any] = (),
 ) -> Any:
-    """What the pickle inside a ``torch.save`` archive says.
+    """Unpickle an object from a ``torch.save`` archive.
 
     Args:
         data: The pickle.
-        source: Named in errors.
-        torch_global: Gives the functions that rebuild tensors, or None.
+        source: The archive's name, for errors.
+        torch_global: Returns the function that rebuilds tensors, by (module, name), or None.
         storage: Turns a persistent id into a storage.
-        allow_globals: Classes and functions that the caller allows, besides torch's registered safe globals; each
-            by itself, or as (class or function, "module.name").
+        allow_globals: Classes and functions that the caller allows, in addition to those that the user registered by
+            ``torch.serialization.add_safe_globals``; each by itself, or as (class or function, "module.name").
+
+    Returns:
+        The object.
+
+    Raises:
+        UnsafePickleError: The pickle names a global outside the allow-list, or uses one in a way that is refused.
+        CorruptCheckpointError: The pickle is damaged, or would take too much memory.
     """
-    allowed = functools.cache(lambda: _allowed(allow_globals))  # hardly any pickle needs it
+    allowed = functools.cache(lambda: _list_allowed(allow_globals))  # computed on demand: few pickles need it
 
     def extra(module: str, name: str) -> Any:
         ours = torch_global(module, name) or numpy_global(module, name)
-        if ours is not None:  # whatever is allowed: numpy's own corrupt memory
+        if ours is not None:  # before the caller's list: with numpy's own functions a pickle can corrupt memory
             return ours
         if (module, name) in allowed():
             return allowed()[module, name]
-        return stand_in(module, name) if module.partition(".")[0] in STAND_IN_PACKAGES else None
+        return make_stub_class(module, name) if module.partition(".")[0] in STUB_PACKAGES else None
 
     check_pickle(data, source)
     return _load(_ObjectUnpickler(data, source, extra, storage), source)
 
 
-def _python3(module: str, name: str) -> tuple[str, str]:
-    """A global by its name of today: pickles of protocol 2, as torch writes them, name builtins as Python 2 did."""
+def _python3_name(module: str, name: str) -> tuple[str, str]:
+    """Return a global by its Python 3 name: pickles of protocol 2, as torch writes them, use the names of Python 2."""
     if (module, name) in _compat_pickle.NAME_MAPPING:
         return _compat_pickle.NAME_MAPPING[module, name]
     return _compat_pickle.IMPORT_MAPPING.get(module, module), name
 
 
-def _allowed(allow_globals: Iterable[Any]) -> dict[tuple[str, str], Any]:
-    """What the user allows, by the (module, name) that pickles write."""
-    registered = filter(_of_the_user, map(_named, torch.serialization.get_safe_globals()))
-    return dict((*registered, *map(_named, allow_globals)))
+def _list_allowed(allow_globals: Iterable[Any]) -> dict[tuple[str, str], Any]:
+    """Return the globals that the user allows, by the (module, name) that pickles write."""
+    registered = filter(_is_users, map(_name_global, torch.serialization.get_safe_globals()))
+    return dict((*registered, *map(_name_global, allow_globals)))
 
 
-def _named(item: Any) -> tuple[tuple[str, str], Any]:
-    """The (module, name) that a pickle writes for an allowed global, and the global."""
+def _name_global(item: Any) -> tuple[tuple[str, str], Any]:
+    """Return the (module, name) that a pickle writes for an allowed global, and the global."""
     if isinstance(item, tuple):
         module, _, name = item[1].rpartition(".")
         return (module, name), item[0]
     return (getattr(item, "__module__", ""), getattr(item, "__qualname__", "")), item
 
 
-def _of_the_user(entry: tuple[tuple[str, str], Any]) -> bool:
-    """Whether a registered global is one that the user added: torch registers its own internals in the same place."""
+def _is_users(entry: tuple[tuple[str, str], Any]) -> bool:
+    """Return whether the user registered this global: torch registers internals of its own in the same list."""
     return entry[0][0].partition(".")[0] != "torch"
 
 
@@ -313,7 +335,7 @@ def _load(unpickler: _MetadataUnpickler | _ObjectUnpickler, source: str) -> Any:
         if str(exc).startswith(source):
             raise
         raise type(exc)(f"{source}: {exc}") from exc
-    except Exception as exc:  # whatever a damaged pickle makes the machine do
+    except Exception as exc:  # a damaged pickle can raise any error
         raise CorruptCheckpointError(f"{source}: the pickle is damaged: {type(exc).__name__}: {exc}") from exc
 
 

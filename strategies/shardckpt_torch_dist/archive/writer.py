@@ -1,8 +1,8 @@
-"""Writing a tensor as a ``torch.save`` archive around its own memory: everything but the payload is computed.
+"""Compute the bytes that make a tensor's memory a ``torch.save`` archive: all but the payload, which is not copied.
 
-The archive is a stored zip of ``a/data.pkl``, ``a/version`` and ``a/data/0``, which is what torch.load asks for
-(caffe2/serialize/inline_container.cc); the CRC of the payload is left zero, which torch never checks, because the
-checkpoint has digests of its own. Zip: APPNOTE.TXT 6.3, with the zip64 fields for 4 GiB and more.
+The archive is an uncompressed zip of ``a/data.pkl``, ``a/version`` and ``a/data/0``: torch.load needs no more
+(caffe2/serialize/inline_container.cc). The CRC of the payload is zero: torch never checks it, and the checkpoint has
+its own digests. Zip format: APPNOTE.TXT 6.3, with the zip64 fields for 4 GiB and more.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from shardckpt.tensors import LARGE, PAGE
-from shardckpt_torch_dist.archive.dtypes import storage_name
+from shardckpt_torch_dist.archive.dtypes import storage_class_name
 from shardckpt_torch_dist.torch_private import rebuild_tensor_v2, rebuild_tensor_v3
 
-#: Where every archive begins in its file, in bytes.
+#: Every archive begins at a multiple of this in its file, in bytes.
 ARCHIVE_ALIGN = 64
 _MAX32 = 0xFFFFFFFF
 _DATE = 0x21  # 1 January 1980, the zip epoch
@@ -36,8 +36,8 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 
 
-class Envelope(NamedTuple):
-    """What goes before and after the payload."""
+class ArchiveFrame(NamedTuple):
+    """The bytes of an archive before the payload (head) and after it (tail)."""
 
     head: bytes
     tail: bytes
@@ -50,31 +50,43 @@ class _Member(NamedTuple):
     offset: int
 
 
-def fitted(dtype: torch.dtype, shape: tuple[int, ...], position: int, address: int = 0) -> Envelope:
-    """The archive around a contiguous tensor, for a place in a file.
+def fitted(dtype: torch.dtype, shape: tuple[int, ...], position: int, address: int = 0) -> ArchiveFrame:
+    """Make the frame of an archive that will hold a contiguous tensor, for a position in a file.
 
     Args:
         dtype: The tensor's dtype.
         shape: Its shape.
-        position: Where the archive will begin in its file, in bytes: the payload lies on a multiple of 64.
-        address: Of the tensor's memory: a payload of 1 MiB or more lies in its page of the file as it does in its page
-            of memory, so that the pages can be written as they are.
+        position: Where the archive will begin in its file, in bytes. The payload is aligned to 64 bytes of the file.
+        address: Address of the tensor's memory. A payload of 1 MiB or more gets the same offset in its page of the file
+            as in its page of memory, so that direct I/O can write the pages without copying them.
+
+    Returns:
+        The frame; its head includes the padding before the payload.
     """
-    bare = _bare(dtype, shape)
-    large = bare.nbytes >= LARGE
+    sizes = _part_sizes(dtype, shape)
+    large = sizes.nbytes >= LARGE
     align, start = (PAGE, address if address % ARCHIVE_ALIGN == 0 else 0) if large else (ARCHIVE_ALIGN, 0)
-    return _made(dtype, shape, (start - position - bare.head) % align)
+    return _make_frame(dtype, shape, (start - position - sizes.head) % align)
 
 
-def of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> Envelope | None:
-    """The archive of so many bytes, payload included, that :func:`fitted` makes somewhere; None if it makes none."""
-    bare = _bare(dtype, shape)
-    gap = length - bare.head - bare.nbytes - bare.tail
-    return _made(dtype, shape, gap) if 0 <= gap < PAGE else None
+def of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> ArchiveFrame | None:
+    """Make the frame of an archive of a known length: the inverse of :func:`fitted`, without the position.
+
+    Args:
+        dtype: The tensor's dtype.
+        shape: Its shape.
+        length: Size of the archive with its payload, in bytes.
+
+    Returns:
+        The frame, or None if :func:`fitted` never makes an archive of that length.
+    """
+    sizes = _part_sizes(dtype, shape)
+    gap = length - sizes.head - sizes.nbytes - sizes.tail
+    return _make_frame(dtype, shape, gap) if 0 <= gap < PAGE else None
 
 
-class _Bare(NamedTuple):
-    """Lengths of an archive's parts without a gap before the payload."""
+class _PartSizes(NamedTuple):
+    """Sizes in bytes of an archive's parts, without padding before the payload."""
 
     head: int
     nbytes: int
@@ -82,51 +94,53 @@ class _Bare(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def _bare(dtype: torch.dtype, shape: tuple[int, ...]) -> _Bare:
-    head, tail = _archive(dtype, shape, 0)
-    return _Bare(len(head), math.prod(shape) * dtype.itemsize, len(tail))
+def _part_sizes(dtype: torch.dtype, shape: tuple[int, ...]) -> _PartSizes:
+    head, tail = _new_frame(dtype, shape, 0)
+    return _PartSizes(len(head), math.prod(shape) * dtype.itemsize, len(tail))
 
 
-def _made(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> Envelope:
-    return _small(dtype, shape, gap) if gap < ARCHIVE_ALIGN else _archive(dtype, shape, gap)
+def _make_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveFrame:
+    # Only small gaps are cached: 4096 frames with gaps of up to a page would hold 16 MiB.
+    return _cached_frame(dtype, shape, gap) if gap < ARCHIVE_ALIGN else _new_frame(dtype, shape, gap)
 
 
 @functools.lru_cache(4096)
-def _small(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> Envelope:
-    return _archive(dtype, shape, gap)
+def _cached_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveFrame:
+    return _new_frame(dtype, shape, gap)
 
 
-def _archive(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> Envelope:
+def _new_frame(dtype: torch.dtype, shape: tuple[int, ...], gap: int) -> ArchiveFrame:
     nbytes = math.prod(shape) * dtype.itemsize
-    prefix, members = _prefix(dtype, shape)
-    members = (*members, _Member(b"a/data/0", 0, nbytes, len(prefix)))
-    head = prefix + _payload_header(nbytes, gap)
-    return Envelope(head, _tail(members, len(head) + nbytes))
+    leading, members = _leading_members(dtype, shape)
+    # The payload is the last member: those before it depend only on dtype and shape, and are cached.
+    members = (*members, _Member(b"a/data/0", 0, nbytes, len(leading)))
+    head = leading + _payload_header(nbytes, gap)
+    return ArchiveFrame(head, _tail(members, len(head) + nbytes))
 
 
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, in elements."""
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape, in elements."""
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @functools.lru_cache(4096)
-def _prefix(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[_Member, ...]]:
-    """The members before the payload, which depend on dtype and shape alone."""
+def _leading_members(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[_Member, ...]]:
+    """Return the bytes of the members before the payload, and their directory entries."""
     data, members = b"", []
-    for name, content in ((b"a/data.pkl", _pickled(dtype, shape)), (b"a/version", b"3\n")):
+    for name, content in ((b"a/data.pkl", _pickle_tensor(dtype, shape)), (b"a/version", b"3\n")):
         member = _Member(name, zlib.crc32(content), len(content), len(data))
         members.append(member)
-        data += _local(member, b"") + content
+        data += _local_header(member, b"") + content
     return data, tuple(members)
 
 
 def _payload_header(nbytes: int, gap: int) -> bytes:
     member = _Member(b"a/data/0", 0, nbytes, 0)
     extra = struct.pack("<HHQQ", _ZIP64_ID, 16, nbytes, nbytes) if nbytes >= _MAX32 else b""
-    return _local(member, extra + struct.pack("<HH", _PADDING_ID, gap) + bytes(gap))
+    return _local_header(member, extra + struct.pack("<HH", _PADDING_ID, gap) + bytes(gap))
 
 
-def _local(member: _Member, extra: bytes) -> bytes:
+def _local_header(member: _Member, extra: bytes) -> bytes:
     wide = member.size >= _MAX32
     size = _MAX32 if wide else member.size
     version = 45 if wide else 20
@@ -135,8 +149,8 @@ def _local(member: _Member, extra: bytes) -> bytes:
 
 
 def _tail(members: tuple[_Member, ...], start: int) -> bytes:
-    """The central directory, which begins at ``start`` in the archive."""
-    directory = b"".join(map(_central, members))
+    """Return the central directory and the end records; the directory begins at ``start`` in the archive."""
+    directory = b"".join(map(_directory_entry, members))
     count, size = len(members), len(directory)
     if start + size < _MAX32:
         return directory + _END.pack(b"PK\x05\x06", 0, 0, count, count, size, start, 0)
@@ -145,7 +159,7 @@ def _tail(members: tuple[_Member, ...], start: int) -> bytes:
     return directory + end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, count, count, size, _MAX32, 0)
 
 
-def _central(member: _Member) -> bytes:
+def _directory_entry(member: _Member) -> bytes:
     wide = member.size >= _MAX32
     size = _MAX32 if wide else member.size
     extra = struct.pack("<HHQQ", _ZIP64_ID, 16, member.size, member.size) if wide else b""
@@ -155,9 +169,9 @@ def _central(member: _Member) -> bytes:
     return _CENTRAL.pack(b"PK\x01\x02", *fields) + member.name + extra
 
 
-def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+def _pickle_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     file = io.BytesIO()
-    _EnvelopePickler(file, protocol=2).dump(_TensorStub(dtype, shape))
+    _TensorPickler(file, protocol=2).dump(_TensorStub(dtype, shape))
     return file.getvalue()
 
 
@@ -167,7 +181,7 @@ class _StorageStub(NamedTuple):
 
 
 class _TensorStub:
-    """Pickles as a tensor of the dtype and shape would, without having its memory."""
+    """Pickles to the same bytes as a tensor of this dtype and shape, without any memory for it."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self._dtype = dtype
@@ -175,17 +189,17 @@ class _TensorStub:
 
     def __reduce__(self) -> tuple[Any, ...]:
         numel = math.prod(self._shape)
-        place: tuple[Any, ...] = (0, self._shape, row_major(self._shape), False, OrderedDict())
-        name = storage_name(self._dtype)
+        place: tuple[Any, ...] = (0, self._shape, row_major_strides(self._shape), False, OrderedDict())
+        name = storage_class_name(self._dtype)
         if name is not None:
             return rebuild_tensor_v2, (_StorageStub(getattr(torch, name), numel), *place)
         storage = _StorageStub(torch.UntypedStorage, numel * self._dtype.itemsize)
         return rebuild_tensor_v3, (storage, *place, self._dtype)
 
 
-class _EnvelopePickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         return ("storage", obj.kind, "0", "cpu", obj.numel) if isinstance(obj, _StorageStub) else None
 
 
-__all__ = ["ARCHIVE_ALIGN", "Envelope", "fitted", "of_length", "row_major"]
+__all__ = ["ARCHIVE_ALIGN", "ArchiveFrame", "fitted", "of_length", "row_major_strides"]

@@ -1,4 +1,4 @@
-"""Where the members of a stored zip lie, by its directory: all that the container of a ``torch.save`` archive is.
+"""Read the directory of an uncompressed zip, the container of a ``torch.save`` archive.
 
 Format: APPNOTE.TXT 6.3, with the zip64 records, which torch always writes.
 """
@@ -9,41 +9,45 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-#: Reads (offset, size) of an archive; fewer bytes where it ends before.
+#: Reads (offset, size) of an archive, in bytes; returns fewer bytes at its end.
 ReadRange = Callable[[int, int], bytes]
 
-_END = struct.Struct("<4s6xHIIH")  # the directory's entries, bytes and start; bytes of a comment
-_LOCATOR = struct.Struct("<4s4xQ4x")  # where the next one is
-_END64 = struct.Struct("<4s28xQQQ")  # as the first, but for the comment
-_ENTRY = struct.Struct("<4s6xH8xIIHHH8xI")  # method; bytes stored, bytes; lengths of name, extra, comment; header
-_HEADER = struct.Struct("<4s22xHH")  # lengths of name and extra
+_END = struct.Struct("<4s6xHIIH")  # number of entries, size and start of the directory, size of the comment
+_LOCATOR = struct.Struct("<4s4xQ4x")  # where the zip64 end record is
+_END64 = struct.Struct("<4s28xQQQ")  # as the end record, without a comment
+_ENTRY = struct.Struct("<4s6xH8xIIHHH8xI")  # method; stored and real size; lengths of name, extra, comment; header
+_HEADER = struct.Struct("<4s22xHH")  # lengths of name and extra field
 _EXTRA = struct.Struct("<HH")
 _ZIP64_ID = 1
 _MAX32 = 0xFFFFFFFF
-#: Where the end record begins at most before the archive's end: read at once with the directory; with a comment.
-_REACHES = (4096, _END.size + 0xFFFF)
+#: Bytes to read from the end when looking for the end record: first a block that usually has the whole directory, too,
+#: then as much as the longest comment needs.
+_TAIL_SIZES = (4096, _END.size + 0xFFFF)
 
 
 class Member(NamedTuple):
-    """Where its bytes are in the archive."""
+    """Where the bytes of a zip member are in the archive: offset and size, in bytes."""
 
     offset: int
     size: int
 
 
-def members(read_range: ReadRange, size: int) -> dict[str, Member]:
-    """The members by name.
+def read_members(read_range: ReadRange, size: int) -> dict[str, Member]:
+    """Read the directory of a zip.
 
     Args:
-        read_range: Reads the archive.
-        size: Its bytes.
+        read_range: Reads (offset, size) of the archive.
+        size: Size of the archive, in bytes.
+
+    Returns:
+        The members by name.
 
     Raises:
-        ValueError: it is no zip, or one with members that are compressed, or out of its bounds.
-        struct.error: it is cut.
+        ValueError: It is not a zip, or a member is compressed or out of bounds.
+        struct.error: It is truncated.
     """
-    read, place = _ended(read_range, size)
-    count, nbytes, start = _directory(read, place)
+    read, place = _find_end(read_range, size)
+    count, nbytes, start = _read_end_record(read, place)
     if start + nbytes > place:
         raise ValueError("its directory is out of bounds")
     directory = read(start, nbytes)
@@ -56,16 +60,16 @@ def members(read_range: ReadRange, size: int) -> dict[str, Member]:
         extra = place + _ENTRY.size + name_length
         name = directory[place + _ENTRY.size : extra].decode("utf-8", "backslashreplace")
         if _MAX32 in (stored, nbytes, header):
-            nbytes, _, header = _wide((nbytes, stored, header), directory[extra : extra + extra_length])
-        found[name] = _located(read, header, nbytes, method, name, size)
+            nbytes, _, header = _zip64_values((nbytes, stored, header), directory[extra : extra + extra_length])
+        found[name] = _locate_member(read, header, nbytes, method, name, size)
         place = extra + extra_length + comment
     return found
 
 
-def _ended(read_range: ReadRange, size: int) -> tuple[ReadRange, int]:
-    """Where the end record is, and what reads the archive: its last bytes from memory."""
-    for reach in _REACHES:
-        first = max(0, size - reach)
+def _find_end(read_range: ReadRange, size: int) -> tuple[ReadRange, int]:
+    """Find the end record; return its offset, and a reader that has the last bytes of the archive in memory."""
+    for tail_size in _TAIL_SIZES:
+        first = max(0, size - tail_size)
         tail = read_range(first, size - first)
         place = tail.rfind(b"PK\x05\x06")
         if place >= 0:
@@ -79,8 +83,8 @@ def _ended(read_range: ReadRange, size: int) -> tuple[ReadRange, int]:
     return read, first + place
 
 
-def _directory(read: ReadRange, place: int) -> tuple[int, int, int]:
-    """Entries, bytes and start of the directory, by the end record there."""
+def _read_end_record(read: ReadRange, place: int) -> tuple[int, int, int]:
+    """Return the number of entries, the size and the start of the directory, from the end record at ``place``."""
     _, count, nbytes, start, _ = _END.unpack(read(place, _END.size))
     if place >= _LOCATOR.size:
         magic, end64 = _LOCATOR.unpack(read(place - _LOCATOR.size, _LOCATOR.size))
@@ -91,8 +95,8 @@ def _directory(read: ReadRange, place: int) -> tuple[int, int, int]:
     return count, nbytes, start
 
 
-def _wide(values: tuple[int, int, int], extra: bytes) -> list[int]:
-    """The values, those that 32 bits do not hold from an entry's extra field."""
+def _zip64_values(values: tuple[int, int, int], extra: bytes) -> list[int]:
+    """Return the values of an entry; those that do not fit 32 bits come from its zip64 extra field, in order."""
     place = 0
     while True:
         kind, nbytes = _EXTRA.unpack_from(extra, place)
@@ -104,13 +108,14 @@ def _wide(values: tuple[int, int, int], extra: bytes) -> list[int]:
     return [value if value != _MAX32 else next(more, (value,))[0] for value in values]
 
 
-def _located(read: ReadRange, header: int, nbytes: int, method: int, name: str, size: int) -> Member:
-    """A member, by the header before its bytes."""
+def _locate_member(read: ReadRange, header: int, nbytes: int, method: int, name: str, size: int) -> Member:
+    """Locate a member's bytes by its local header, whose name and extra field may be longer than the directory's."""
     magic, name_length, extra_length = _HEADER.unpack(read(header, _HEADER.size))
     offset = header + _HEADER.size + name_length + extra_length
+    # A method other than 0 is compression: a range of the payload could not be read by itself.
     if magic != b"PK\x03\x04" or method or offset + nbytes > size:
         raise ValueError(f"its member {name!r} is compressed or out of bounds")
     return Member(offset, nbytes)
 
 
-__all__ = ["Member", "ReadRange", "members"]
+__all__ = ["Member", "ReadRange", "read_members"]

@@ -1,4 +1,4 @@
-"""The storage reader and writer of plain ``torch.distributed.checkpoint``."""
+"""A storage reader and a storage writer for plain ``torch.distributed.checkpoint`` (DCP)."""
 
 from shardckpt_torch_dist.dcp.storage_reader import CheckpointStorageReader
 from shardckpt_torch_dist.dcp.storage_writer import CheckpointStorageWriter

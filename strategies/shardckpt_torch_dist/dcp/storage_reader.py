@@ -1,4 +1,4 @@
-"""A storage reader for plain ``dcp.load``: only the bytes that are wanted, checked, right into the tensors."""
+"""A storage reader for plain ``dcp.load``: reads only the requested bytes, checks digests, fills tensors in place."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from shardckpt.manifest import Manifest
 from shardckpt.planning import refuse_cast
 from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
 from shardckpt.tensors import synchronize_devices
-from shardckpt_torch_dist.archive import brief, load_bytes, load_metadata
-from shardckpt_torch_dist.dialects import INDEX_FILE, METADATA_FILE, STEPS, index_of, read_index, save_of
+from shardckpt_torch_dist.archive import describe, load_bytes, load_metadata
+from shardckpt_torch_dist.dialects import INDEX_FILE, METADATA_FILE, STEPS, identify_save, parse_metadata, read_index
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-from shardckpt_torch_dist.plan import Reads, Region, ShardedLoadPlanner, check_cast, dcp_tensor
+from shardckpt_torch_dist.plan import ItemReader, Region, ShardedLoadPlanner, check_cast, to_dcp_tensor
 
 if TYPE_CHECKING:
     import io
@@ -46,21 +46,25 @@ if TYPE_CHECKING:
 
     from shardckpt_torch_dist.dialects import StoredIndex
 
-#: What every archive of torch.save begins with; what begins otherwise torch.load takes for a plain pickle.
+#: The first bytes of a torch.save archive; torch.load reads anything else as a plain pickle.
 _ARCHIVE_MAGIC = b"PK\x03\x04"
 
 
 class CheckpointStorageReader(StorageReader):
-    """``dcp.load(state, storage_reader=CheckpointStorageReader(path))``: ours, Megatron's and stock DCP's directories.
+    """Reads directories of shardckpt, Megatron and stock DCP for ``dcp.load``.
 
-    Digests are checked where the checkpoint has them. Objects are handed to the planner, whose torch.load runs what
-    they say, only if our own reader accepts them.
+    Digests are checked if the checkpoint has them. DCP's planner loads objects with torch.load, which runs what their
+    pickles name. So it gets an object only if our own reader accepts it.
 
     Args:
         path: The checkpoint's directory or URL.
-        allow_globals: Classes and functions that objects may name besides the plain ones; each by itself, or as
-            (it, "module.name").
+        allow_globals: Classes and functions that objects may name, in addition to the plain ones; each by itself, or as
+            (class or function, "module.name").
         allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
+
+    Example::
+
+        dcp.load(state, storage_reader=CheckpointStorageReader("step-1"))
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class CheckpointStorageReader(StorageReader):
         self._path = os.fspath(path)
         self._allow = tuple(allow_globals)
         self._rank = 0
-        self._opened: _Opened | None = None
+        self._opened: _OpenCheckpoint | None = None
         self._close: Callable[[], Any] = _nothing_open
 
     @property
@@ -80,17 +84,21 @@ class CheckpointStorageReader(StorageReader):
         return self._path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins, perhaps from another path."""
+        """Begin a new load, from another path if one is given."""
         self._path = os.fspath(checkpoint_id) if checkpoint_id else self._path
         self._opened = None
         self._close()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - DCP's signature
-        """What is stored, at its true global shapes; where the bytes are is not in it.
+        """Read the metadata of the checkpoint.
 
         Args:
-            *args: None that are known.
-            **kwargs: ``rank``: read what this rank alone has saved (``use_collectives=False``), if there is no more.
+            *args: Ignored.
+            **kwargs: ``rank``: read what this rank alone has saved (``use_collectives=False``), if there is no
+                checkpoint of all ranks.
+
+        Returns:
+            DCP's metadata with the true global shapes, without storage locations.
         """
         return self._open(kwargs.get("rank")).metadata
 
@@ -99,18 +107,18 @@ class CheckpointStorageReader(StorageReader):
         self._rank = kwargs.get("rank") or 0
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, with the save that it is of."""
+        """Return the plan with the id of the save that this rank has opened, for the coordinator to compare."""
         if self._opened is None or not self._opened.save or plan.storage_data is not None:
             return plan
-        return dataclasses.replace(plan, storage_data=_OfSave(self._opened.save))
+        return dataclasses.replace(plan, storage_data=_SaveId(self._opened.save))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are.
+        """Return the plans unchanged, after a check that all ranks have opened the same save.
 
         Raises:
-            CheckpointReplacedError: ranks have opened different saves, because the checkpoint is being overwritten.
+            CheckpointReplacedError: They have not, because the checkpoint is being overwritten.
         """
-        saves = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _OfSave)}
+        saves = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _SaveId)}
         if len(saves) > 1:
             raise CheckpointReplacedError(
                 f"{self._path} is being overwritten: the ranks have opened {len(saves)} different saves; call dcp.load "
@@ -119,18 +127,21 @@ class CheckpointStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plan's items; they are there when this returns.
+        """Read the plan's items into the destinations of the planner.
+
+        Returns:
+            A future that is already done.
 
         Raises:
-            CheckpointReplacedError: what the plan is of is gone, because another save has replaced it: call
-                ``dcp.load`` again.
+            CheckpointReplacedError: Another save has replaced the checkpoint since it was planned: call ``dcp.load``
+                again.
         """
         opened = self._opened or self._open(None)
         try:
             with reading(opened.reader, self._rank, "reading"):
                 allow_cast = self._allow_cast or getattr(planner, "allow_dtype_cast", False)
-                asked = _Asked(planner, opened.stored, self._allow, allow_cast=allow_cast)
-                _read(plan.items, asked, opened.reader, opened.stored)
+                destinations = _CheckedPlanner(planner, opened.stored, self._allow, allow_cast=allow_cast)
+                _read_items(plan.items, destinations, opened.reader, opened.stored)
                 opened.reader.check_unchanged()
         finally:
             self._opened = None
@@ -141,34 +152,34 @@ class CheckpointStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether there is a directory, or a store that some plugin serves."""
+        """Return whether there is a directory, locally or in a store that a plugin serves."""
         try:
             return directory_of(checkpoint_id).is_dir()
         except CheckpointingException:
             return False
 
-    def _open(self, rank: int | None) -> _Opened:
-        """Open the checkpoint, until all is read or this reader is gone."""
+    def _open(self, rank: int | None) -> _OpenCheckpoint:
+        """Open the checkpoint; it is closed when all is read, or when this reader is garbage collected."""
         self._close()
-        self._opened = retry_if_replaced(lambda: _opened(self._path, rank), self._path)
+        self._opened = retry_if_replaced(lambda: _open_checkpoint(self._path, rank), self._path)
         self._close = weakref.finalize(self, self._opened.reader.close)
         return self._opened
 
 
-class _OfSave(NamedTuple):
-    """What a plan says of the save that it is of, on its way to the coordinator."""
+class _SaveId(NamedTuple):
+    """The id of the save that a rank has opened, on its way to the coordinator."""
 
     save: str
 
 
-class _Opened(NamedTuple):
-    """A checkpoint whose metadata has been read.
+class _OpenCheckpoint(NamedTuple):
+    """An open checkpoint whose metadata is read.
 
     Attributes:
         reader: Its files.
-        stored: What is in them.
-        metadata: The same for DCP.
-        save: What tells the save from every other; ``""`` where each rank has one of its own.
+        stored: What they store.
+        metadata: The same as DCP's metadata.
+        save: Identifies the save; ``""`` if each rank has a checkpoint of its own.
     """
 
     reader: CheckpointReader
@@ -178,15 +189,17 @@ class _Opened(NamedTuple):
 
 
 def _nothing_open() -> None:
-    """Nothing is to be closed."""
+    """Do nothing: no checkpoint is open."""
 
 
-def _opened(path: str, rank: int | None) -> _Opened:
-    """A checkpoint and its metadata; what one rank alone has saved only where there is nothing else.
+def _open_checkpoint(path: str, rank: int | None) -> _OpenCheckpoint:
+    """Open a checkpoint and read its metadata; the metadata of one rank only if there is no other.
 
-    Files that are open can be read whatever replaces them. DCP plans once: so all are opened here, if they are few.
+    DCP plans only once, and open files can be read even after another save has replaced them. So all files are opened
+    here, if there are few.
     """
     strategy = TorchDistLoadShardedStrategy()
+    # DCP without collectives writes ``__<rank>.metadata``, one checkpoint per rank.
     directory, name = directory_of(path), f"__{rank}{METADATA_FILE}"
     if rank is not None and not strategy.recognises(directory) and (directory / name).is_file():
         manifest = Manifest(backend=strategy.backend, version=strategy.version)
@@ -204,39 +217,39 @@ def _opened(path: str, rank: int | None) -> _Opened:
     return opened if name == METADATA_FILE else opened._replace(save="")
 
 
-def _read_metadata(reader: CheckpointReader, name: str) -> _Opened:
-    """The index, and the same as DCP's planners know it."""
+def _read_metadata(reader: CheckpointReader, name: str) -> _OpenCheckpoint:
+    """Read the index, and turn it into DCP's metadata."""
     record = reader.manifest.record
     if record is not None and INDEX_FILE in (file.name for file in record.files):
         index = read_index(reader)
-        tensors: dict[str, Any] = {key: dcp_tensor(index.tensor(number)) for key, number in index.numbers.items()}
-        return _Opened(reader, index, _of(tensors, index.objects), record.self_digest)
+        tensors: dict[str, Any] = {key: to_dcp_tensor(index.tensor(number)) for key, number in index.numbers.items()}
+        return _OpenCheckpoint(reader, index, _build_metadata(tensors, index.objects), record.self_digest)
     source = f"{reader.directory}/{name}"
     data = reader.read(name)
     raw = load_metadata(data, source)
-    index = index_of(raw, source)
-    reshaped = getattr(raw, "mcore_data", None) or {}  # Megatron's flattened shards, of which the index has true shapes
+    index = parse_metadata(raw, source)
+    reshaped = getattr(raw, "mcore_data", None) or {}  # Megatron's flattened shards: the index has their true shapes
     tensors = {
-        key: dcp_tensor(index.tensor(number)) if key in reshaped else _as_written(raw.state_dict_metadata[key])
+        key: to_dcp_tensor(index.tensor(number)) if key in reshaped else _as_written(raw.state_dict_metadata[key])
         for key, number in index.numbers.items()
     }
-    metadata = _of(tensors, index.named, _checked(getattr(raw, "planner_data", None), source))
-    return _Opened(reader, index, metadata, save_of(reader, data))
+    metadata = _build_metadata(tensors, index.named, _checked_paths(getattr(raw, "planner_data", None), source))
+    return _OpenCheckpoint(reader, index, metadata, identify_save(reader, data))
 
 
-def _of(tensors: dict[str, Any], objects: Iterable[str], paths: Any = None) -> Metadata:
+def _build_metadata(tensors: dict[str, Any], objects: Iterable[str], paths: Any = None) -> Metadata:
     entries = {**tensors, **{key: BytesStorageMetadata() for key in objects}}
     return Metadata(state_dict_metadata=entries, planner_data=paths, storage_meta=StorageMeta())
 
 
 def _as_written(entry: Any) -> TensorStorageMetadata:
-    """A tensor with all chunks that the metadata names; where one is nowhere, reading it is the error."""
+    """Return a tensor with all chunks that the metadata lists; if one is not stored, only reading it is an error."""
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=entry.properties.dtype), torch.Size(entry.size), chunks)
 
 
-def _checked(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] | None:
-    """The paths of keys in the saved state dict, if DCP can make a nest of them: an index is a place in a list."""
+def _checked_paths(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] | None:
+    """Return the paths of keys in the saved state dict, if DCP can build nested dicts and lists from them."""
     if not isinstance(paths, dict):
         return None
     for key, path in paths.items():
@@ -245,36 +258,36 @@ def _checked(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] | None
             or len(path) > STEPS
             or not all(isinstance(part, str) or (type(part) is int and 0 <= part < len(paths)) for part in path)
         ):
-            raise CorruptCheckpointError(f"{source}: {key!r} cannot be at {brief(path)} of a state dict")
+            raise CorruptCheckpointError(f"{source}: {key!r} cannot be at {describe(path)} of a state dict")
     return paths
 
 
-def _read(
+def _read_items(
     items: Iterable[ReadItem],
-    asked: _Asked,
+    destinations: _CheckedPlanner,
     reader: CheckpointReader,
     index: StoredIndex,
 ) -> None:
-    """Read items into what the planner gives for them.
+    """Read items into the tensors that the planner gives for them.
 
-    A planner that does nothing when a tensor is committed gives the destinations themselves: those are filled side by
-    side. Any other is asked for one tensor at a time, by this thread.
+    If the planner does nothing on ``commit_tensor``, as DCP's own, its tensors are the destinations: several threads
+    fill them. Any other planner is asked for one tensor at a time, by this thread.
     """
-    reads = Reads(reader, index, asked)
+    item_reader = ItemReader(reader, index, destinations)
     for item in items:
         _check_stored(item, index)
-    ordered = sorted(items, key=reads.place)
-    if getattr(asked.planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
-        reads.read_in_order(ordered)
+    ordered = sorted(items, key=item_reader.locate)
+    if getattr(destinations.planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
+        item_reader.read_in_order(ordered)
         return
-    reads.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
-    regions = [_region(item, asked, index) for item in ordered if item.type != LoadItemType.BYTE_IO]
+    item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
+    regions = [_to_region(item, destinations, index) for item in ordered if item.type != LoadItemType.BYTE_IO]
     synchronize_devices(region.target for region in regions)
-    reads.read([(region,) for region in regions])
+    item_reader.read([(region,) for region in regions])
 
 
-class _Asked:
-    """A planner that is asked for destinations, and gets no archive or cast that our own reader refuses."""
+class _CheckedPlanner:
+    """A planner that gives the destinations; it gets no archive, and allows no cast, that our own reader refuses."""
 
     def __init__(
         self, planner: LoadPlanner, index: StoredIndex, allow_globals: tuple[Any, ...], *, allow_cast: bool
@@ -285,19 +298,19 @@ class _Asked:
         self._allow_cast = allow_cast
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Hand an object's archive over."""
-        if not isinstance(self.planner, ShardedLoadPlanner):  # which has an allow-list of its own
+        """Give an object's archive to the planner, if our reader accepts it."""
+        if not isinstance(self.planner, ShardedLoadPlanner):  # that one checks by its own allow-list
             _check_object(value.getvalue(), f"object {read_item.storage_index.fqn!r}", self._allow)
         self.planner.load_bytes(read_item, value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The tensor to fill."""
+        """Return the tensor to fill, ready for this thread."""
         target = self.destination(read_item)
         synchronize_devices([target])
         return target
 
     def destination(self, item: ReadItem) -> torch.Tensor:
-        """The tensor to fill, which may still be in use by its device."""
+        """Return the tensor to fill, which its device may still be using."""
         target = self.planner.resolve_tensor(item).detach()
         _check_shape(target, item)
         key = item.storage_index.fqn
@@ -308,14 +321,14 @@ class _Asked:
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is filled."""
+        """Tell the planner that the tensor is filled."""
         self.planner.commit_tensor(read_item, tensor)
 
 
 def _check_object(archive: bytes, what: str, allow_globals: tuple[Any, ...]) -> None:
     if not archive.startswith(_ARCHIVE_MAGIC):
         raise UnsafePickleError(
-            f"{what} is no archive of torch.save: the planner would take it for a pickle, and run what it says; "
+            f"{what} is not a torch.save archive: the planner would load it as a plain pickle, and run what it names; "
             "nothing was run. Save it as a tensor or a plain value"
         )
     load_bytes(archive, what, allow_globals)
@@ -324,15 +337,17 @@ def _check_object(archive: bytes, what: str, allow_globals: tuple[Any, ...]) -> 
 def _check_stored(item: ReadItem, index: StoredIndex) -> None:
     key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
     if item.type != LoadItemType.BYTE_IO and offset not in index.tensor(index.numbers[key]).chunks:
-        raise CorruptCheckpointError(f"tensor {key!r}: its chunk at {offset} is named and not stored: the save lost it")
+        raise CorruptCheckpointError(
+            f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
+        )
 
 
-def _region(item: ReadItem, asked: _Asked, index: StoredIndex) -> Region:
-    """An item as a region of a stored chunk."""
+def _to_region(item: ReadItem, destinations: _CheckedPlanner, index: StoredIndex) -> Region:
+    """Return an item as a region of a stored chunk."""
     number = index.numbers[item.storage_index.fqn]
     chunk = index.tensor(number).chunks[tuple(item.storage_index.offset or ())]
-    whole = tuple(item.lengths) == tuple(chunk.box.shape)
-    return Region(number, chunk, tuple(item.storage_offsets), asked.destination(item), whole)
+    is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
+    return Region(number, chunk, tuple(item.storage_offsets), destinations.destination(item), is_entire)
 
 
 def _check_shape(target: torch.Tensor, item: ReadItem) -> None:

@@ -1,8 +1,8 @@
-"""A storage writer for plain ``dcp.save`` and ``dcp.async_save``: whole or absent, with digests, at the engine's speed.
+"""A storage writer for plain ``dcp.save`` and ``dcp.async_save``: atomic, with digests, as fast as shardckpt's saves.
 
-DCP's own gathers carry everything between the ranks; nothing here talks to them. The coordinator makes the staging
-directory when it plans for all, and says where it is in the plan of every rank; what a rank wrote goes back to it among
-the results; and it commits when DCP calls ``finish``, which it does only if no rank has failed.
+It has no collectives of its own: all messages between ranks travel in DCP's plans and results. The coordinator creates
+the staging directory in ``prepare_global_plan``, and sends its path in the plan of each rank. Each rank returns the
+records of its files among its results. The coordinator commits in ``finish``, which DCP calls only if no rank failed.
 """
 
 from __future__ import annotations
@@ -44,17 +44,21 @@ if TYPE_CHECKING:
 
 
 class CheckpointStorageWriter(StorageWriter):
-    """``dcp.save(state, storage_writer=CheckpointStorageWriter(path))``: the directory is the checkpoint, or absent.
+    """Writes a checkpoint for ``dcp.save`` and ``dcp.async_save``; the directory is a complete checkpoint, or absent.
 
     Stock ``dcp.load``, :class:`CheckpointStorageReader` and ``shardckpt`` read it. After an error nothing of the save
-    stands at the path; its staging directory goes with this instance, with the next save by it, or with the process.
-    An instance can be used for one save after the other, and can be pickled for ``AsyncCheckpointerType.PROCESS``.
+    is at the path; its staging directory is removed with this instance, by its next save, or when the process ends. An
+    instance can serve any number of saves, one after the other, and be pickled for ``AsyncCheckpointerType.PROCESS``.
 
     Args:
-        path: The checkpoint's directory, on storage that all ranks see.
-        overwrite: Whether to replace what is a checkpoint there, or to keep other files beside the new one.
-        allow_globals: Classes and functions that objects may name besides the plain ones: what a load would refuse, a
-            save refuses. Each by itself, or as (it, "module.name").
+        path: The checkpoint's directory, on storage that all ranks share.
+        overwrite: Whether to replace a checkpoint at the path; other files there are kept next to the new one.
+        allow_globals: Classes and functions that objects may name, in addition to the plain ones; each by itself, or as
+            (class or function, "module.name"). A save refuses what a load would refuse.
+
+    Example::
+
+        dcp.save(state, storage_writer=CheckpointStorageWriter("step-1"))
     """
 
     def __init__(
@@ -72,30 +76,30 @@ class CheckpointStorageWriter(StorageWriter):
         return self._path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins, perhaps to another path; what an earlier one left is removed."""
+        """Begin a new save, to another path if one is given; remove what an unfinished one left."""
         self._path = os.fspath(checkpoint_id) if checkpoint_id else self._path
-        self._give_up()
+        self._abort()
 
     def storage_meta(self) -> StorageMeta:
-        """For planners."""
+        """Return the path, for planners."""
         return StorageMeta(checkpoint_id=self._path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - DCP's
-        """Begin anew on this rank."""
+        """Begin a save on this rank."""
         if not kwargs.get("use_collectives", True):
             raise CheckpointingException(
                 f"{self._path}: without collectives every rank would commit a checkpoint of its own over those of the "
                 "others: leave out use_collectives=False, or give every rank a path of its own with no_dist=True"
             )
-        self._give_up()
-        _told.part = None
+        self._abort()
+        _received.part = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Tell the coordinator which digests this rank has."""
+        """Return the plan with this rank's vote on the digest, for the coordinator to choose one."""
         return dataclasses.replace(plan, storage_data=digest_vote())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: make the staging directory, and say where it is in every rank's plan."""
+        """On the coordinator: create the staging directory; return the plans, each with its rank's part of the save."""
         self._save = HostedSave(
             self._path,
             TorchDistSaveShardedStrategy(),
@@ -106,94 +110,109 @@ class CheckpointStorageWriter(StorageWriter):
             digest_votes=[plan.storage_data for plan in plans if isinstance(plan.storage_data, int)],
         )
         parts = self._save.parts()
-        _told.part = parts[0]  # where DCP runs in one process, no plan travels
+        _received.part = parts[0]  # where DCP runs in one process, no plan travels
         return [dataclasses.replace(plan, storage_data=_Message(part)) for plan, part in zip(plans, parts, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; it is durable when this returns."""
-        part, _told.part = _told.part, None
+        """Write this rank's file; it is durable when this returns.
+
+        Args:
+            plan: The rank's plan.
+            planner: Gives the values.
+
+        Returns:
+            A future, already done, of one result per item and one with the records of the files.
+
+        Raises:
+            CheckpointingException: The methods were not called by ``dcp.save``, in order.
+            ShardingError: The planner gave a value that it did not plan.
+        """
+        part, _received.part = _received.part, None
         if part is None:
             raise CheckpointingException(
                 f"{self._path}: no plan of this save has come to this thread: let dcp.save call the methods, in order"
             )
-        items = _Items(plan, planner, f"__{part.rank}_0.distcp", self._allow)
+        items = _ItemWriter(plan, planner, f"__{part.rank}_0.distcp", self._allow)
         files = write_part(part, items.write)
-        done = WriteResult(MetadataIndex(f"files of rank {part.rank}"), 0, _Files(files))
+        done = WriteResult(MetadataIndex(f"files of rank {part.rank}"), 0, _RankFiles(files))
         found: Future[list[WriteResult]] = Future()
         found.set_result([*items.results, done])
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when no rank has failed: write the metadata, and commit."""
+        """On the coordinator, after all ranks have written: write the metadata, and commit."""
         save, self._save = self._save, None
         if save is None:
             raise CheckpointingException(
                 f"{self._path}: finish without a plan: let dcp.save call the methods, in order"
             )
         everything = list(chain.from_iterable(results))
-        told = (result.storage_data for result in everything)
-        files = [record for said in told if isinstance(said, _Files) for record in said.records]
+        values = (result.storage_data for result in everything)
+        files = [record for value in values if isinstance(value, _RankFiles) for record in value.records]
         save.commit(files, lambda writer: _write_metadata(writer, metadata, everything))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of this machine, below a directory that may be written."""
+        """Return whether it is a local path below a writable directory."""
         if "://" in os.fspath(checkpoint_id):
             return False
         above = next((path for path in Path(checkpoint_id).absolute().parents if path.exists()), None)
         return above is not None and os.access(above, os.W_OK)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but a save that is under way, which is this process's."""
+        """Return the state without a save in progress, which belongs to this process."""
         return {**self.__dict__, "_save": None}
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         if self._save is not None:
             self._save.abort()
             self._save = None
 
 
-class _Told(threading.local):
-    """What the coordinator has said of the save that this thread is in."""
+class _Received(threading.local):
+    """The part of the save that this thread has received from the coordinator."""
 
     part: HostedPart | None = None
 
 
-_told = _Told()
+_received = _Received()
 
 
 class _Message:
-    """A part on its way to its rank, which notes it on arrival.
+    """A part on its way to its rank; to unpickle it there stores it in ``_received``.
 
-    (A planner that caches plans gives ``write_data`` the plan of an earlier save, not the one that has come.)
+    The part cannot stay in the plan: a planner that caches plans passes ``write_data`` the plan of an earlier save.
     """
 
     def __init__(self, part: HostedPart) -> None:
         self._part = part
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._part,)
+        return _receive, (self._part,)
 
 
-def _arrived(part: HostedPart) -> _Message:
-    _told.part = part
+def _receive(part: HostedPart) -> _Message:
+    _received.part = part
     return _Message(part)
 
 
-class _Files(NamedTuple):
-    """What a rank wrote, on its way to the coordinator."""
+class _RankFiles(NamedTuple):
+    """The records of the files that a rank wrote, on their way to the coordinator."""
 
     records: list[FileRecord]
 
 
-class _Items:
-    """A plan's items, written one after the other into one file.
+class _ItemWriter:
+    """Writes a plan's items one after the other into one file.
 
     Args:
         plan: The plan.
         planner: Gives the values.
-        name: Of the file.
+        name: Name of the file.
         allow_globals: As for the storage writer.
+
+    Attributes:
+        results: Where the written items are.
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, name: str, allow_globals: tuple[Any, ...]) -> None:
@@ -202,7 +221,6 @@ class _Items:
         self._planner = planner
         self._name = name
         self._allow = allow_globals
-        #: Where the items are.
         self.results: list[WriteResult] = []
 
     def write(self, writer: CheckpointWriter) -> None:
@@ -227,7 +245,7 @@ class _Items:
         return len(archive)
 
     def _append_tensor(self, file: FileWriter, item: WriteItem) -> int:
-        tensor = _as_planned(self._planner.resolve_data(item), item).detach()
+        tensor = _checked_tensor(self._planner.resolve_data(item), item).detach()
         synchronize_devices([tensor])
         head, tail = fitted(tensor.dtype, tuple(tensor.shape), file.position, page_place(tensor))
         length = len(head) + _nbytes(item) + len(tail)
@@ -243,8 +261,8 @@ def _nbytes(item: WriteItem) -> int:
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _as_planned(tensor: Any, item: WriteItem) -> torch.Tensor:
-    """The tensor, if it is what the metadata will say: a planner that caches plans does not see another dtype."""
+def _checked_tensor(tensor: Any, item: WriteItem) -> torch.Tensor:
+    """Return the tensor, after a check that it is as planned: with plan caching, a planner misses a changed dtype."""
     data = item.tensor_data
     if data is None or not isinstance(tensor, torch.Tensor):
         raise ShardingError(f"{item.index.fqn!r}: the planner gave a {type(tensor).__name__} for a tensor")
@@ -259,26 +277,26 @@ def _as_planned(tensor: Any, item: WriteItem) -> torch.Tensor:
 
 
 def _write_metadata(writer: CheckpointWriter, metadata: Metadata, results: Iterable[WriteResult]) -> None:
-    """``.metadata``, as DCP's own writer makes it."""
-    places = {wrote.index: wrote.storage_data for wrote in results if not isinstance(wrote.storage_data, _Files)}
-    _check_complete(metadata, places)
-    metadata.storage_data = places
+    """Write ``.metadata`` as DCP's own writer does."""
+    locations = {wrote.index: wrote.storage_data for wrote in results if not isinstance(wrote.storage_data, _RankFiles)}
+    _check_complete(metadata, locations)
+    metadata.storage_data = locations
     metadata.storage_meta = StorageMeta()
     data = pickle.dumps(metadata)
-    load_metadata(data, METADATA_FILE)  # a load would refuse what another planner may have put in
+    load_metadata(data, METADATA_FILE)  # fail now if another planner added what a load would refuse
     writer.write(METADATA_FILE, data, keys=0)
 
 
-def _check_complete(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> None:
-    """Whether a rank has written each value of which the metadata will say that it is stored."""
+def _check_complete(metadata: Metadata, locations: Mapping[MetadataIndex, Any]) -> None:
+    """Check that a rank has written each value that the metadata lists."""
     chunks = {key: getattr(entry, "chunks", None) for key, entry in metadata.state_dict_metadata.items()}
-    if len(places) == sum(1 if parts is None else len(parts) for parts in chunks.values()):
+    if len(locations) == sum(1 if parts is None else len(parts) for parts in chunks.values()):
         return
     missing = [
         f"{index.fqn!r}" + (f" at {tuple(index.offset)}" if index.offset else "")
         for key, parts in chunks.items()
         for index in ([MetadataIndex(key)] if parts is None else [MetadataIndex(key, part.offsets) for part in parts])
-        if index not in places
+        if index not in locations
     ]
     if missing:
         raise ShardingError(

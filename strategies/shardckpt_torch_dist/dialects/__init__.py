@@ -1,13 +1,13 @@
-"""What a checkpoint stores, from every dialect of ``.metadata`` in one form."""
+"""Read and write the index of a checkpoint: every dialect of ``.metadata``, in one form."""
 
 from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, dump
 from shardckpt_torch_dist.dialects.metadata import (
     METADATA_FILE,
     STEPS,
-    index_of,
+    identify_save,
     needs_common_file,
+    parse_metadata,
     read_index,
-    save_of,
 )
 from shardckpt_torch_dist.dialects.metadata_pickle import encode
 from shardckpt_torch_dist.dialects.stored import (
@@ -18,7 +18,7 @@ from shardckpt_torch_dist.dialects.stored import (
     Item,
     StoredIndex,
     StoredTensor,
-    object_key,
+    parse_object_key,
 )
 
 __all__ = [
@@ -34,9 +34,9 @@ __all__ = [
     "StoredTensor",
     "dump",
     "encode",
-    "index_of",
+    "identify_save",
     "needs_common_file",
-    "object_key",
+    "parse_metadata",
+    "parse_object_key",
     "read_index",
-    "save_of",
 ]

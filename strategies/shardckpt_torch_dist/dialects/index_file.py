@@ -1,4 +1,4 @@
-"""Our own index beside ``.metadata``: the same in columns, read without an object for every chunk."""
+"""Our own index file: the content of ``.metadata`` in columns, read without an object for every chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Table, integers, matrix, numbered
 from shardckpt.storage import Columns, check_file_name, pack
-from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, object_key
+from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, parse_object_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 INDEX_FILE = "shardckpt-index.safetensors"
 
 _LARGEST = torch.iinfo(torch.int64).max
-#: Where floats count fewer elements, integers count their bytes.
+#: Below this number of elements, computed in floats, the size in bytes does not overflow int64.
 _COUNTABLE = 2.0**58
-#: Chunks that are checked at a time: what that takes stays in the processor's cache.
+#: Chunks that are checked at a time, so that the columns stay in the processor's cache.
 _BLOCK = 1 << 13
 
 
 def dump(index: StoredIndex) -> bytes:
-    """The bytes of the file.
+    """Encode an index as the bytes of the index file.
 
     Args:
-        index: What one of our own saves stores: every archive has one box, nothing is loose.
+        index: The index of one of our own saves: each archive has one box, and no value is loose.
+
+    Returns:
+        The bytes of a safetensors file.
     """
     axes = [len(shape) for shape in index.shapes]
     width = max(axes, default=0)
@@ -57,44 +60,47 @@ def dump(index: StoredIndex) -> bytes:
 
 
 def parse(data: bytes, source: str) -> StoredIndex:
-    """What the bytes of the file say.
+    """Decode an index file, and check it.
 
     Args:
-        data: The bytes.
-        source: Named in errors.
+        data: The bytes of the file.
+        source: Its path, for errors.
+
+    Returns:
+        The index, with empty ``named`` and ``save``.
 
     Raises:
-        CorruptCheckpointError: they are not what :func:`dump` gives, or what they say cannot be.
+        CorruptCheckpointError: The bytes are not those of an index file, or the index contradicts itself.
     """
     try:
-        return _parsed(Columns(data, source))
+        return _parse(Columns(data, source))
     except CorruptCheckpointError as exc:
         raise exc if str(exc).startswith(source) else CorruptCheckpointError(f"{source}: {exc}") from exc
 
 
-def _parsed(columns: Columns) -> StoredIndex:
+def _parse(columns: Columns) -> StoredIndex:
     files = [check_file_name(name) for name in columns.texts("files")]
-    wholes = _wholes(columns)
-    bounds = _bounds(columns, len(wholes.keys))
-    objects = _objects(columns, files)
-    keys = [*wholes.keys, *columns.texts("objects")]
+    tensors = _parse_tensors(columns)
+    bounds = _parse_bounds(columns, len(tensors.keys))
+    objects = _parse_objects(columns, files)
+    keys = [*tensors.keys, *columns.texts("objects")]
     if len(set(keys)) < len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys, of which {len(set(keys))} differ")
-    chunks = _chunks(columns, wholes, bounds, len(files))
-    return StoredIndex(wholes.keys, wholes.dtypes, wholes.shapes, bounds, chunks, files, objects)
+    chunks = _parse_chunks(columns, tensors, bounds, len(files))
+    return StoredIndex(tensors.keys, tensors.dtypes, tensors.shapes, bounds, chunks, files, objects)
 
 
-class _Wholes(NamedTuple):
-    """The tensors.
+class _Tensors(NamedTuple):
+    """The tensors of an index file.
 
     Attributes:
-        keys: Of them.
-        dtypes: Of every one.
-        shapes: Of every one.
-        itemsizes: int64 of shape (n,).
-        sizes: int64 of shape (n, most axes): the shapes, and 1 along axes that a tensor lacks.
-        lacked: bool of the same shape: which axes those are.
-        huge: Whether a box in one may have more elements than can be counted.
+        keys: Their keys.
+        dtypes: Their dtypes.
+        shapes: Their global shapes.
+        itemsizes: Bytes per element, int64 of shape (tensors,).
+        sizes: The shapes as int64 of shape (tensors, most axes), with 1 along axes that a tensor lacks.
+        lacked: bool of the same shape: which axes a tensor lacks.
+        huge: Whether the number of elements of a box may overflow.
     """
 
     keys: list[str]
@@ -106,91 +112,98 @@ class _Wholes(NamedTuple):
     huge: bool
 
 
-def _wholes(columns: Columns) -> _Wholes:
+def _parse_tensors(columns: Columns) -> _Tensors:
     keys, names = columns.texts("keys"), columns.texts("dtypes")
     if len(names) != len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys and {len(names)} dtypes")
-    dtypes = _dtypes(names)
-    axes = _integers(columns, "axes", (len(keys),))
+    dtypes = _parse_dtypes(names)
+    axes = _read_integers(columns, "axes", (len(keys),))
     counts = axes.tolist()
     width = max(counts, default=0)
-    sizes = _integers(columns, "shapes", (len(keys), width))
+    sizes = _read_integers(columns, "shapes", (len(keys), width))
     lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
     if min(counts, default=0) < width:
-        _all_fine((sizes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
+        _require_all((sizes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
     shapes = [tuple(row[:count]) for row, count in zip(sizes.tolist(), counts, strict=True)]
     huge = bool(keys) and math.prod(sizes.amax(0).tolist()) >= _COUNTABLE
-    return _Wholes(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
+    return _Tensors(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
 
 
-def _dtypes(names: list[str]) -> list[torch.dtype]:
-    known: dict[str, torch.dtype] = {}
+def _parse_dtypes(names: list[str]) -> list[torch.dtype]:
+    dtypes: dict[str, torch.dtype] = {}
     for name in set(names):
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise CorruptCheckpointError(f"torch {torch.__version__} has no dtype {name!r}: a newer one may have it")
-        known[name] = dtype
-    return [known[name] for name in names]
+        dtypes[name] = dtype
+    return [dtypes[name] for name in names]
 
 
-def _bounds(columns: Columns, count: int) -> torch.Tensor:
-    bounds = _integers(columns, "bounds", (count + 1,))
+def _parse_bounds(columns: Columns, count: int) -> torch.Tensor:
+    bounds = _read_integers(columns, "bounds", (count + 1,))
     if int(bounds[0]) != 0 or not bool((bounds[:-1] <= bounds[1:]).all()):
         raise CorruptCheckpointError("its column 'bounds' does not ascend from 0")
     return bounds
 
 
-def _objects(columns: Columns, files: list[str]) -> dict[str, Item]:
+def _parse_objects(columns: Columns, files: list[str]) -> dict[str, Item]:
     keys = columns.texts("objects")
     for key in keys:
-        if object_key(key) != key:
+        if parse_object_key(key) != key:
             raise CorruptCheckpointError(f"{key!r} is not the key of a sharded object")
-    places = _integers(columns, "object_places", (len(keys), 3))
+    places = _read_integers(columns, "object_places", (len(keys), 3))
     if not keys:
         return {}
     file, start, length = places.unbind(1)
-    _all_fine((file < len(files)) & (start <= _LARGEST - length), keys, "is in no file")
+    _require_all((file < len(files)) & (start <= _LARGEST - length), keys, "is in no file")
     return {key: Item(files[row[0]], *row[1:]) for key, row in zip(keys, places.tolist(), strict=True)}
 
 
-def _chunks(columns: Columns, wholes: _Wholes, bounds: torch.Tensor, files: int) -> Chunks:
+def _parse_chunks(columns: Columns, tensors: _Tensors, bounds: torch.Tensor, files: int) -> Chunks:
     count = int(bounds[-1])
-    file, start, length = (_integers(columns, name, (count,)) for name in ("file", "start", "length"))
-    offset, extent = (_integers(columns, name, (count, wholes.sizes.shape[1])) for name in ("offset", "extent"))
+    file, start, length = (_read_integers(columns, name, (count,)) for name in ("file", "start", "length"))
+    offset, extent = (_read_integers(columns, name, (count, tensors.sizes.shape[1])) for name in ("offset", "extent"))
     table = Table(numbered(bounds[1:]), offset, extent)
     chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
     for row in range(0, count, _BLOCK):
-        _check(chunks, slice(row, row + _BLOCK), wholes, files)
+        _check_chunks(chunks, slice(row, row + _BLOCK), tensors, files)
     return chunks
 
 
-def _check(chunks: Chunks, rows: slice, wholes: _Wholes, files: int) -> None:
-    """Whether the boxes are inside their tensors, and their archives, large enough for them, inside files."""
-    whole, extent, length = chunks.box.whole[rows], chunks.box.extent[rows], chunks.length[rows]
-    inside = chunks.box.offset[rows] <= wholes.sizes.index_select(0, whole) - extent
-    inside &= extent >= wholes.lacked.index_select(0, whole)
+def _check_chunks(chunks: Chunks, rows: slice, tensors: _Tensors, files: int) -> None:
+    """Check that the boxes lie inside their tensors, and that their archives are large enough and lie inside files."""
+    tensor, extent, length = chunks.box.whole[rows], chunks.box.extent[rows], chunks.length[rows]
+    inside = chunks.box.offset[rows] <= tensors.sizes.index_select(0, tensor) - extent
+    inside &= extent >= tensors.lacked.index_select(0, tensor)
     inside = inside.all(1)
-    counted = extent.double().prod(1) < _COUNTABLE if wholes.huge else inside
+    counted = extent.double().prod(1) < _COUNTABLE if tensors.huge else inside
     in_file = (chunks.file[rows] < files) & (chunks.start[rows] <= _LARGEST - length)
-    large_enough = chunks.volume[rows] * wholes.itemsizes.index_select(0, whole) <= length
+    large_enough = chunks.volume[rows] * tensors.itemsizes.index_select(0, tensor) <= length
     if bool((inside & counted & in_file & large_enough).all()):
         return
-    _all_fine(inside, wholes.keys, "has a chunk that is not inside its shape", whole)
-    _all_fine(counted, wholes.keys, "has a chunk of more elements than can be", whole)
-    _all_fine(in_file, wholes.keys, "has a chunk that is in no file", whole)
-    _all_fine(large_enough, wholes.keys, "has a chunk that is larger than its archive", whole)
+    _require_all(inside, tensors.keys, "has a chunk that is not inside its shape", tensor)
+    _require_all(counted, tensors.keys, "has a chunk of too many elements to count", tensor)
+    _require_all(in_file, tensors.keys, "has a chunk that is in no file", tensor)
+    _require_all(large_enough, tensors.keys, "has a chunk that is larger than its archive", tensor)
 
 
-def _integers(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
-    """A column of integers, of the shape that it must have."""
+def _read_integers(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
+    """Return a column of integers, after a check of its shape."""
     found = columns.integers(name)
     if found.shape != shape:
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected {shape}")
     return found
 
 
-def _all_fine(fine: torch.Tensor, keys: Sequence[str], fault: str, numbers: torch.Tensor | None = None) -> None:
-    """Refuse what has a row that is not fine, naming the first one's key; ``numbers`` are those of the rows' keys."""
+def _require_all(fine: torch.Tensor, keys: Sequence[str], fault: str, numbers: torch.Tensor | None = None) -> None:
+    """Raise CorruptCheckpointError with the key of the first row that is not fine.
+
+    Args:
+        fine: bool of shape (rows,).
+        keys: The keys of the rows, or of the numbers.
+        fault: What is wrong with such a row, for the error.
+        numbers: The position of each row's key in ``keys``; None if row and position are the same.
+    """
     if not bool(fine.all()):
         row = int((~fine).nonzero()[0, 0])
         raise CorruptCheckpointError(f"{keys[row if numbers is None else int(numbers[row])]!r} {fault}")

@@ -1,13 +1,13 @@
-"""Every dialect of ``.metadata`` that was ever written under (torch_dist, 1), recognised by content.
+"""Read every dialect of ``.metadata`` that was ever written under (torch_dist, 1), recognised by content.
 
-The version number never changed from Megatron 0.6 to 0.20; what did:
+The version number is 1 from Megatron 0.6 to 0.20, but the content has changed:
 
-- 0.6 to 0.18 and we ourselves: the common state is the file ``common.pt``; from 0.19 on, an object among the tensors.
-  The object wins where both are there: a ``common.pt`` may be left from an older save into the same directory.
-- 0.8 to 0.15: a flattened optimizer shard is stored as a slice of a flattened grid cell, under a reformulated global
-  shape (fragments along every axis, then the cell's elements); ``mcore_data`` has the true shape.
-- 0.15: the pickled object is Megatron's MCoreMetadata; 0.11 to 0.15: plans of Megatron's MCoreSavePlan lie in it.
-- plain torch.distributed.checkpoint: no ``metadata.json``; values that are not tensors are stored one by one.
+- Megatron 0.6 to 0.18, and shardckpt: the common state is the file ``common.pt``. From 0.19 on it is an object in the
+  data files. If both are there, the object counts: ``common.pt`` may be left from an older save into the directory.
+- Megatron 0.8 to 0.15: a flattened optimizer shard is stored as a slice of a flattened grid cell, under a reformulated
+  global shape: the number of fragments along each axis, then the elements of a cell. ``mcore_data`` has the true shape.
+- Megatron 0.15: the pickled object is an MCoreMetadata. Megatron 0.11 to 0.15: it contains MCoreSavePlans.
+- Plain torch.distributed.checkpoint: no ``metadata.json``. Values that are not tensors are stored one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning import Box, Ints, flat_parts
 from shardckpt.storage import check_file_name
-from shardckpt_torch_dist.archive import brief, load_metadata
+from shardckpt_torch_dist.archive import describe, load_metadata
 from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, parse
 from shardckpt_torch_dist.dialects.stored import (
     COMMON_FILE,
@@ -34,7 +34,7 @@ from shardckpt_torch_dist.dialects.stored import (
     StoredIndex,
     StoredTensor,
     columns_of,
-    object_key,
+    parse_object_key,
 )
 
 if TYPE_CHECKING:
@@ -45,30 +45,44 @@ logger = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
 
-#: Where the bytes of a file end at most.
+#: The largest offset in a file, in bytes.
 _LARGEST = (1 << 63) - 1
 
-#: Axes that a tensor has at most, as in torch.
-_AXES = 64
-#: Steps that the path of a value in a state dict has at most.
+#: The most axes of a tensor, as in torch.
+_MAX_AXES = 64
+#: The longest path of a value in a state dict.
 STEPS = 200
 
-_Places = dict[tuple[str, Ints | None], Item]
+#: Where each stored value is, by key and offset (None for objects).
+_Locations = dict[tuple[str, Ints | None], Item]
 
 
 def read_index(reader: CheckpointReader) -> StoredIndex:
-    """What the checkpoint stores; read once in the life of a reader, from our own index where we have written one."""
-    return reader.parsed(METADATA_FILE, lambda: _read(reader))
+    """Return what a checkpoint stores.
+
+    It is read once per reader: from our own index file if shardckpt wrote the checkpoint, otherwise from ``.metadata``.
+
+    Args:
+        reader: The checkpoint's files.
+
+    Returns:
+        The index, which callers share and must not change.
+
+    Raises:
+        CorruptCheckpointError: The metadata is missing or damaged, or of an unknown dialect.
+        UnsafePickleError: Its pickle names a global outside the allow-list.
+    """
+    return reader.parsed(METADATA_FILE, lambda: _read_uncached(reader))
 
 
-def _read(reader: CheckpointReader) -> StoredIndex:
-    """The index that was written with the checkpoint; beside files of other libraries it may be from an older save."""
+def _read_uncached(reader: CheckpointReader) -> StoredIndex:
+    # Only the record shows that our index is of this save: another library may have saved into the directory since.
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
     if INDEX_FILE not in sizes:
         if record is None and reader.has(INDEX_FILE):
             logger.warning(
-                "%s: %s is there and %s is not: it is read by %s alone, and no digest is checked",
+                "%s: %s is there and %s is not: only %s is read, and no digest is checked",
                 reader.directory,
                 INDEX_FILE,
                 RECORD_NAME,
@@ -76,22 +90,30 @@ def _read(reader: CheckpointReader) -> StoredIndex:
             )
         source = f"{reader.directory}/{METADATA_FILE}"
         data = reader.read(METADATA_FILE)
-        index = index_of(load_metadata(data, source), source)
-        return replace(index, save=save_of(reader, data))
+        index = parse_metadata(load_metadata(data, source), source)
+        return replace(index, save=identify_save(reader, data))
     source = f"{reader.directory}/{INDEX_FILE}"
     index = parse(reader.read(INDEX_FILE), source)
     _check_claims(index, sizes, source)
     return index if record is None else replace(index, save=record.self_digest)
 
 
-def save_of(reader: CheckpointReader, metadata: bytes) -> str:
-    """What tells the save from every other: the digest of its record, or of the ``.metadata`` of another library's."""
+def identify_save(reader: CheckpointReader, metadata: bytes) -> str:
+    """Return a text that identifies the save, to compare it across ranks.
+
+    Args:
+        reader: The checkpoint's files.
+        metadata: The bytes of ``.metadata``.
+
+    Returns:
+        The digest of the checkpoint's record; of ``.metadata``, if another library wrote the checkpoint.
+    """
     record = reader.manifest.record
     return f"{zlib.crc32(metadata):08x}" if record is None else record.self_digest
 
 
 def _check_claims(index: StoredIndex, sizes: dict[str, int], source: str) -> None:
-    """Refuse chunks that have more bytes together than their file: a load would take memory for each of them."""
+    """Refuse chunks that claim more bytes together than their file has: a load would allocate memory for each chunk."""
     claimed = torch.bincount(index.chunks.file, weights=index.chunks.length, minlength=len(index.files))
     for name, nbytes in zip(index.files, claimed.tolist(), strict=True):
         if nbytes > sizes.get(name, 0):
@@ -100,23 +122,27 @@ def _check_claims(index: StoredIndex, sizes: dict[str, int], source: str) -> Non
             )
 
 
-def index_of(raw: Any, source: str) -> StoredIndex:
-    """What a ``.metadata`` file stores, of any dialect.
+def parse_metadata(raw: Any, source: str) -> StoredIndex:
+    """Return the index of a ``.metadata`` file of any dialect.
 
     Args:
-        raw: What :func:`shardckpt_torch_dist.archive.unpickle.load_metadata` gave.
-        source: The file, named in errors.
+        raw: The result of :func:`shardckpt_torch_dist.archive.load_metadata`.
+        source: The file's path, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is not DCP metadata, or it contradicts itself.
     """
     try:
-        return _index(raw)  # what is not as DCP writes it fails somehow; what would take long is looked for
+        # Types are not checked: a type that DCP does not write raises one of the errors below. Sizes are.
+        return _build_index(raw)
     except CorruptCheckpointError as exc:
         raise CorruptCheckpointError(f"{source}: {exc}") from exc
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as exc:
         raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
 
 
-def _index(raw: Any) -> StoredIndex:
-    places = _places(raw)
+def _build_index(raw: Any) -> StoredIndex:
+    locations = _locate_items(raw)
     flattened = getattr(raw, "mcore_data", None) or {}
     paths = getattr(raw, "planner_data", None) or {}
     tensors: dict[str, StoredTensor] = {}
@@ -128,20 +154,21 @@ def _index(raw: Any) -> StoredIndex:
     for key, entry in raw.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
             true_shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
+            # A pickle of some bytes can name one long list of chunks for any number of tensors.
             if id(entry.chunks) in lists:
-                raise CorruptCheckpointError(f"tensor {key!r} has the list of chunks of another one")
+                raise CorruptCheckpointError(f"tensor {key!r} shares its list of chunks with another tensor")
             lists.add(id(entry.chunks))
-            tensors[key] = _tensor(key, entry, true_shape, places)
+            tensors[key] = _stored_tensor(key, entry, true_shape, locations)
             continue
-        if (key, None) not in places:
-            raise CorruptCheckpointError(f"object {key!r} is named and not stored: the save lost it")
-        named[key] = item = places[key, None]
+        if (key, None) not in locations:
+            raise CorruptCheckpointError(f"object {key!r} is listed but not stored: the save lost it")
+        named[key] = item = locations[key, None]
         if key == COMMON_KEY:
             common = item
-        elif (unique_key := object_key(key)) is not None:
+        elif (unique_key := parse_object_key(key)) is not None:
             objects[unique_key] = item
         else:
-            loose[_path(paths.get(key, (key,)), key)] = item
+            loose[_checked_path(paths.get(key, (key,)), key)] = item
     dtypes, shapes = [tensor.dtype for tensor in tensors.values()], [tensor.shape for tensor in tensors.values()]
     return StoredIndex(
         list(tensors),
@@ -152,12 +179,12 @@ def _index(raw: Any) -> StoredIndex:
         common,
         loose,
         named,
-        by_megatron=_by_megatron(raw, objects, loose),
+        by_megatron=_is_by_megatron(raw, objects, loose),
     )
 
 
-def _by_megatron(raw: Any, objects: dict[str, Item], loose: dict[tuple[Any, ...], Item]) -> bool | None:
-    """Whose planner has made the metadata: Megatron's alone has true shapes beside it, or objects and no paths."""
+def _is_by_megatron(raw: Any, objects: dict[str, Item], loose: dict[tuple[Any, ...], Item]) -> bool | None:
+    """Return whether Megatron's planner made the metadata: only that writes true shapes, or objects without paths."""
     if getattr(raw, "mcore_data", None) is not None:
         return True
     if loose or isinstance(getattr(raw, "planner_data", None), dict):
@@ -166,10 +193,10 @@ def _by_megatron(raw: Any, objects: dict[str, Item], loose: dict[tuple[Any, ...]
 
 
 def needs_common_file(manifest: Manifest, index: StoredIndex) -> bool:
-    """Whether the checkpoint has to have ``common.pt``: without it, its common state is lost.
+    """Return whether the checkpoint must have the file ``common.pt``, so that its common state is lost without it.
 
-    A save of ours says which files there are. Of others, plain DCP directories never have one; a ``metadata.json``
-    that Megatron wrote has one beside it, unless the common state is among the tensors.
+    Our own saves list their files. Plain DCP directories never have the file. Megatron's checkpoints, which have a
+    ``metadata.json``, always have it, unless the common state is an object.
     """
     if manifest.record is not None:
         return any(file.name == COMMON_FILE for file in manifest.record.files)
@@ -178,78 +205,83 @@ def needs_common_file(manifest: Manifest, index: StoredIndex) -> bool:
     return bool(index.by_megatron) or manifest.recognised_as is None
 
 
-def _places(raw: Any) -> _Places:
-    """Where every stored item is, by key and offset (None for objects)."""
-    places: _Places = {}
+def _locate_items(raw: Any) -> _Locations:
+    locations: _Locations = {}
     for index, info in raw.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             raise CorruptCheckpointError(
                 f"{index.fqn!r} is stored through DCP stream extensions {tuple(info.transform_descriptors)}, which are "
                 "not supported: load it with torch.distributed.checkpoint and save it again"
             )
-        offset = getattr(index, "offset", None)  # left out of the pickle where it is None
-        place = None if offset is None else _axes(offset)
+        offset = getattr(index, "offset", None)  # the pickle omits it if it is None
+        place = None if offset is None else _checked_axes(offset)
         if type(index.fqn) is not str:
             raise TypeError(f"a key is a {type(index.fqn).__name__}")
         item = Item(check_file_name(info.relative_path), int(info.offset), int(info.length))
         if item.offset < 0 or item.length < 0 or item.offset + item.length > _LARGEST:
             raise CorruptCheckpointError(f"{index.fqn!r} cannot be {item.length} bytes at {item.offset} of {item.file}")
-        places[index.fqn, place] = item
-    return places
+        locations[index.fqn, place] = item
+    return locations
 
 
-def _tensor(key: str, entry: Any, true_shape: Any, places: _Places) -> StoredTensor:
-    size = _axes(entry.size)
-    shape = size if true_shape is None else _axes(true_shape)
+def _stored_tensor(key: str, entry: Any, true_shape: Any, locations: _Locations) -> StoredTensor:
+    size = _checked_axes(entry.size)
+    shape = size if true_shape is None else _checked_axes(true_shape)
     dtype = entry.properties.dtype
     chunks: dict[Ints, Chunk] = {}
     claimed: dict[Item, int] = {}
     for stored in entry.chunks:
-        offset, sizes = _axes(stored.offsets), _axes(stored.sizes)
-        item = places.get((key, offset))
+        offset, sizes = _checked_axes(stored.offsets), _checked_axes(stored.sizes)
+        item = locations.get((key, offset))
         if item is None:
-            continue  # a save that lost it: a load that needs it finds a hole
+            continue  # the save lost it: only a load that needs the chunk fails, on the hole that it leaves
         volume = math.prod(sizes)
+        # Several chunks may share an archive, but together they cannot have more bytes: a load allocates all of them.
         claimed[item] = claimed.get(item, 0) + volume * dtype.itemsize
         if not _fits(size, offset, sizes) or claimed[item] > item.length:
             raise CorruptCheckpointError(
                 f"tensor {key!r} of shape {size} and {dtype} cannot have a chunk of {sizes} at {offset} "
                 f"in {item.length} bytes of {item.file}, of which its chunks claim {claimed[item]}"
             )
-        parts = [(Box(offset, sizes), 0)]
+        boxes = [(Box(offset, sizes), 0)]
         if true_shape is not None:
-            parts = _flattened(shape, size, offset, sizes)
-        chunks.update({box.offset: Chunk(box, item, first, volume) for box, first in parts})
+            boxes = _unflatten(shape, size, offset, sizes)
+        chunks.update({box.offset: Chunk(box, item, first, volume) for box, first in boxes})
     return StoredTensor(dtype, shape, chunks)
 
 
-def _axes(values: Any) -> Ints:
-    """A shape or an offset; a long one may stand for any number of chunks."""
-    if len(values) > _AXES:
+def _checked_axes(values: Any) -> Ints:
+    """Return a shape or an offset as a tuple, if it has no more axes than a tensor can have."""
+    if len(values) > _MAX_AXES:
         raise ValueError(f"{len(values)} axes")
     return tuple(values)
 
 
-def _path(path: Any, key: str) -> tuple[str | int, ...]:
-    """Where a value was in the saved state dict."""
-    if len(path) > STEPS or not all(type(step) in (str, int) for step in path):
-        raise CorruptCheckpointError(f"{key!r} cannot be at {brief(path)} of a state dict")
+def _checked_path(path: Any, key: str) -> tuple[str | int, ...]:
+    """Return the path of a value in the saved state dict, after a check of its length and types."""
+    if len(path) > STEPS or not all(type(part) in (str, int) for part in path):
+        raise CorruptCheckpointError(f"{key!r} cannot be at {describe(path)} of a state dict")
     return tuple(path)
 
 
 def _fits(shape: Ints, offset: Ints, sizes: Ints) -> bool:
-    """Whether a chunk lies inside a tensor of the stored shape."""
+    """Return whether a chunk lies inside a tensor of this shape."""
     if not len(shape) == len(offset) == len(sizes):
         return False
     return all(low >= 0 <= n and low + n <= size for low, n, size in zip(offset, sizes, shape, strict=True))
 
 
-def _flattened(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) -> list[tuple[Box, int]]:
-    """The boxes of a flattened slice of a grid cell, in true coordinates, with their first element in the slice."""
+def _unflatten(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) -> list[tuple[Box, int]]:
+    """Return the boxes of a flattened slice of a grid cell, in true coordinates, each with its first element's index.
+
+    Example: a tensor of shape (4, 6) in a (2, 1) grid has cells of shape (2, 6), stored as (2, 1, 12). The slice at
+    offset (1, 0, 3) with sizes (1, 1, 5) has elements 3 to 7 of the second cell: the box at (2, 3) of shape (1, 3),
+    whose first element has index 0, and the box at (3, 0) of shape (1, 2), whose first element has index 3.
+    """
     fragments, cell = stored_shape[:-1], offset[:-1]
     block = tuple(size // count for size, count in zip(true_shape, fragments, strict=True))
     corner = tuple(index * length for index, length in zip(cell, block, strict=True))
     return [(part.box.moved(corner), part.start) for part in flat_parts(block, offset[-1], offset[-1] + sizes[-1])]
 
 
-__all__ = ["METADATA_FILE", "STEPS", "index_of", "needs_common_file", "read_index", "save_of"]
+__all__ = ["METADATA_FILE", "STEPS", "identify_save", "needs_common_file", "parse_metadata", "read_index"]

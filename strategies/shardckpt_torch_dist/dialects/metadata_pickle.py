@@ -1,7 +1,8 @@
-"""``.metadata`` from columns: DCP's objects as the opcodes of a pickle, templates that arrays fill in.
+"""Write ``.metadata`` from columns, without building DCP's objects: pickle opcodes are repeated as arrays.
 
-What the opcodes of an object are, pickle itself says: an example is pickled, with marks where rows differ. Names,
-classes and functions are said once, in front, and got from the memo.
+An example object is pickled, with placeholders where the rows differ: its opcodes are a template. The template is
+repeated once per row, and the columns overwrite the placeholders. Names, classes and functions are put into the memo at
+the beginning of the pickle, and every row gets them from there by a number of fixed width.
 """
 
 from __future__ import annotations
@@ -32,32 +33,35 @@ if TYPE_CHECKING:
 
     from shardckpt_torch_dist.dialects.stored import Item, StoredIndex
 
-#: About how many chunks and tensors are made at a time.
+#: About how many chunks and tensors are encoded at a time.
 _WINDOW = 1 << 15
-#: Protocol 2 has all opcodes that are needed, and no frames.
+#: Protocol 2 has all the opcodes that are needed, and does not group them into frames.
 _PROTOCOL = 2
-#: Numbers below it go into the opcode of four bytes, others into that of eight.
+#: Numbers below this fit the opcode of four bytes; others take the one of eight.
 _NARROW = 1 << 31
-#: The highest byte of the marks for slots of four and of eight bytes, and of the persistent ids for the memo's numbers.
-_MARK, _WIDE_MARK, _GET = 0x7A << 24, 0x7C << 56, 0x7B << 56
+#: The highest byte of placeholders of four and of eight bytes, and of the persistent ids that become memo numbers.
+_NARROW_SLOT, _WIDE_SLOT, _GET = 0x7A << 24, 0x7C << 56, 0x7B << 56
 _GETS = re.compile(rb"\x8a\x08(....)\0\0\0\x7bQ", re.DOTALL)
 _SLOTS = re.compile(rb"[Jj](.)\0\0\x7a|\x8a\x08(.)\0{6}\x7c", re.DOTALL)
-#: The slot where other rows are put in.
+#: The slot that stands for any number of rows of another template.
 _ROWS = 255
 _HOLES = re.compile(rb"(?:j\xff\0\0\x7a)+")
 
 
 def encode(index: StoredIndex, save_id: str) -> bytes:
-    """The bytes of ``.metadata``, which every reader of DCP's and Megatron's unpickles.
+    """Encode an index as the bytes of ``.metadata``, for the readers of DCP and Megatron.
 
     Args:
-        index: What one of our own saves stores: every archive has one box, nothing is loose.
+        index: The index of one of our own saves: each archive has one box, and no value is loose.
         save_id: A name that no other save has.
+
+    Returns:
+        A pickle of DCP's ``Metadata``.
     """
     memo = _Memo()
     tensors, objects = _Tensors(index, memo), _Objects(index.objects, memo)
-    whole = Metadata(_hole(), storage_data=_hole(), storage_meta=StorageMeta(save_id=save_id))
-    start, middle, end = _HOLES.split(memo.opcodes(whole))
+    metadata = Metadata(_rows_slot(), storage_data=_rows_slot(), storage_meta=StorageMeta(save_id=save_id))
+    start, middle, end = _HOLES.split(memo.opcodes(metadata))
     out = io.BytesIO()
     out.writelines([pickle.PROTO, bytes([_PROTOCOL]), memo.puts(), start])
     out.writelines(tensors.entries())
@@ -68,10 +72,10 @@ def encode(index: StoredIndex, save_id: str) -> bytes:
 
 
 class _Name:
-    """Stands for a name in an example."""
+    """A placeholder for a name in an example."""
 
     def __init__(self, slot: int) -> None:
-        self.mark = _MARK | slot
+        self.placeholder = _NARROW_SLOT | slot
 
 
 def _name(slot: int) -> Any:
@@ -79,31 +83,31 @@ def _name(slot: int) -> Any:
 
 
 def _numbers(slots: Iterable[int], *, wide: bool) -> list[int]:
-    """Stand for numbers in an example."""
-    return [(_WIDE_MARK if wide else _MARK) | slot for slot in slots]
+    """Return placeholders for numbers in an example."""
+    return [(_WIDE_SLOT if wide else _NARROW_SLOT) | slot for slot in slots]
 
 
-def _hole() -> dict[Any, Any]:
-    """Stands for a dictionary; it has two entries, so that it is pickled as one of many."""
+def _rows_slot() -> dict[Any, Any]:
+    """Return a placeholder for a dictionary; its two entries make pickle use SETITEMS, as for many entries."""
     return {_name(_ROWS): _name(_ROWS), _name(_ROWS): _name(_ROWS)}
 
 
 class _Memo:
-    """What the pickle says once."""
+    """The names, classes and functions that the pickle writes once, in front."""
 
     def __init__(self) -> None:
         self._found: dict[Any, int] = {}
 
     def number(self, value: Any) -> int:
-        """The number by which a name, class or function is got."""
+        """Return the memo number of a name, class or function; a new one is added."""
         return self._found.setdefault(value, len(self._found) + 1)
 
     def column(self, values: Iterable[str]) -> torch.Tensor:
-        """The numbers of names."""
+        """Return the memo numbers of names, int64 of shape (values,)."""
         return integers([self.number(value) for value in values])
 
     def opcodes(self, *values: Any) -> bytes:
-        """The opcodes that make the values; what the pickle says once they get from here."""
+        """Return the opcodes that build the values, with names, classes and functions from the memo."""
         stream = io.BytesIO()
         for value in values:
             pickled = io.BytesIO()
@@ -112,28 +116,28 @@ class _Memo:
         return _GETS.sub(rb"j\1", stream.getvalue())
 
     def puts(self) -> bytes:
-        """The opcodes that say it: a list, for pickle numbers that 0, and what it has from 1 on."""
+        """Return the opcodes that fill the memo, by building a list: it gets number 0, its items the next ones."""
         return pickle.dumps(list(self._found), _PROTOCOL, fix_imports=False)[2:-1] + pickle.POP
 
 
 class _Pickler(pickle.Pickler):
-    """Gives names, classes and functions to the memo, and puts nothing else there."""
+    """Takes names, classes and functions from the memo, and puts nothing else there."""
 
     def __init__(self, stream: io.BytesIO, memo: _Memo) -> None:
         super().__init__(stream, _PROTOCOL, fix_imports=False)
-        self.fast = True
+        self.fast = True  # no opcodes that put into the memo: its numbers are ours
         self._memo = memo
 
     def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, _Name):
-            return _GET | obj.mark
+            return _GET | obj.placeholder
         if isinstance(obj, (str, type, torch.dtype, FunctionType)):
             return _GET | self._memo.number(obj)
         return None
 
 
-class _Template:
-    """Opcodes of an example, to be repeated with other names and numbers."""
+class _OpcodeTemplate:
+    """The opcodes of an example, to be repeated with other names and numbers."""
 
     def __init__(self, opcodes: bytes) -> None:
         self._opcodes = torch.frombuffer(bytearray(opcodes), dtype=torch.uint8)
@@ -141,7 +145,7 @@ class _Template:
         self._slots = sorted((match[group][0], match.start(group), match.end()) for match, group in found)
 
     def rows(self, count: int, *columns: torch.Tensor) -> memoryview:
-        """The opcodes ``count`` times, with the columns, int64 of shape (count,), in the slots by their order."""
+        """Repeat the opcodes ``count`` times, with the columns (int64 of shape (count,)) in the slots, in order."""
         table = self._opcodes.repeat(count, 1)
         for (_, start, end), column in zip(self._slots, columns, strict=True):
             dtype = torch.int32 if end - start == 4 else torch.int64  # noqa: PLR2004
@@ -151,55 +155,55 @@ class _Template:
 
 
 class _Wide(NamedTuple):
-    """Which numbers need eight bytes."""
+    """Which numbers need eight bytes: those of boxes, starts and lengths."""
 
     box: bool
     start: bool
     length: bool
 
 
-class _Kind:
-    """Templates of tensors with a dtype and a number of axes."""
+class _TensorTemplates:
+    """The templates of tensors with a dtype and a number of axes."""
 
     def __init__(self, axes: int, dtype: torch.dtype, wide: _Wide, memo: _Memo) -> None:
         numbers = _numbers(range(4, 4 + axes), wide=wide.box)
-        self.place = _place(torch.Size(numbers), wide, memo)
+        self.place = _location_template(torch.Size(numbers), wide, memo)
         low, high = (torch.Size(_numbers(range(n, n + axes), wide=wide.box)) for n in (0, axes))
-        self.chunk = _Template(memo.opcodes(ChunkStorageMetadata(low, high)))
+        self.chunk = _OpcodeTemplate(memo.opcodes(ChunkStorageMetadata(low, high)))
         size = torch.Size(_numbers(range(1, 1 + axes), wide=wide.box))
         tensor = TensorStorageMetadata(TensorProperties(dtype), size, [_name(_ROWS)] * 2)
         head, self.tail = _HOLES.split(memo.opcodes(_name(0), tensor))
-        self.head = _Template(head)
+        self.head = _OpcodeTemplate(head)
 
 
-def _place(offset: torch.Size | None, wide: _Wide, memo: _Memo) -> _Template:
-    """Where something is: its slots are key, file, start and length, then the offset's."""
+def _location_template(offset: torch.Size | None, wide: _Wide, memo: _Memo) -> _OpcodeTemplate:
+    """Return the template of an entry of ``storage_data``: its slots are key, file, start, length, then the offset."""
     (start,), (length,) = _numbers([2], wide=wide.start), _numbers([3], wide=wide.length)
-    return _Template(memo.opcodes(MetadataIndex(_name(0), offset), StorageInfo(_name(1), start, length)))
+    return _OpcodeTemplate(memo.opcodes(MetadataIndex(_name(0), offset), StorageInfo(_name(1), start, length)))
 
 
 class _Objects:
-    """The opcodes of objects: entries of ``state_dict_metadata`` and of ``storage_data``."""
+    """The opcodes of the objects: their entries of ``state_dict_metadata`` and of ``storage_data``."""
 
     def __init__(self, objects: dict[str, Item], memo: _Memo) -> None:
         keys, files = memo.column(objects), memo.column(item.file for item in objects.values())
         starts = integers([item.offset for item in objects.values()])
         lengths = integers([item.length for item in objects.values()])
-        self.entries = _Template(memo.opcodes(_name(0), BytesStorageMetadata())).rows(len(keys), keys)
-        place = _place(None, _Wide(box=False, start=_is_wide(starts), length=_is_wide(lengths)), memo)
+        self.entries = _OpcodeTemplate(memo.opcodes(_name(0), BytesStorageMetadata())).rows(len(keys), keys)
+        place = _location_template(None, _Wide(box=False, start=_is_wide(starts), length=_is_wide(lengths)), memo)
         self.places = place.rows(len(keys), keys, files, starts, lengths)
 
 
-class _Part(NamedTuple):
-    """The tensors of one kind among some that follow each other, and their chunks, by number."""
+class _Group(NamedTuple):
+    """The tensors of a window that have the same templates, and their chunks, by number."""
 
-    kind: _Kind
+    kind: _TensorTemplates
     tensors: torch.Tensor
     rows: torch.Tensor
 
 
 class _Tensors:
-    """The opcodes of tensors, a window after another."""
+    """The opcodes of the tensors, made window by window to bound the memory."""
 
     def __init__(self, index: StoredIndex, memo: _Memo) -> None:
         self._index = index
@@ -210,59 +214,59 @@ class _Tensors:
         axes = map(len, index.shapes)
         self._kind_of = integers([kinds.setdefault(kind, len(kinds)) for kind in zip(axes, index.dtypes, strict=True)])
         wide = _widths(index)
-        self._kinds = [_Kind(*kind, wide, memo) for kind in kinds]
+        self._kinds = [_TensorTemplates(*kind, wide, memo) for kind in kinds]
 
     def entries(self) -> Iterator[bytes | memoryview]:
-        """Those of ``state_dict_metadata``."""
+        """Yield those of ``state_dict_metadata``."""
         for first, last in self._windows():
-            entries = {part.kind: self._entries(part) for part in self._parts(first, last)}
+            entries = {group.kind: self._entries(group) for group in self._groups(first, last)}
             for number in self._kind_of[first:last].tolist():
                 yield from next(entries[self._kinds[number]])
             yield pickle.SETITEMS + pickle.MARK
 
     def places(self) -> Iterator[bytes | memoryview]:
-        """Those of ``storage_data``."""
+        """Yield those of ``storage_data``."""
         chunks = self._index.chunks
         for first, last in self._windows():
-            for kind, tensors, rows in self._parts(first, last):
+            for kind, tensors, rows in self._groups(first, last):
                 keys = spread(self._keys[tensors], self._counts[tensors])
                 columns = keys, self._files[chunks.file[rows]], chunks.start[rows], chunks.length[rows]
                 yield kind.place.rows(len(rows), *columns, *self._axes(tensors, self._box.offset[rows]))
             yield pickle.SETITEMS + pickle.MARK
 
     def _windows(self) -> list[tuple[int, int]]:
-        """Tensors that follow each other, with as many chunks as are made at a time, or one with more."""
+        """Return windows of tensors [first, last), of about ``_WINDOW`` chunks each; a larger tensor is alone."""
         numbers = torch.arange(len(self._counts), device="cpu")
         windows = (self._index.bounds[:-1] + numbers) // _WINDOW
         ends = windows.bincount().cumsum(0).tolist()
         return [(first, last) for first, last in zip([0, *ends], ends, strict=False) if first < last]
 
-    def _parts(self, first: int, last: int) -> Iterator[_Part]:
+    def _groups(self, first: int, last: int) -> Iterator[_Group]:
         kinds, counts = self._kind_of[first:last], self._counts[first:last]
         for kind in sorted(set(kinds.tolist())):
             mine = kinds == kind
             tensors, rows = mine.nonzero().view(-1), spread(mine, counts).nonzero().view(-1)
-            yield _Part(self._kinds[kind], tensors + first, rows + self._index.bounds[first])
+            yield _Group(self._kinds[kind], tensors + first, rows + self._index.bounds[first])
 
-    def _entries(self, part: _Part) -> Iterator[tuple[memoryview, memoryview, bytes]]:
-        """Of every tensor what comes before its chunks, they, and what comes after."""
-        shapes = [self._index.shapes[number] for number in part.tensors.tolist()]
+    def _entries(self, group: _Group) -> Iterator[tuple[memoryview, memoryview, bytes]]:
+        """Yield the opcodes of each tensor: those before its chunks, those of the chunks, and those after."""
+        shapes = [self._index.shapes[number] for number in group.tensors.tolist()]
         sizes = matrix(shapes, len(shapes[0]), 1).unbind(1)
-        heads = part.kind.head.rows(len(shapes), self._keys[part.tensors], *sizes)
-        box = self._box.rows(part.rows)
-        bounds = (self._axes(part.tensors, column) for column in (box.offset, box.extent))
-        chunks = part.kind.chunk.rows(len(part.rows), *(column for columns in bounds for column in columns))
-        counts = self._counts[part.tensors].tolist()
-        for head, rows in zip(_cut(heads, [1] * len(counts)), _cut(chunks, counts), strict=True):
-            yield head, rows, part.kind.tail
+        heads = group.kind.head.rows(len(shapes), self._keys[group.tensors], *sizes)
+        box = self._box.rows(group.rows)
+        bounds = (self._axes(group.tensors, column) for column in (box.offset, box.extent))
+        chunks = group.kind.chunk.rows(len(group.rows), *(column for columns in bounds for column in columns))
+        counts = self._counts[group.tensors].tolist()
+        for head, rows in zip(_split_rows(heads, [1] * len(counts)), _split_rows(chunks, counts), strict=True):
+            yield head, rows, group.kind.tail
 
     def _axes(self, tensors: torch.Tensor, column: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The axes that all these tensors have."""
+        """Return the columns of the axes that these tensors have."""
         return column.unbind(1)[: len(self._index.shapes[int(tensors[0])])]
 
 
-def _cut(rows: memoryview, counts: list[int]) -> Iterator[memoryview]:
-    """As many rows as the counts say, one after another."""
+def _split_rows(rows: memoryview, counts: list[int]) -> Iterator[memoryview]:
+    """Yield slices of the rows, of as many rows each as the counts say."""
     width = len(rows) // (sum(counts) or 1)
     end = 0
     for count in counts:

@@ -1,4 +1,4 @@
-"""What a checkpoint stores, in one form for every dialect: tensors as boxes in true global coordinates."""
+"""The index of a checkpoint, in one form for every dialect: tensors as boxes in true global coordinates."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ if TYPE_CHECKING:
 
     from shardckpt.planning import Ints, Table
 
-#: The object by which Megatron from 0.19 on stores the common state among the tensors.
+#: The object in which Megatron from 0.19 on stores the common state, in the same files as the tensors.
 COMMON_KEY = "common_state/shard_0_1"
-#: The file in which every other dialect has it.
+#: The file in which every other dialect stores it.
 COMMON_FILE = "common.pt"
 
 
 class Item(NamedTuple):
-    """A run of bytes in a file: one complete ``torch.save`` archive."""
+    """A byte range of a file that holds one complete ``torch.save`` archive. Items sort by file, then by offset.
+
+    Attributes:
+        file: Name of the file.
+        offset: Where the archive begins, in bytes.
+        length: Its size, in bytes.
+    """
 
     file: str
     offset: int
@@ -32,12 +38,14 @@ class Item(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and where its elements are.
+    """A box of a tensor, and where its elements are stored.
+
+    A flattened shard of Megatron 0.8 to 0.15 is one archive with several boxes: each is a chunk with its own ``first``.
 
     Attributes:
         box: The box, in the tensor's true global coordinates.
         item: The archive that holds it.
-        first: Index of the box's first element in the archive's tensor; they follow each other from there.
+        first: Index of the box's first element in the archive's tensor; the others follow without gaps.
         volume: Number of elements of the archive's tensor.
     """
 
@@ -49,7 +57,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: its dtype, its true global shape, and the chunks that it is stored in, by their offsets."""
+    """A stored tensor.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its true global shape.
+        chunks: Its chunks, by their offsets in the tensor.
+    """
 
     dtype: torch.dtype
     shape: Ints
@@ -58,15 +72,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks in columns of int64, a row a chunk; those of a tensor follow each other.
+    """The chunks of all tensors as columns, int64 of shape (chunks,). The rows of a tensor follow each other.
 
     Attributes:
-        box: Their boxes; ``whole`` is the number of the tensor.
-        file: Number of the file that has the archive.
+        box: Their boxes, with the number of the tensor for each.
+        file: Number of the file that holds the archive.
         start: Where the archive begins in the file, in bytes.
-        length: Bytes of the archive.
+        length: Size of the archive, in bytes.
         first: Index of the box's first element in the archive's tensor.
-        volume: Elements of the archive's tensor.
+        volume: Number of elements of the archive's tensor.
     """
 
     box: Table
@@ -82,22 +96,23 @@ class Chunks:
 
 @dataclass(frozen=True)
 class StoredIndex:
-    """Everything that a checkpoint stores.
+    """Everything that a checkpoint stores. A tensor's number is its position in ``keys``.
 
     Attributes:
-        keys: Of the tensors.
-        dtypes: Of every tensor.
-        shapes: Of every tensor, true and global.
+        keys: The keys of the tensors.
+        dtypes: Their dtypes.
+        shapes: Their true global shapes.
         bounds: int64 of shape (tensors + 1,): the chunks of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
-        chunks: Of all tensors.
-        files: Names of files.
+        chunks: The chunks of all tensors.
+        files: The names of the data files, in the order of their numbers.
         objects: Megatron's sharded objects, by unique key.
-        common: The common state, where it is stored as an object.
-        loose: Values that plain DCP stored one by one, by their path in the saved state dict.
-        named: Every object, the common state and loose values, too, by its name in ``.metadata``.
-        save: What tells the save from every other: a digest of the checkpoint's record, or of ``.metadata``.
-        by_megatron: Whether the planner that wrote ``.metadata`` was Megatron's, or ours for Megatron, and not one of
-            DCP's own; None where nothing tells.
+        common: The common state, if it is stored as an object.
+        loose: The values that plain DCP stored one by one, by their path in the saved state dict.
+        named: Every object by its name in ``.metadata``, including the common state and the loose values; empty if the
+            index was read from our own file.
+        save: Identifies the save: a digest of the checkpoint's record, or of ``.metadata``.
+        by_megatron: Whether Megatron's planner wrote ``.metadata``, or ours for Megatron, and not one of DCP's; None
+            if the metadata does not show it.
     """
 
     keys: list[str]
@@ -115,7 +130,7 @@ class StoredIndex:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """The number of every tensor, by key."""
+        """The number of each tensor, by key."""
         return {key: number for number, key in enumerate(self.keys)}
 
     @cached_property
@@ -123,7 +138,15 @@ class StoredIndex:
         return {}
 
     def chunks_of(self, rows: torch.Tensor | slice, boxes: Table) -> Iterator[Chunk]:
-        """Some rows, of which the boxes are given, as objects."""
+        """Return some rows as objects.
+
+        Args:
+            rows: Which rows: int64 indices of shape (rows,), or a slice.
+            boxes: Their boxes, with as many axes as the result is to have.
+
+        Returns:
+            The chunks, in order.
+        """
         columns = self.chunks
         items = map(
             Item,
@@ -135,7 +158,11 @@ class StoredIndex:
         return map(Chunk, map(Box, *corners), items, columns.first[rows].tolist(), columns.volume[rows].tolist())
 
     def tensor(self, number: int) -> StoredTensor:
-        """A tensor's chunks as objects, made once."""
+        """Return a tensor with its chunks as objects; they are made once.
+
+        Args:
+            number: The tensor's number.
+        """
         if number not in self._tensors:
             shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
             chunks = self.chunks_of(rows, self.chunks.box.rows(rows).narrowed(len(shape)))
@@ -145,17 +172,28 @@ class StoredIndex:
         return self._tensors[number]
 
     def archive(self, key: str) -> Item:
-        """Where an object is, by its unique key or by its name in ``.metadata``."""
+        """Return where an object is stored.
+
+        Args:
+            key: Its unique key, or its name in ``.metadata``.
+
+        Raises:
+            KeyError: It is not stored.
+        """
         return self.objects[key] if key in self.objects else self.named[key]
 
     def shards(self) -> list[ShardedBase]:
-        """The tensors and objects as data-less descriptions of the whole."""
+        """Return one ShardedTensor per tensor, unsharded and without data, and one ShardedObject per object."""
         tensors = map(ShardedTensor.whole, self.keys, self.dtypes, self.shapes)
         return [*tensors, *(ShardedObject.empty_from_unique_key(key) for key in self.objects)]
 
 
 def columns_of(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, list[str]]:
-    """Tensors' bounds, their chunks in columns, and the names of files."""
+    """Turn tensors into columns.
+
+    Returns:
+        The ``bounds``, ``chunks`` and ``files`` of a :class:`StoredIndex`.
+    """
     boxes, files = Boxes(), dict[str, int]()
     columns: list[list[int]] = [[], [], [], [], []]
     bounds = [0]
@@ -170,10 +208,10 @@ def columns_of(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, 
     return integers(bounds), Chunks(boxes.table(), *map(integers, columns)), list(files)
 
 
-def object_key(key: str) -> str | None:
-    """The unique key of one of Megatron's sharded objects as it is spelt today; None for any other key.
+def parse_object_key(key: str) -> str | None:
+    """Return the unique key of a sharded object of Megatron's in today's spelling, or None for any other key.
 
-    Megatron 0.6 and 0.7 left the extents out of it.
+    Megatron 0.6 and 0.7 left the extents out of the key.
     """
     try:
         return ShardedObject.empty_from_unique_key(key).unique_key
@@ -190,5 +228,5 @@ __all__ = [
     "StoredIndex",
     "StoredTensor",
     "columns_of",
-    "object_key",
+    "parse_object_key",
 ]

@@ -1,38 +1,38 @@
-"""What a rank writes and reads: which bytes, in which files, in which order."""
+"""Plan what a rank writes and reads: which bytes, in which files, in which order."""
 
-from shardckpt_torch_dist.plan.file_layout import padded, place
-from shardckpt_torch_dist.plan.global_plan import LocalPlan, local_plan, merged
-from shardckpt_torch_dist.plan.items import Source, archives_of, local_items, tensors_of
-from shardckpt_torch_dist.plan.load_plan import LoadPlan, dcp_tensor
+from shardckpt_torch_dist.plan.file_layout import lay_out, padded_length
+from shardckpt_torch_dist.plan.global_plan import LocalPlan, merge_plans, pack_plan
+from shardckpt_torch_dist.plan.items import Source, local_items, pickle_objects, view_tensors
+from shardckpt_torch_dist.plan.load_plan import LoadPlan, to_dcp_tensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
-from shardckpt_torch_dist.plan.reads import Reads
-from shardckpt_torch_dist.plan.regions import our_archive, read_object
+from shardckpt_torch_dist.plan.reads import ItemReader
+from shardckpt_torch_dist.plan.regions import build_own_archive, read_object
 from shardckpt_torch_dist.plan.requested import Region
 from shardckpt_torch_dist.plan.save_planner import ShardedSavePlanner
 from shardckpt_torch_dist.plan.split import put_rest
-from shardckpt_torch_dist.plan.write_plan import Names, SaveWork, append_tensor
+from shardckpt_torch_dist.plan.write_plan import GlobalFiles, SaveWork, append_tensor
 
 __all__ = [
+    "GlobalFiles",
+    "ItemReader",
     "LoadPlan",
     "LocalPlan",
-    "Names",
-    "Reads",
     "Region",
     "SaveWork",
     "ShardedLoadPlanner",
     "ShardedSavePlanner",
     "Source",
     "append_tensor",
-    "archives_of",
+    "build_own_archive",
     "check_cast",
-    "dcp_tensor",
+    "lay_out",
     "local_items",
-    "local_plan",
-    "merged",
-    "our_archive",
-    "padded",
-    "place",
+    "merge_plans",
+    "pack_plan",
+    "padded_length",
+    "pickle_objects",
     "put_rest",
     "read_object",
-    "tensors_of",
+    "to_dcp_tensor",
+    "view_tensors",
 ]

@@ -1,4 +1,4 @@
-"""Small items that follow each other in a file, put into runs, each of which is read at once."""
+"""Coalesce the reads of small items that follow each other in a file: each group is read at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import BLOCK_BYTES, block_pool
-from shardckpt_torch_dist.plan.regions import SMALL_ITEM, our_archive
+from shardckpt_torch_dist.plan.regions import SMALL_ITEM, build_own_archive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointReader
     from shardckpt_torch_dist.dialects import Item
 
-#: Bytes between two items of a run at most.
+#: The largest gap in bytes between two items that are read at once.
 _GAP = 4 << 10
 
 
-class Run(NamedTuple):
-    """Items that are read one after the other by one thread.
+class CoalescedRead(NamedTuple):
+    """Items that one thread reads one after the other.
 
     Attributes:
-        items: They.
-        file: Where they are, if they are small.
-        start: Offset of the first one, in bytes, if they are small.
-        stop: Offset behind the last one, in bytes, if they are small.
-        small: Whether the whole is read ahead for them.
+        items: The items: :class:`Region` objects, or DCP's read items.
+        file: The file of the small items.
+        start: Where the first small item begins, in bytes.
+        stop: Where the last small item ends, in bytes.
+        small: Whether the items are small, so that [start, stop) is read at once.
     """
 
     items: list[Any]
@@ -41,50 +41,53 @@ class Run(NamedTuple):
     small: bool
 
 
-def runs(units: Iterable[Sequence[Any]], place: Callable[[Any], Item]) -> list[Run]:
-    """The units in their order, small ones that lie next to each other joined.
+def coalesce(units: Iterable[Sequence[Any]], locate: Callable[[Any], Item]) -> list[CoalescedRead]:
+    """Join small units that are next to each other in a file.
 
     Args:
-        units: Items that belong together; single ones sorted by their places.
-        place: Where an item's archive is.
+        units: Items that must be read together; units of one item sorted by their places.
+        locate: Returns where an item's archive is.
+
+    Returns:
+        The groups, in the order of the units.
     """
-    found: list[Run] = []
+    found: list[CoalescedRead] = []
     items: list[Any] = []
     name, first, last = "", 0, 0
     for unit in units:
-        file, start, length = place(unit[0])
+        file, start, length = locate(unit[0])
         if len(unit) > 1 or length > SMALL_ITEM:
-            found.append(Run(list(unit), file, start, start, small=False))
+            found.append(CoalescedRead(list(unit), file, start, start, small=False))
             continue
         if items and (file != name or not 0 <= start - last <= _GAP or start + length - first > BLOCK_BYTES):
-            found.append(Run(items, name, first, last, small=True))
+            found.append(CoalescedRead(items, name, first, last, small=True))
             items = []
         if not items:
             items, name, first = [], file, start
         items.append(unit[0])
         last = start + length
     if items:
-        found.append(Run(items, name, first, last, small=True))
+        found.append(CoalescedRead(items, name, first, last, small=True))
     return found
 
 
 class ReadAhead:
-    """A run in memory, read at once; a context manager. What does not lie in it is read as it is asked for.
+    """A group of small items, read at once into a pooled buffer; a context manager, which returns the buffer.
 
     Args:
-        reader: Reads the rest.
-        run: Of small items.
+        reader: Reads the file, and any range outside the group.
+        group: The small items.
     """
 
-    def __init__(self, reader: CheckpointReader, run: Run) -> None:
+    def __init__(self, reader: CheckpointReader, group: CoalescedRead) -> None:
         self._reader = reader
-        self._file, self._start = run.file, run.start
+        self._file, self._start = group.file, group.start
         self._block = block_pool.acquire()
-        self._data = self._block.view[: run.stop - run.start]
+        self._data = self._block.view[: group.stop - group.start]
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._block.view))
         try:
-            reader.read_into(run.file, run.start, self._data, "small items")
-        except CorruptCheckpointError:  # each item by itself, then: the damaged one is named
+            reader.read_into(group.file, group.start, self._data, "small items")
+        except CorruptCheckpointError:  # then each item is read by itself, so that the error names the damaged one
             self._data = self._data[:0]
 
     def __enter__(self) -> Self:
@@ -96,21 +99,24 @@ class ReadAhead:
         block_pool.release(self._block)
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
-        """Bytes of a range."""
+        """Return the bytes of a range, from memory if it was read ahead."""
         place = offset - self._start
         if name == self._file and 0 <= place <= len(self._data) - nbytes:
             return bytes(self._data[place : place + nbytes])
         return self._reader.read_range(name, offset, nbytes, what)
 
     def copy(self, item: Item, shape: tuple[int, ...], target: torch.Tensor) -> bool:
-        """Fill a tensor with an archive's payload; False if that is not, byte for byte, one that we write.
+        """Copy an archive's payload into a tensor, without parsing the archive.
 
         Args:
             item: The archive.
-            shape: Of the tensor in it, by what the index says.
-            target: Contiguous memory for it, of the stored dtype, on the CPU.
+            shape: The shape of its tensor, by the index.
+            target: The tensor to fill: contiguous, of the stored dtype, on the CPU.
+
+        Returns:
+            Whether it was copied; False if the archive is not, byte for byte, as we write it.
         """
-        ours = our_archive(target.dtype, shape, item.length)
+        ours = build_own_archive(target.dtype, shape, item.length)
         if ours is None:
             return False
         head, tail, _ = ours
@@ -126,4 +132,4 @@ class ReadAhead:
         return True
 
 
-__all__ = ["ReadAhead", "Run", "runs"]
+__all__ = ["CoalescedRead", "ReadAhead", "coalesce"]

@@ -1,4 +1,4 @@
-"""What all ranks store, put together on the main rank from one table of columns a rank."""
+"""Merge the plans of all ranks into one index, on the main rank; a plan travels as columns, not as objects."""
 
 from __future__ import annotations
 
@@ -15,34 +15,50 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardckpt.planning import Ints
-    from shardckpt_torch_dist.plan.file_layout import Placed
+    from shardckpt_torch_dist.plan.file_layout import FileLayout
     from shardckpt_torch_dist.plan.items import LocalItems
 
 
 class LocalPlan(NamedTuple):
-    """A rank's items and where they will be, as it tells them to the main rank."""
+    """A rank's items and their positions, as the rank sends them to the main rank.
+
+    Attributes:
+        stored: The boxes and objects.
+        places: Packed columns: the names of the files, and the position of each box and object.
+    """
 
     stored: PackedShards
     places: bytes
 
 
-def local_plan(items: LocalItems, placed: Placed) -> LocalPlan:
-    """The plan of a rank."""
-    numbers = {name: number for number, name in enumerate(placed.files)}
+def pack_plan(items: LocalItems, layout: FileLayout) -> LocalPlan:
+    """Return the plan that a rank sends to the main rank.
+
+    Args:
+        items: The rank's items.
+        layout: Their positions in the rank's files.
+    """
+    numbers = {name: number for number, name in enumerate(layout.files)}
     places: dict[str, Column] = {
-        "files": placed.files,
-        "places": matrix(placed.boxes, 3, 0),
-        "object_places": matrix([(numbers[file], *place) for file, *place in placed.objects.values()], 3, 0),
+        "files": layout.files,
+        "places": matrix(layout.boxes, 3, 0),
+        "object_places": matrix([(numbers[file], *place) for file, *place in layout.objects.values()], 3, 0),
     }
-    stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), placed.objects)
+    stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), layout.objects)
     return LocalPlan(stored, pack(places))
 
 
-def merged(plans: Iterable[LocalPlan]) -> StoredIndex:
-    """The plans of all ranks as one index; what two ranks would store is the first one's.
+def merge_plans(plans: Iterable[LocalPlan]) -> StoredIndex:
+    """Merge the plans of all ranks into one index.
+
+    Args:
+        plans: The plans, in the order of the ranks. If several ranks store the same item, the lowest rank's counts.
+
+    Returns:
+        The index of what all ranks store.
 
     Raises:
-        ShardingError: ranks disagree on a tensor, or its boxes do not fill it exactly.
+        ShardingError: Ranks disagree on a tensor, or its boxes do not fill it exactly.
     """
     merge = _Merge()
     for rank, plan in enumerate(plans):
@@ -56,33 +72,35 @@ class _Merge:
         self._first_rank: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[Ints] = []
-        self._known: dict[bytes, torch.Tensor] = {}
+        self._numbers_by_specs: dict[bytes, torch.Tensor] = {}
         self._files: list[str] = []
         self._objects: dict[str, Item] = {}
         self._tables: list[Table] = []
         self._places: list[torch.Tensor] = []
 
     def add(self, rank: int, plan: LocalPlan) -> None:
-        """Take a rank's plan in."""
-        wholes = plan.stored.wholes
+        """Add a rank's plan."""
+        specs = plan.stored.wholes
         table, keys = plan.stored.rows()
-        if wholes not in self._known:
-            self._known[wholes] = self._numbers_of(rank, Columns(wholes, f"the plan of rank {rank}"))
+        # Many ranks store parts of the same tensors, and send the same bytes: each of these is unpacked once.
+        if specs not in self._numbers_by_specs:
+            self._numbers_by_specs[specs] = self._number_tensors(rank, Columns(specs, f"the plan of rank {rank}"))
         rows = Columns(plan.places, f"the plan of rank {rank}")
         files = rows.texts("files")
         objects = zip(keys, rows.integers("object_places").tolist(), strict=True)
         for key, (file, start, length) in objects:
-            self._objects.setdefault(key, Item(files[file], start, length))
+            self._objects.setdefault(key, Item(files[file], start, length))  # the lowest rank's counts
         places = rows.integers("places")
         places[:, 0] += len(self._files)
         self._files += files
         self._places.append(places)
-        self._tables.append(table._replace(whole=self._known[wholes][table.whole]))
+        self._tables.append(table._replace(whole=self._numbers_by_specs[specs][table.whole]))
 
     def index(self) -> StoredIndex:
-        """The index of all that was taken in."""
+        """Return the index of all plans that were added."""
         table, places = joined(self._tables), torch.cat(self._places)
-        order = _without_twins(table)
+        # Ranks in order of their numbers, so that the copy of the lowest rank is the one that stays.
+        order = _sort_distinct(table)
         table, places = table.rows(order), places[order]
         keys = list(self._numbers)
         wrong = misfits(table, self._shapes)
@@ -98,12 +116,12 @@ class _Merge:
         chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
         return StoredIndex(keys, self._dtypes, self._shapes, bounds, chunks, self._files, self._objects)
 
-    def _numbers_of(self, rank: int, wholes: Columns) -> torch.Tensor:
-        """The numbers here of a rank's tensors."""
-        shapes = wholes.integers("shapes").tolist()
-        found = []
+    def _number_tensors(self, rank: int, specs: Columns) -> torch.Tensor:
+        """Return the numbers in the index of a rank's tensors; new tensors are added."""
+        shapes = specs.integers("shapes").tolist()
+        numbers = []
         for key, name, axes, padded in zip(
-            wholes.texts("keys"), wholes.texts("dtypes"), wholes.integers("axes").tolist(), shapes, strict=True
+            specs.texts("keys"), specs.texts("dtypes"), specs.integers("axes").tolist(), shapes, strict=True
         ):
             dtype, shape = getattr(torch, name), tuple(padded[:axes])
             number = self._numbers.setdefault(key, len(self._numbers))
@@ -116,21 +134,22 @@ class _Merge:
                     f"tensor {key!r}: ranks disagree on it: {self._dtypes[number]} {self._shapes[number]} on rank "
                     f"{self._first_rank[number]}, {dtype} {shape} on rank {rank}"
                 )
-            found.append(number)
-        return integers(found)
+            numbers.append(number)
+        return integers(numbers)
 
 
-def _without_twins(table: Table) -> torch.Tensor:
-    """Rows by the number of their whole, in their order, each offset of a whole once."""
+def _sort_distinct(table: Table) -> torch.Tensor:
+    """Return the rows sorted by tensor, without those whose offset an earlier row of the tensor has."""
     order = table.whole.argsort(stable=True)
     corners = Table(table.whole, table.offset, torch.zeros_like(table.extent))
     hashes, by_hash = corners.hashes().sort(stable=True)
-    alike = (hashes[1:] == hashes[:-1]).nonzero().view(-1)
-    first, second = by_hash[alike], by_hash[alike + 1]
+    equal = (hashes[1:] == hashes[:-1]).nonzero().view(-1)
+    first, second = by_hash[equal], by_hash[equal + 1]
+    # Equal hashes are only candidates: the offsets decide.
     same = (table.whole[first] == table.whole[second]) & (table.offset[first] == table.offset[second]).all(1)
     keep = torch.ones_like(table.whole, dtype=torch.bool)
     keep[second[same]] = False
     return order[keep[order]]
 
 
-__all__ = ["LocalPlan", "local_plan", "merged"]
+__all__ = ["LocalPlan", "merge_plans", "pack_plan"]

@@ -1,4 +1,4 @@
-"""What one rank stores: a row a box of a main replica, its tensors and objects beside."""
+"""Collect what one rank stores: the boxes of its main replicas, with their tensors, and its objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning import Boxes, part_view, shard_parts
-from shardckpt_torch_dist.archive import archived, check_loadable
+from shardckpt_torch_dist.archive import check_loadable, make_archive
 from shardckpt_torch_dist.dialects import COMMON_KEY
 
 if TYPE_CHECKING:
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
     from shardckpt.planning import FlatPart, Ints
 
 
+#: Where the values of a box come from: the shard, by its position among the rank's, and the part of it; None for all.
 Source: TypeAlias = "tuple[int, FlatPart | None]"
 
 
 @dataclass
 class LocalItems:
-    """A rank's items.
+    """The items that a rank stores.
 
     Attributes:
-        keys: Of the tensors that it has a part of.
-        dtypes: Of every such tensor.
+        keys: The keys of the tensors of which it stores a part.
+        dtypes: Their dtypes.
         shapes: Their global shapes.
-        boxes: The parts that it stores.
-        tensors: What is in every box.
-        sources: The shard that each is of, by its number among the rank's, and which part of it; None for its data.
-        objects: The shards that are objects, by unique key.
+        boxes: The boxes that it stores.
+        tensors: The values of each box.
+        sources: Where each of these comes from.
+        objects: The positions of the ShardedObjects among the rank's shards, by unique key.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -46,39 +47,53 @@ class LocalItems:
     objects: dict[str, int] = field(default_factory=dict)
 
 
-def archives_of(
+def pickle_objects(
     objects: Mapping[str, int], shards: Sequence[ShardedBase], allow_globals: Iterable[Any]
 ) -> dict[str, bytes]:
-    """Archives of objects, by unique key.
+    """Pickle the objects of a rank.
 
     Args:
-        objects: The numbers of their shards.
-        shards: The rank's.
-        allow_globals: What the objects may name besides the plain classes and functions.
+        objects: The positions of the objects among the shards, by unique key.
+        shards: The rank's shards.
+        allow_globals: Classes and functions that the objects may name, in addition to the plain ones.
+
+    Returns:
+        The archives, by unique key.
 
     Raises:
-        ShardingError: an object cannot be pickled.
-        UnsafePickleError: a load would refuse it.
+        ShardingError: An object cannot be pickled.
+        UnsafePickleError: A load would refuse it.
     """
     found = {}
     for key, number in objects.items():
         what = f"object {key!r}"
-        archive = archived([shards[number].data], what)  # Megatron stores a list of the objects that share the key
+        archive = make_archive([shards[number].data], what)  # Megatron stores a list of the objects that share the key
         check_loadable(archive, what, allow_globals)
         found[key] = archive.getvalue()
     return found
 
 
-def tensors_of(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
-    """What is in the boxes, of shards that are described as those whose items the sources are."""
+def view_tensors(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the values of each box.
+
+    Args:
+        sources: Where the values come from.
+        shards: Shards with the same metadata as those that the sources were made from.
+    """
     return [shards[n].data.detach() if part is None else part_view(shards[n], part) for n, part in sources]
 
 
 def local_items(shards: Sequence[ShardedBase]) -> LocalItems:
-    """The items of the main replicas among the shards.
+    """Collect the items of the main replicas among the shards.
+
+    Args:
+        shards: The rank's shards.
+
+    Returns:
+        The items; their tensors are views, not copies.
 
     Raises:
-        ShardingError: a tensor has no data, or an object has the name of the common state.
+        ShardingError: A tensor has no data, or an object has the name of the common state.
     """
     items = LocalItems()
     numbers: dict[tuple[str, torch.dtype, Ints], int] = {}
@@ -89,7 +104,7 @@ def local_items(shards: Sequence[ShardedBase]) -> LocalItems:
             _add_tensor(position, shard, items, numbers)
         elif isinstance(shard, ShardedObject):
             if shard.unique_key == COMMON_KEY:
-                raise ShardingError(f"object {shard.key!r}: the common state has that name; give another key")
+                raise ShardingError(f"object {shard.key!r}: the common state has that name; use another key")
             items.objects[shard.unique_key] = position
         else:
             raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
@@ -114,4 +129,4 @@ def _add_tensor(
             items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
 
 
-__all__ = ["LocalItems", "archives_of", "local_items", "tensors_of"]
+__all__ = ["LocalItems", "local_items", "pickle_objects", "view_tensors"]

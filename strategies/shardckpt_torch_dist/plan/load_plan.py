@@ -1,4 +1,4 @@
-"""What a rank reads, planned: tensors by columns, and what needs more care by the planner that DCP knows too."""
+"""Plan what a rank reads: most tensors by columns, and shards with special needs by our DCP load planner."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import (
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.tensors import is_quantized, synchronize_devices
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
-from shardckpt_torch_dist.plan.reads import Reads
-from shardckpt_torch_dist.plan.requested import WantedTensors
+from shardckpt_torch_dist.plan.reads import ItemReader
+from shardckpt_torch_dist.plan.requested import RequestedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 
 class LoadPlan:
-    """The reads of one rank.
+    """What one rank reads, checked before anything is read.
 
     Args:
-        wanted: Its shards.
+        requested: The rank's shards.
         index: What is stored.
         reader: The checkpoint's files.
-        allow_globals: Classes and functions that objects may name.
+        allow_globals: Classes and functions that objects may name, in addition to the plain ones.
 
     Raises:
-        CheckpointingException: what is wanted is not stored so, or what is stored contradicts itself.
+        CheckpointingException: A shard does not match what is stored, or the index contradicts itself.
     """
 
     def __init__(
         self,
-        wanted: Sequence[ShardedBase],
+        requested: Sequence[ShardedBase],
         index: StoredIndex,
         reader: CheckpointReader,
         allow_globals: tuple[Any, ...],
@@ -53,39 +53,40 @@ class LoadPlan:
         self._reader = reader
         simple: list[ShardedTensor] = []
         others: list[ShardedBase] = []
-        for shard in wanted:
+        for shard in requested:
             if isinstance(shard, ShardedTensor) and _is_simple(shard, index):
                 simple.append(shard)
             else:
                 others.append(shard)
-        self._tensors = WantedTensors(simple, index)
+        self._tensors = RequestedTensors(simple, index)
         self._tensors.check_sizes(reader)
         others += self._tensors.others
-        self._planner = ShardedLoadPlanner(  # the core has looked at the casts
+        self._planner = ShardedLoadPlanner(  # the engine has checked the casts already
             flatten_state_dict=False, allow_globals=allow_globals, allow_dtype_cast=True
         )
-        self._others = self._planned(others) if others else None
+        self._others = self._plan_items(others) if others else None
 
     def read(self) -> None:
-        """Read into the destinations."""
-        reads = Reads(self._reader, self._index, self._planner)
+        """Read everything into the destinations."""
+        items = ItemReader(self._reader, self._index, self._planner)
         units: list[Sequence[Any]] = [(region,) for region in self._tensors.regions()]
+        # The reading threads have streams of their own: work of the caller's that uses the destinations must be done.
         synchronize_devices(region.target for (region,) in units)
         if self._others is not None:
             self._planner.finish_plan(self._others)
-            units += self._planner.units(sorted(self._others.items, key=reads.place))
-        reads.read(units)
+            units += self._planner.units(sorted(self._others.items, key=items.locate))
+        items.read(units)
 
-    def _planned(self, shards: Sequence[ShardedBase]) -> ItemPlan:
+    def _plan_items(self, shards: Sequence[ShardedBase]) -> ItemPlan:
         leaves = {str(number): shard for number, shard in enumerate(shards)}
-        self._planner.set_up_planner(leaves, _metadata(shards, self._index))
+        self._planner.set_up_planner(leaves, _dcp_metadata(shards, self._index))
         return self._planner.create_local_plan()
 
 
 def _is_simple(shard: ShardedTensor, index: StoredIndex) -> bool:
-    """Whether its memory is filled region by region, by nothing else, and under the global shape that is stored.
+    """Return whether a shard can be filled region by region, and has the stored global shape.
 
-    What is wrong with any other, or what it needs, the planner knows.
+    The planner handles any other, or reports what is wrong with it.
     """
     number = index.numbers.get(shard.key)
     if number is None or shard.flattened_range is not None or shard.allow_shape_mismatch or is_quantized(shard.data):
@@ -95,22 +96,29 @@ def _is_simple(shard: ShardedTensor, index: StoredIndex) -> bool:
     return index.shapes[number] == tuple(shard.global_shape)
 
 
-def _metadata(shards: Iterable[ShardedBase], index: StoredIndex) -> Metadata:
-    """What is stored of the shards, as DCP says it; where bytes are is not in it."""
+def _dcp_metadata(shards: Iterable[ShardedBase], index: StoredIndex) -> Metadata:
+    """Return what is stored of the shards as DCP metadata, without storage locations."""
     found: dict[str, Any] = {}
     for shard in shards:
         if isinstance(shard, ShardedTensor) and shard.key in index.numbers:
-            found[shard.key] = dcp_tensor(index.tensor(index.numbers[shard.key]))
+            found[shard.key] = to_dcp_tensor(index.tensor(index.numbers[shard.key]))
         elif isinstance(shard, ShardedObject) and shard.unique_key in index.objects:
             found[shard.unique_key] = BytesStorageMetadata()
     return Metadata(state_dict_metadata=found)
 
 
-def dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
-    """A stored tensor as DCP's metadata has it."""
+def to_dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
+    """Return the DCP metadata of a stored tensor.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        Its true global shape, its dtype, and its chunks.
+    """
     boxes = (chunk.box for chunk in tensor.chunks.values())
     chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
 
 
-__all__ = ["LoadPlan", "dcp_tensor"]
+__all__ = ["LoadPlan", "to_dcp_tensor"]

@@ -1,4 +1,4 @@
-"""A DCP load planner that fills ShardedTensors and ShardedObjects; usable with ``dcp.load`` as it is."""
+"""A load planner for plain ``dcp.load`` that fills ShardedTensors and ShardedObjects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardckpt.state_dict import map_reduce
 from shardckpt.tensors import is_quantized, movable
 from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.plan.split import put_rest, split_shards
-from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_apart
+from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_no_partial_overlap
 
 if TYPE_CHECKING:
     import io
@@ -41,20 +41,25 @@ if TYPE_CHECKING:
 
 
 class ShardedLoadPlanner(DefaultLoadPlanner):
-    """Fills the ``data`` of ShardedTensors and ShardedObjects of any sharding; other leaves as DCP does.
+    """Fills the ``data`` of ShardedTensors and ShardedObjects of any sharding, and other leaves as DCP does.
 
-    Global shapes are checked before anything is filled, and all that do not fit are in one error. Memory is allocated
-    on the CPU where a ShardedTensor has no data. Objects go through the allow-list, never through plain pickle.
+    Global shapes are checked before anything is filled; one error lists all mismatches. A ShardedTensor without data
+    gets CPU memory. Objects go through the allow-list, never through plain pickle.
 
-    Quantized destinations (tensor classes with a ``dequantize`` of their own) are read into a plain CPU tensor each,
-    and quantized when their last item is committed. :meth:`units` orders a plan so that few such tensors live at a
-    time; ``dcp.load`` reads file by file, and keeps those of all destinations that are spread over files until the end.
+    A quantized destination (of a tensor class with its own ``dequantize``) is read into a plain CPU tensor, and
+    quantized when its last item is committed. :meth:`units` orders a plan so that few of these plain tensors exist at a
+    time. ``dcp.load`` reads file by file instead: the plain tensor of a destination that spans several files stays
+    until the last of these is read.
 
     Args:
-        *args: Of DCP's DefaultLoadPlanner.
-        allow_globals: Classes and functions that objects may name besides the plain ones.
+        *args: As for DCP's DefaultLoadPlanner.
+        allow_globals: Classes and functions that objects may name, in addition to the plain ones.
         allow_dtype_cast: For ShardedTensors, as for :func:`shardckpt.dist_checkpointing.load`.
-        **kwargs: Of DCP's DefaultLoadPlanner.
+        **kwargs: As for DCP's DefaultLoadPlanner.
+
+    Example::
+
+        dcp.load(state, storage_reader=CheckpointStorageReader(path), planner=ShardedLoadPlanner())
     """
 
     def __init__(
@@ -64,9 +69,9 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self.allow_dtype_cast = allow_dtype_cast
         self._allow_globals = tuple(allow_globals)
         self._tensors: list[ShardedTensor] = []
-        #: ShardedObjects by unique key: several may wait for the same.
+        #: ShardedObjects by unique key: several may request the same object.
         self._objects: dict[str, list[ShardedObject]] = {}
-        #: Destination of every planned tensor item, by the number in its ``dest_index``.
+        #: The destinations of the planned tensor items, by the number in their ``dest_index``.
         self._targets: list[torch.Tensor | StagedPart] = []
         self._to_zero: list[torch.Tensor] = []
         self._staged: list[StagedDestination] = []
@@ -76,7 +81,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state dict apart; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
+        """Split the state dict; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
         self._tensors, objects, rest = split_shards(state_dict)
         self._objects = map_reduce(objects, lambda shard: shard.unique_key, lambda shard: shard, list)
         self._stored = metadata.state_dict_metadata if metadata is not None else {}
@@ -84,10 +89,16 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._caller = state_dict
         for key, path in self.mappings.items():
             if isinstance(self.state_dict.get(key), torch.Tensor):
-                put_rest(state_dict, path, self.state_dict[key])  # DCP has put memory in the place of meta tensors
+                put_rest(state_dict, path, self.state_dict[key])  # DCP has replaced meta tensors by real ones
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads, checked: every wanted element is stored once, under the same global shape."""
+        """Return this rank's plan, after a check that each requested element is stored once.
+
+        Raises:
+            KeyMismatchError: Keys are not in the checkpoint.
+            ShardingError: Global shapes or dtypes do not match, or destinations are views of one quantized tensor.
+            CorruptCheckpointError: Stored chunks overlap, or elements are missing.
+        """
         self._check()
         self._targets.clear()
         self._to_zero.clear()
@@ -96,13 +107,19 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         finders: dict[str, BoxFinder] = {}
         items = [item for shard in self._tensors for item in self._tensor_items(shard, finders)]
         items.extend(map(_object_item, sorted(self._objects)))
-        check_apart(shard for shard in self._tensors if is_quantized(shard.data))
+        check_no_partial_overlap(shard for shard in self._tensors if is_quantized(shard.data))
         return dataclasses.replace(plan, items=[*items, *plan.items])
 
     def units(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
-        """The items in the order given, each by itself, but all of one quantized destination together.
+        """Group the items: those of a quantized destination together, each other item alone.
 
-        A thread that reads unit after unit keeps one plain tensor at a time.
+        A thread that reads unit after unit needs only one plain tensor at a time.
+
+        Args:
+            items: The items of a plan, in the order to read them.
+
+        Returns:
+            The units, each at the position of its first item.
         """
         units: dict[Any, list[ReadItem]] = {}
         for number, item in enumerate(items):
@@ -110,19 +127,28 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         return list(units.values())
 
     def plain_tensors(self) -> int:
-        """How many plain tensors stand for quantized destinations at present."""
+        """Return how many plain tensors are allocated now for quantized destinations."""
         return sum(staged.is_open() for staged in self._staged)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """All ranks have planned: zero what the checkpoint may not cover."""
+        """Zero the destinations that the checkpoint may not cover.
+
+        DCP calls this after all ranks have planned: if a rank cannot plan, no destination changes.
+
+        Args:
+            new_plan: This rank's part of the global plan.
+
+        Returns:
+            The plan to read.
+        """
         for target in self._to_zero:
-            _zero(target)
+            _fill_zeros(target)
         for staged in self._staged:
             staged.zero_if_empty()
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a read object into the ShardedObjects of its key, or in its place in the caller's state dict."""
+        """Put an object into the ShardedObjects of its key, or into its place in the caller's state dict."""
         key = read_item.dest_index.fqn
         shards = self._objects.get(key)
         loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
@@ -133,7 +159,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The view that an item fills: of the destination, or of the plain tensor that stands for a quantized one."""
+        """Return the view that an item fills: of the destination, or of the plain tensor for a quantized one."""
         if not self._is_ours(read_item):
             return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
         planned = self._targets[read_item.dest_index.index or 0]
@@ -143,7 +169,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """An item is there; the last one of a quantized destination has it quantized."""
+        """Note that an item is read; after the last one, a quantized destination is filled."""
         staged = self._staged_of(read_item)
         if staged is not None:
             staged.commit()
@@ -151,7 +177,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             super().commit_tensor(read_item, tensor)
 
     def _is_staged(self, data: torch.Tensor | None, key: str) -> TypeGuard[torch.Tensor]:
-        """Whether it cannot be filled by a copy: torch loses signs where it casts into a negated view."""
+        """Return whether a plain tensor is needed: torch loses signs when it casts into a negated view, for example."""
         if data is None or is_quantized(data):
             return data is not None
         return data.is_neg() and data.dtype != self._stored[key].properties.dtype
@@ -164,13 +190,13 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         return isinstance(read_item.dest_index, _Target)
 
     def _check(self) -> None:
-        """Raise one error with every key that is absent or of another global shape."""
-        absent = [
+        """Raise one error with all keys that are missing, or whose global shape or dtype does not match."""
+        missing = [
             shard.key for shard in self._tensors if not isinstance(self._stored.get(shard.key), TensorStorageMetadata)
         ]
-        absent += [key for key in self._objects if key not in self._stored]
-        if absent:
-            raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(absent)))}")
+        missing += [key for key in self._objects if key not in self._stored]
+        if missing:
+            raise KeyMismatchError(f"not in the checkpoint: {', '.join(sorted(set(missing)))}")
         shapes = {shard.key: tuple(self._stored[shard.key].size) for shard in self._tensors}
         check_shapes(self._tensors, shapes)
         dtypes = {shard.key: self._stored[shard.key].properties.dtype for shard in self._tensors}
@@ -190,8 +216,8 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         if not shard.allow_shape_mismatch:
             for part, touched in found.items():
                 if [common for _, common in touched] != [part.box]:
-                    _check_whole(shard.key, part.box, [common for _, common in touched])
-        shard.init_data("cpu")  # not before it is known that the checkpoint fills it
+                    _check_no_hole(shard.key, part.box, [common for _, common in touched])
+        shard.init_data("cpu")  # only now: the checkpoint has all its elements
         if self._is_staged(shard.data, shard.key):
             self._staged.append(StagedDestination(shard, shard.data, sum(map(len, found.values()))))
         for part, touched in found.items():
@@ -212,20 +238,20 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             yield _tensor_item(_Target(shard.key, torch.Size(part.box.offset), number), part.box, stored, common)
 
 
-def _zero(target: torch.Tensor) -> None:
-    """Fill with zeros; torch has no such kernel for packed dtypes, whose zeros are bytes of zeros."""
+def _fill_zeros(target: torch.Tensor) -> None:
+    """Fill with zeros, also packed dtypes: torch has no kernel for these, but their zeros are zero bytes."""
     movable(target).zero_()
 
 
 class _Target(MetadataIndex):
-    """The index of one of our destinations; its ``index`` is the destination's number."""
+    """Marks an item as one of ours; its ``index`` is the destination's number."""
 
 
-def _tensor_item(target: MetadataIndex, wanted: Box, stored: Box, common: Box) -> ReadItem:
+def _tensor_item(target: MetadataIndex, requested: Box, stored: Box, common: Box) -> ReadItem:
     return ReadItem(
         type=LoadItemType.TENSOR,
         dest_index=target,
-        dest_offsets=_relative(common, wanted),
+        dest_offsets=_relative(common, requested),
         storage_index=MetadataIndex(target.fqn, torch.Size(stored.offset)),
         storage_offsets=_relative(common, stored),
         lengths=torch.Size(common.shape),
@@ -242,30 +268,41 @@ def _relative(inner: Box, outer: Box) -> torch.Size:
     return torch.Size(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
 
 
-def check_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
-    """Raise :class:`ShardingError` if values as they are stored cannot be loaded as the wanted dtype."""
-    if stored != wanted and not _casts(stored, wanted):
-        raise ShardingError(f"{key!r} is stored as {stored}, which torch cannot turn into {wanted}: load it as that")
+def check_cast(key: str, stored: torch.dtype, requested: torch.dtype) -> None:
+    """Check that torch can cast stored values to the requested dtype.
+
+    Args:
+        key: The tensor's key, for the error.
+        stored: The stored dtype.
+        requested: The destination's dtype.
+
+    Raises:
+        ShardingError: It cannot.
+    """
+    if stored != requested and not _can_cast(stored, requested):
+        raise ShardingError(
+            f"{key!r} is stored as {stored}, which torch cannot cast to {requested}: load it as {stored}"
+        )
 
 
 @functools.cache
-def _casts(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """False for packed dtypes: two values a byte are no elements that torch could cast."""
-    if stored.is_complex != wanted.is_complex:
-        return True  # torch says by a warning what is lost
+def _can_cast(stored: torch.dtype, requested: torch.dtype) -> bool:
+    """Return whether torch has such a cast; it has none for packed dtypes, which store two values per byte."""
+    if stored.is_complex != requested.is_complex:
+        return True  # torch warns about the imaginary part that is lost
     try:
-        torch.zeros(1, dtype=stored, device="cpu").to(wanted)
+        torch.zeros(1, dtype=stored, device="cpu").to(requested)
     except NotImplementedError:
         return False
     return True
 
 
-def _check_whole(key: str, wanted: Box, found: list[Box]) -> None:
-    back = tuple(-step for step in wanted.offset)
-    hole = find_hole(wanted.shape, [box.moved(back) for box in found])
+def _check_no_hole(key: str, requested: Box, found: list[Box]) -> None:
+    back = tuple(-step for step in requested.offset)
+    hole = find_hole(requested.shape, [box.moved(back) for box in found])
     if hole is not None:
         raise CorruptCheckpointError(
-            f"{key!r}: the checkpoint does not hold elements {hole.moved(wanted.offset)} of it: the save lost them"
+            f"{key!r}: the checkpoint does not hold its elements {hole.moved(requested.offset)}: the save lost them"
         )
 
 

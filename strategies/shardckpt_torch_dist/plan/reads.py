@@ -1,4 +1,4 @@
-"""Planned items read: regions of tensors by several threads, small neighbours at once, others as a planner says."""
+"""Read planned items: regions of tensors by several threads, small neighbours at once, DCP's items by a planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from shardckpt.tensors import is_ordinary, synchronize_devices
-from shardckpt_torch_dist.plan.coalesced_reads import ReadAhead, runs
+from shardckpt_torch_dist.plan.coalesced_reads import ReadAhead, coalesce
 from shardckpt_torch_dist.plan.regions import read_chunk, read_object
 from shardckpt_torch_dist.plan.requested import Region
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
     from shardckpt.storage import CheckpointReader
     from shardckpt_torch_dist.dialects import Item, StoredIndex, StoredTensor
-    from shardckpt_torch_dist.plan.coalesced_reads import Run
+    from shardckpt_torch_dist.plan.coalesced_reads import CoalescedRead
 
 
 class Destinations(Protocol):
-    """Where items go that are no regions; the part of a DCP load planner that is asked while files are read."""
+    """Where items that are not regions go: the methods of a DCP load planner that are called while files are read."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take an object's archive."""
+        """Take the archive of an object."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The tensor that an item is read into."""
+        """Return the tensor that an item is read into."""
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """That tensor has been filled."""
+        """Note that the tensor is filled."""
 
 
-class Reads:
-    """Reads regions, and DCP's items.
+class ItemReader:
+    """Reads regions and DCP's read items.
 
     Args:
         reader: The checkpoint's files.
         index: What they store.
-        planner: Takes the items.
+        planner: Gives the destinations of DCP's items.
     """
 
     def __init__(self, reader: CheckpointReader, index: StoredIndex, planner: Destinations) -> None:
@@ -51,73 +51,77 @@ class Reads:
         self._planner = planner
 
     def read(self, units: Sequence[Sequence[Any]]) -> None:
-        """Read units of items that belong together, by several threads; the planner must bear that."""
-        self._reader.map(self._read_run, runs(units, self.place), self._nbytes)
+        """Read units of items with several threads; the planner's methods must be thread-safe.
+
+        Args:
+            units: Lists of items that one thread must read together, in order.
+        """
+        self._reader.map(self._read_group, coalesce(units, self.locate), self._nbytes)
 
     def read_in_order(self, items: Sequence[Any]) -> None:
-        """Read items one after the other, all by this thread."""
-        for run in runs([(item,) for item in items], self.place):
-            self._read_run(run)
+        """Read items one after the other, all in this thread."""
+        for group in coalesce([(item,) for item in items], self.locate):
+            self._read_group(group)
 
-    def place(self, item: Region | ReadItem) -> Item:
-        """Where an item's archive is; places sort by file and offset, to read files from front to back."""
+    def locate(self, item: Region | ReadItem) -> Item:
+        """Return where an item's archive is; to sort by it is to read each file from front to back."""
         if isinstance(item, Region):
             return item.chunk.item
         if item.type == LoadItemType.BYTE_IO:
             return self._index.archive(item.storage_index.fqn)
         return self._stored(item).chunks[tuple(item.storage_index.offset or ())].item
 
-    def _nbytes(self, run: Run) -> int:
-        """Bytes that are wanted of a run; small items count as none: they cost Python's time, not the disk's."""
-        if run.small:
+    def _nbytes(self, group: CoalescedRead) -> int:
+        """Return the bytes to read for a group; small items count as 0: they cost Python's time, not the disk's."""
+        if group.small:
             return 0
-        return sum(item.target.nbytes if isinstance(item, Region) else self.place(item).length for item in run.items)
+        return sum(item.target.nbytes if isinstance(item, Region) else self.locate(item).length for item in group.items)
 
     def _stored(self, item: ReadItem) -> StoredTensor:
         return self._index.tensor(self._index.numbers[item.storage_index.fqn])
 
-    def _read_run(self, run: Run) -> None:
-        if not run.small or len(run.items) == 1:
-            for item in run.items:
+    def _read_group(self, group: CoalescedRead) -> None:
+        if not group.small or len(group.items) == 1:
+            for item in group.items:
                 self._read(item, None)
             return
-        with ReadAhead(self._reader, run) as ahead:
-            for item in run.items:
-                if not (isinstance(item, Region) and self._copied(item, ahead)):
+        with ReadAhead(self._reader, group) as ahead:
+            for item in group.items:
+                if not (isinstance(item, Region) and self._copy_entire(item, ahead)):
                     self._read(item, ahead)
 
-    def _copied(self, region: Region, ahead: ReadAhead) -> bool:
-        """Whether a whole chunk could be copied as its bytes are."""
+    def _copy_entire(self, region: Region, ahead: ReadAhead) -> bool:
+        """Copy an entire chunk byte by byte, if that is possible; return whether it was."""
         target = region.target
-        if not region.whole or target.dtype != self._index.dtypes[region.number] or not is_ordinary(target):
+        if not region.is_entire or target.dtype != self._index.dtypes[region.number] or not is_ordinary(target):
             return False
         return ahead.copy(region.chunk.item, region.chunk.box.shape, target)
 
     def _read(self, item: Region | ReadItem, ahead: ReadAhead | None) -> None:
-        """Read an item; one of a run that was read ahead from there."""
+        """Read an item, from memory if it was read ahead."""
         key = self._index.keys[item.number] if isinstance(item, Region) else item.storage_index.fqn
-        whole = None if ahead is None else ahead.read_range(*self.place(item), key)
+        archive = None if ahead is None else ahead.read_range(*self.locate(item), key)
         if isinstance(item, Region):
             dtype = self._index.dtypes[item.number]
-            read_chunk(self._reader, item.chunk, item.start, item.target, dtype, key, whole)
-            _settle(item.target)
+            read_chunk(self._reader, item.chunk, item.start, item.target, dtype, key, archive)
+            _synchronize(item.target)
             return
         if item.type == LoadItemType.BYTE_IO:
-            archive = read_object(self._reader, self._index.archive(key), key) if whole is None else whole
+            archive = read_object(self._reader, self._index.archive(key), key) if archive is None else archive
             self._planner.load_bytes(item, io.BytesIO(archive))
             return
         tensor = self._stored(item)
         target = self._planner.resolve_tensor(item)
         chunk = tensor.chunks[tuple(item.storage_index.offset or ())]
-        read_chunk(self._reader, chunk, tuple(item.storage_offsets), target, tensor.dtype, key, whole)
-        _settle(target)
+        read_chunk(self._reader, chunk, tuple(item.storage_offsets), target, tensor.dtype, key, archive)
+        _synchronize(target)
         self._planner.commit_tensor(item, target)
 
 
-def _settle(target: torch.Tensor) -> None:
+def _synchronize(target: torch.Tensor) -> None:
     """Wait for copies to a device: this thread's stream is not the caller's."""
     if target.device.type != "cpu":
         synchronize_devices([target])
 
 
-__all__ = ["Destinations", "Reads"]
+__all__ = ["Destinations", "ItemReader"]

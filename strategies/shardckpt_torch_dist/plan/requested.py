@@ -1,4 +1,4 @@
-"""Wanted tensors matched with what is stored, by columns: which elements of which chunk go where."""
+"""Match requested tensors with stored chunks, by columns: which elements of which chunk go where."""
 
 from __future__ import annotations
 
@@ -30,29 +30,33 @@ if TYPE_CHECKING:
 
 
 class Region(NamedTuple):
-    """Elements of a stored chunk, and the tensor that they go to.
+    """A box of a stored chunk, and the tensor that it is read into.
 
     Attributes:
-        number: Of the stored tensor.
+        number: Number of the stored tensor.
         chunk: The chunk.
-        start: Where they begin in the chunk, along every axis.
-        target: Of their shape.
-        whole: Whether they are all elements of the chunk.
+        start: Where the box begins in the chunk, along each axis.
+        target: The tensor to fill; its shape is the box's.
+        is_entire: Whether the box is the entire chunk.
     """
 
     number: int
     chunk: Chunk
     start: tuple[int, ...]
     target: torch.Tensor
-    whole: bool
+    is_entire: bool
 
 
-class WantedTensors:
-    """Shards whose every element is stored exactly once.
+class RequestedTensors:
+    """The requested shards whose elements are all stored exactly once, and the chunks that have them.
 
     Args:
-        shards: Unflattened shards of tensors that are stored, under the same global shape.
+        shards: Unflattened shards of stored tensors, with the stored global shapes.
         index: What is stored.
+
+    Attributes:
+        shards: Those of the shards whose elements are all stored once.
+        others: The other shards.
     """
 
     def __init__(self, shards: Sequence[ShardedTensor], index: StoredIndex) -> None:
@@ -60,29 +64,31 @@ class WantedTensors:
         boxes = Boxes()
         for shard in shards:
             boxes.add(index.numbers[shard.key], *whole_box(shard))
-        wanted = boxes.table()
-        found = overlaps(wanted, index.chunks.box, index.bounds)
-        sound = _covered(wanted, found, index)
-        #: Those that are stored so, and the others.
+        requested = boxes.table()
+        found = overlaps(requested, index.chunks.box, index.bounds)
+        covered = _find_covered(requested, found, index)
         self.shards, self.others = list(shards), []
-        if not bool(sound.all()):
-            self.shards = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if good]
-            self.others = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if not good]
-            wanted, found = wanted.rows(sound), _kept(found, sound)
+        if not bool(covered.all()):
+            self.shards = [shard for shard, good in zip(shards, covered.tolist(), strict=True) if good]
+            self.others = [shard for shard, good in zip(shards, covered.tolist(), strict=True) if not good]
+            requested, found = requested.rows(covered), _keep_covered(found, covered)
         self._found = found
-        self._wanted = wanted.widened(found.offset.shape[1])
+        self._requested = requested.widened(found.offset.shape[1])
 
     def check_sizes(self, reader: CheckpointReader) -> None:
-        """Whether the files have the bytes of the tensors that memory is to be allocated for.
+        """Check that the files have the bytes of all tensors that the load will allocate memory for.
+
+        Args:
+            reader: The checkpoint's files.
 
         Raises:
-            CorruptCheckpointError: they do not.
+            CorruptCheckpointError: They do not, so that the index may claim a tensor of any size.
         """
         if all(shard.data is not None for shard in self.shards):
             return
-        without = torch.tensor([shard.data is None for shard in self.shards], dtype=torch.bool, device="cpu")
+        unallocated = torch.tensor([shard.data is None for shard in self.shards], dtype=torch.bool, device="cpu")
         chunks = self._index.chunks
-        rows = rows_of(distinct(self._wanted.whole[without]), self._index.bounds)
+        rows = rows_of(distinct(self._requested.whole[unallocated]), self._index.bounds)
         for number in distinct(chunks.file[rows]).tolist():
             here = rows[chunks.file[rows] == number]
             size = reader.size(self._index.files[number])
@@ -95,68 +101,75 @@ class WantedTensors:
                 )
 
     def regions(self) -> list[Region]:
-        """All regions, in the order of the files; shards that have no memory get some."""
+        """Return the regions to read, in the order of the files; shards without data get CPU memory."""
         for shard in self.shards:
             shard.init_data("cpu")
         views = [_view(shard) for shard in self.shards]
-        found, axes = self._found, self._wanted.offset.shape[1]
+        found, axes = self._found, self._requested.offset.shape[1]
         stored = self._index.chunks.box.rows(found.stored).widened(axes)
         entire = (found.extent == stored.extent).all(1).tolist()
-        filled = (found.extent == self._wanted.extent[found.wanted]).all(1).tolist()
+        filled = (found.extent == self._requested.extent[found.wanted]).all(1).tolist()
         start = (found.offset - stored.offset).tolist()
-        low = (found.offset - self._wanted.offset[found.wanted]).tolist()
+        low = (found.offset - self._requested.offset[found.wanted]).tolist()
         extent = found.extent.tolist()
         chunks = self._index.chunks_of(found.stored, stored)
         regions = []
-        for place, (wanted, number, chunk) in enumerate(
+        for place, (requested, number, chunk) in enumerate(
             zip(found.wanted.tolist(), stored.whole.tolist(), chunks, strict=True)
         ):
-            target = views[wanted]
+            target = views[requested]
             dims = target.dim()
             if not filled[place]:
                 for axis in range(dims):
                     target = target.narrow(axis, low[place][axis], extent[place][axis])
-            stored_chunk = chunk if dims == axes else _with_axes(chunk, dims)
+            stored_chunk = chunk if dims == axes else _trim_axes(chunk, dims)
             regions.append(Region(number, stored_chunk, tuple(start[place][:dims]), target, entire[place]))
-        regions.sort(key=_place)
+        regions.sort(key=_location)
         return regions
 
 
-def _place(region: Region) -> Item:
-    """Where it is read; places sort by file and offset."""
+def _location(region: Region) -> Item:
+    """Return where a region is read, to sort regions by file and offset."""
     return region.chunk.item
 
 
 def _view(shard: ShardedTensor) -> torch.Tensor:
-    """The shard's memory in the shape of its box."""
+    """Return the shard's memory in the shape of its box."""
     if shard.data is not None and not shard.prepend_axis_num:
         return shard.data.detach()
     return part_view(shard, FlatPart(whole_box(shard), 0))
 
 
-def _with_axes(chunk: Chunk, dims: int) -> Chunk:
-    """A chunk without the axes that it has only because others have more."""
+def _trim_axes(chunk: Chunk, dims: int) -> Chunk:
+    """Return a chunk with its own axes only: columns have as many axes as the tensor with the most."""
     return chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims]))
 
 
-def _kept(found: Overlaps, sound: torch.Tensor) -> Overlaps:
-    """The overlaps of those wanted boxes that are sound, numbered without the others."""
-    number, kept = sound.cumsum(0) - 1, sound[found.wanted]
+def _keep_covered(found: Overlaps, covered: torch.Tensor) -> Overlaps:
+    """Return the overlaps of the covered boxes, with the boxes numbered without the others."""
+    number, kept = covered.cumsum(0) - 1, covered[found.wanted]
     return Overlaps(number[found.wanted[kept]], found.stored[kept], found.offset[kept], found.extent[kept])
 
 
-def _covered(wanted: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor:
-    """Whether every element of each wanted box is stored once: in a chunk of that box, or in chunks that tile all."""
-    volume = torch.zeros_like(wanted.whole).index_add_(0, found.wanted, found.extent.prod(1))
-    sound = volume == wanted.volume()
-    alone = (found.extent == wanted.widened(found.extent.shape[1]).extent[found.wanted]).all(1)
+def _find_covered(requested: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor:
+    """Return for each requested box whether all its elements are stored once.
+
+    That is so if one chunk has the box, or if the chunks of the tensor fill the tensor without overlapping.
+
+    Returns:
+        bool of shape (boxes,).
+    """
+    volume = torch.zeros_like(requested.whole).index_add_(0, found.wanted, found.extent.prod(1))
+    covered = volume == requested.volume()
+    alone = (found.extent == requested.widened(found.extent.shape[1]).extent[found.wanted]).all(1)
     if not bool(alone.all()):
-        wholes = distinct(wanted.whole[found.wanted[~alone]])
-        stored = index.chunks.box.rows(rows_of(wholes, index.bounds))
-        numbered = stored._replace(whole=torch.searchsorted(wholes, stored.whole))
-        wrong = misfits(numbered, [index.shapes[number] for number in wholes.tolist()])
-        sound &= ~torch.isin(wanted.whole, wholes[wrong])
-    return sound
+        # Chunks that overlap may have the right volume and still leave a hole.
+        tensors = distinct(requested.whole[found.wanted[~alone]])
+        stored = index.chunks.box.rows(rows_of(tensors, index.bounds))
+        numbered = stored._replace(whole=torch.searchsorted(tensors, stored.whole))
+        wrong = misfits(numbered, [index.shapes[number] for number in tensors.tolist()])
+        covered &= ~torch.isin(requested.whole, tensors[wrong])
+    return covered
 
 
-__all__ = ["Region", "WantedTensors"]
+__all__ = ["Region", "RequestedTensors"]

@@ -1,4 +1,4 @@
-"""Separating the leaves that these planners plan themselves from those that they leave to DCP's."""
+"""Split a state dict into the leaves that our DCP planners plan, and the rest, which DCP's planners plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
 
 def split_shards(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject], dict[str, Any]]:
-    """The sharded tensors, the sharded objects, and a state dict of all else; factories must be built."""
+    """Split a state dict by who plans its leaves.
+
+    Args:
+        state_dict: The state dict; factories must be applied.
+
+    Returns:
+        The ShardedTensors, the ShardedObjects, and a state dict of the rest.
+
+    Raises:
+        ShardingError: A leaf is another kind of shard.
+    """
     sharded, rest = extract_sharded_base(state_dict)
     tensors: list[ShardedTensor] = []
     objects: list[ShardedObject] = []
@@ -30,33 +40,34 @@ def split_shards(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], lis
 
 
 def put_rest(state_dict: ShardedStateDict, path: Sequence[Any], value: Any) -> None:
-    """Set a value in a state dict at its path in the rest that :func:`split_shards` gave; shards stay where they are.
+    """Set a value of a state dict by its path in the rest that :func:`split_shards` returned; shards stay.
 
     Args:
-        state_dict: The whole state dict.
-        path: Keys as text and indices, as DCP writes paths; lists of the rest count without shards.
-        value: What stands there from now on; a list that the rest has without its shards is put around them.
+        state_dict: The complete state dict.
+        path: Keys as text, and indices, as DCP writes paths; an index counts the items of a list without its shards.
+        value: The new value. If it is a list with one item for each item of the old list that is not a shard, it
+            replaces those items.
     """
-    nest: Any = state_dict
+    node: Any = state_dict
     for part in path[:-1]:
-        nest = nest[_own_key(nest, part)]
-    last = _own_key(nest, path[-1])
-    places = _rest_places(nest[last]) if isinstance(nest[last], list) else []
-    if isinstance(value, list) and len(places) == len(value) < len(nest[last]):
-        for place, part in zip(places, value, strict=True):
-            nest[last][place] = part
+        node = node[_resolve_key(node, part)]
+    last = _resolve_key(node, path[-1])
+    indices = _rest_indices(node[last]) if isinstance(node[last], list) else []
+    if isinstance(value, list) and len(indices) == len(value) < len(node[last]):
+        for index, part in zip(indices, value, strict=True):
+            node[last][index] = part
     else:
-        nest[last] = value
+        node[last] = value
 
 
-def _own_key(nest: Any, part: Any) -> Any:
-    if isinstance(nest, list):
-        return _rest_places(nest)[part]
-    return part if part in nest else next(key for key in nest if str(key) == part)
+def _resolve_key(node: Any, part: Any) -> Any:
+    if isinstance(node, list):
+        return _rest_indices(node)[part]
+    return part if part in node else next(key for key in node if str(key) == part)
 
 
-def _rest_places(values: list[Any]) -> list[int]:
-    """Indices of what is left in the rest of a list."""
+def _rest_indices(values: list[Any]) -> list[int]:
+    """Return the indices of the items of a list that are not shards."""
     _, rest = extract_matching_values(values, lambda leaf: isinstance(leaf, ShardedBase), return_lists_as_dicts=True)
     return list(rest)
 

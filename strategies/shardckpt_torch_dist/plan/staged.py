@@ -1,4 +1,4 @@
-"""Quantized destinations of a load, and their like: read into a plain tensor first, and filled when that is whole."""
+"""Destinations that cannot be filled region by region (quantized, above all): read into a plain tensor first."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 
 class StagedDestination:
-    """The ``data`` of a ShardedTensor, and the plain CPU tensor that its items are read into meanwhile.
+    """The ``data`` of a ShardedTensor, and a plain CPU tensor that its items are read into first.
 
-    That tensor lives from the first item that is resolved to the last that is committed, in whatever order and
-    threads. Where an item fails, the destination stays as it was.
+    The plain tensor lives from the first item that is resolved until the last one is committed, in any order and in any
+    threads. Then the destination is filled from it. If an item fails, the destination stays as it was.
+
+    Args:
+        shard: The ShardedTensor.
+        destination: Its ``data``.
+        items: How many items it is read by.
     """
 
     def __init__(self, shard: ShardedTensor, destination: torch.Tensor, items: int) -> None:
@@ -36,18 +41,18 @@ class StagedDestination:
         self._lock = threading.Lock()
 
     def view(self, part: FlatPart) -> torch.Tensor:
-        """What the items of a part are read into."""
+        """Return the view of the plain tensor that the items of a part are read into."""
         with self._lock:
             if self._plain is None:
-                self._plain = self._new()
+                self._plain = self._allocate()
             return part_view(dataclasses.replace(self._shard, data=self._plain), part)
 
     def is_open(self) -> bool:
-        """Whether the plain tensor lives."""
+        """Return whether the plain tensor is allocated."""
         return self._plain is not None
 
     def commit(self) -> None:
-        """An item is read; with the last one, fill the destination."""
+        """Note that an item is read; after the last one, fill the destination."""
         with self._lock:
             self._missing -= 1
             if self._missing or self._plain is None:
@@ -56,11 +61,11 @@ class StagedDestination:
         self._fill(plain)
 
     def zero_if_empty(self) -> None:
-        """Zeros, where the checkpoint has nothing for a destination whose shape may mismatch."""
+        """Fill the destination with zeros if no item is read into it (its shape may differ from the stored one)."""
         if not self._missing and self._destination.numel():
-            self._fill(self._new())
+            self._fill(self._allocate())
 
-    def _new(self) -> torch.Tensor:
+    def _allocate(self) -> torch.Tensor:
         make = torch.zeros if self._shard.allow_shape_mismatch else torch.empty
         return make(self._shard.data_shape, dtype=self._destination.dtype, device="cpu")
 
@@ -70,30 +75,35 @@ class StagedDestination:
 
 
 class StagedPart(NamedTuple):
-    """A part of such a destination."""
+    """A part of a staged destination."""
 
     staged: StagedDestination
     part: FlatPart
 
     def view(self) -> torch.Tensor:
-        """What its items are read into."""
+        """Return the view of the plain tensor that its items are read into."""
         return self.staged.view(self.part)
 
 
-def check_apart(shards: Iterable[ShardedTensor]) -> None:
-    """Refuse views of one quantized tensor: its scales are for all of them, and quantizing one changes the others.
+def check_no_partial_overlap(shards: Iterable[ShardedTensor]) -> None:
+    """Refuse destinations that are views of one quantized tensor.
+
+    The scales of the tensor belong to all of its views: to quantize one changes the values of the others.
+
+    Args:
+        shards: The shards with quantized destinations.
 
     Raises:
-        ShardingError: two destinations share some of their memory, not all of it.
+        ShardingError: Two destinations share some of their memory, but not all of it.
     """
     owned = [(shard.key, tuple(_spans(shard.data))) for shard in shards if shard.data is not None]
-    reach: _Owned | None = None  # of the memory seen so far, the piece that ends last
+    reach: _Owned | None = None  # the span, of those seen so far, that ends last
     for found in sorted(_Owned(span, key, spans) for key, spans in owned for span in spans):
         if reach is None or not reach.span.overlaps(found.span):
             reach = found
         elif found.all_spans != reach.all_spans:
             raise ShardingError(
-                f"{reach.key!r} and {found.key!r} are to be loaded into views of one quantized tensor, whose scales "
+                f"{reach.key!r} and {found.key!r} would be loaded into views of one quantized tensor, whose scales "
                 "belong to both: describe the tensor as one shard, or load into plain tensors and quantize those "
                 "yourself"
             )
@@ -102,19 +112,19 @@ def check_apart(shards: Iterable[ShardedTensor]) -> None:
 
 
 class _Span(NamedTuple):
-    """Memory that a tensor's elements lie in; bytes between them count as well."""
+    """A range of memory [start, end) that holds a tensor's elements, and any bytes between them."""
 
     device: str
     start: int
     end: int
 
     def overlaps(self, later: _Span) -> bool:
-        """Whether a span that does not begin earlier has some of the same memory."""
+        """Return whether a span that begins at or after this one shares memory with it."""
         return self.device == later.device and later.start < self.end
 
 
 class _Owned(NamedTuple):
-    """A span of a destination, and all that this one has."""
+    """A span of a destination, with the destination's key and all its spans."""
 
     span: _Span
     key: str
@@ -122,7 +132,7 @@ class _Owned(NamedTuple):
 
 
 def _spans(tensor: torch.Tensor) -> Iterable[_Span]:
-    """The memory of a wrapper's inner tensors, of wrappers in it too, or of a plain tensor."""
+    """Yield the memory of a plain tensor, or of the inner tensors of a wrapper, at any depth."""
     if is_quantized(tensor) or hasattr(tensor, "__tensor_flatten__"):
         for inner in inner_tensors(tensor).values():
             yield from _spans(inner)
@@ -132,4 +142,4 @@ def _spans(tensor: torch.Tensor) -> Iterable[_Span]:
         yield _Span(str(tensor.device), start, start + (reach + 1) * tensor.element_size())
 
 
-__all__ = ["StagedDestination", "StagedPart", "check_apart"]
+__all__ = ["StagedDestination", "StagedPart", "check_no_partial_overlap"]

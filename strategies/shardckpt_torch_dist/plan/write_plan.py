@@ -1,4 +1,4 @@
-"""What one rank writes: its objects, pickled, and its tensors, balanced over files."""
+"""The write plan of a rank: its files, with the pickled objects and the tensors in each."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.dialects import StoredIndex
 
 
-#: Bytes that are copied at a time of a tensor whose memory's bytes are not its values, one after the other, on the CPU;
-#: few enough that the writer joins them with others before the next are copied.
+#: Bytes that are copied at a time of a tensor that cannot be written from its memory (on a device, or with strides). It
+#: is less than a segment, so that the writer can append such a piece to others before the next is copied.
 PIECE_BYTES = SEGMENT_BYTES // 2
 
 
 @dataclass
 class PlannedFile:
-    """A file to be written.
+    """A file to write.
 
     Attributes:
         name: Its name.
-        objects: Unique keys of objects, which come first as Megatron has it.
-        tensors: Numbers of tensors among the work's.
-        nbytes: Its size.
+        objects: Unique keys of its objects, which come before the tensors, as in Megatron's files.
+        tensors: Its tensors, by their positions in the plan.
+        nbytes: Its size, in bytes.
     """
 
     name: str
@@ -44,15 +44,25 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
-class Names:
-    """What names the tensors and objects of all ranks, and the common state: the main rank's to write."""
+class GlobalFiles:
+    """The files that only the main rank writes: the index of what all ranks store, and the common state.
+
+    Attributes:
+        index: What all ranks store.
+        save_id: A name that no other save has.
+        common: The archive of the common state.
+    """
 
     index: StoredIndex
     save_id: str
     common: bytes
 
     def begin(self, writer: CheckpointWriter) -> list[FileWriter]:
-        """Begin the files of the index, in torch's form and in ours, and of the common state."""
+        """Begin to write ``.metadata``, our own index file and ``common.pt``.
+
+        Returns:
+            The files, which the caller must finish.
+        """
         return [
             writer.begin(METADATA_FILE, encode(self.index, self.save_id), keys=0),
             writer.begin(INDEX_FILE, dump(self.index), keys=0),
@@ -62,21 +72,32 @@ class Names:
 
 @dataclass
 class SaveWork:
-    """A rank's files; see :class:`shardckpt.strategy.BackgroundWork`."""
+    """Everything that a rank writes; see :class:`shardckpt.strategy.BackgroundWork`.
+
+    Attributes:
+        files: The files, with the positions of their tensors in the lists below.
+        tensors: The tensors.
+        keys: Their keys.
+        lengths: Sizes of their archives, in bytes.
+        archives: The archives of the objects, by unique key.
+        global_files: The files that only the main rank writes; None on the others.
+        stored: The boxes of the tensors, in the same order, and the objects.
+    """
 
     files: list[PlannedFile]
     tensors: list[torch.Tensor]
     keys: list[str]
-    #: Bytes of every tensor's archive.
     lengths: list[int]
-    #: Of the objects, by unique key.
     archives: Mapping[str, bytes]
-    names: Names | None = None
-    #: The tensors' boxes, in the order of the tensors, and the objects.
+    global_files: GlobalFiles | None = None
     stored: PackedShards | None = None
 
     def write(self, writer: CheckpointWriter) -> None:
-        """Write all files, side by side; everything lies where it was planned to."""
+        """Write all files concurrently, each item at its planned place.
+
+        Args:
+            writer: Writes the files, and records what they store.
+        """
         synchronize_devices(self.tensors)
         open_files = [(file, writer.create(file.name, file.nbytes)) for file in self.files]
         for file, into in open_files:
@@ -84,10 +105,11 @@ class SaveWork:
                 data = self.archives[name]
                 into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
         in_files = {number: into for file, into in open_files for number in file.tensors}
-        for number in sorted(in_files):  # now to one file, now to another: all have something to write
+        for number in sorted(in_files):  # alternates between the files, so that all are written concurrently
             append_tensor(in_files[number], self.tensors[number], self.keys[number], self.lengths[number])
-        named = [] if self.names is None else self.names.begin(writer)
-        for into in (*named, *(into for _, into in open_files)):  # the first while the last tensors are being written
+        named = [] if self.global_files is None else self.global_files.begin(writer)
+        # The index files come first: they are finished while the last tensors are still being written.
+        for into in (*named, *(into for _, into in open_files)):
             writer.finish(into)
         if self.stored is not None:
             objects = [key for file in self.files for key in file.objects]
@@ -96,40 +118,44 @@ class SaveWork:
 
 
 def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int) -> None:
-    """Append the archive of a tensor, and what aligns the next one.
+    """Append the archive of a tensor, and the padding that aligns the next one.
 
     Args:
-        file: Where it goes.
-        tensor: Any that :func:`shardckpt.tensors.memory.plain_cpu` takes.
-        key: Its name, for errors.
-        nbytes: Of the archive, as :func:`shardckpt_torch_dist.archive.writer.fitted` makes it for that place.
+        file: The file to append to.
+        tensor: Any tensor that :func:`shardckpt.tensors.plain_cpu` accepts.
+        key: Its key, for errors.
+        nbytes: Planned size of the archive in bytes, from :func:`shardckpt_torch_dist.archive.fitted`.
+
+    Raises:
+        ShardingError: The tensor no longer has the planned dtype and shape, or its values cannot be read.
     """
-    envelope = of_length(tensor.dtype, tuple(tensor.shape), nbytes)
-    if envelope is None:
+    frame = of_length(tensor.dtype, tuple(tensor.shape), nbytes)
+    if frame is None:
         raise ShardingError(f"tensor {key!r} is no longer the {nbytes} bytes that were planned for it")
-    head, tail = envelope
-    filler = bytes(-nbytes % ARCHIVE_ALIGN)
+    head, tail = frame
+    padding = bytes(-nbytes % ARCHIVE_ALIGN)
     if nbytes <= SMALL_RECORD and is_ordinary(tensor):
-        file.append_small((head, tensor_bytes(tensor), tail, filler), what=key)
+        file.append_small((head, tensor_bytes(tensor), tail, padding), what=key)
         return
 
     if nbytes <= PIECE_BYTES or is_ordinary(tensor) or not is_plain(tensor):
-        parts = partial(_around_values, memoryview(head), tensor, memoryview(tail + filler), key)
-        file.append(nbytes + len(filler), parts, what=key)
+        parts = partial(_wrapped_values, memoryview(head), tensor, memoryview(tail + padding), key)
+        file.append(nbytes + len(padding), parts, what=key)
         return
+    # A large tensor that must be copied: in pieces, so that the copies take bounded memory.
     file.append_small((head,), what=key)
     copies = Copier(tensor, PIECE_BYTES)
     for piece in copies.pieces():
         file.append(piece.nbytes, partial(copies.copied, piece), keys=0, what=key)
-    file.append_small((tail, filler), keys=0, what=key)
+    file.append_small((tail, padding), keys=0, what=key)
 
 
-def _around_values(before: memoryview, tensor: torch.Tensor, after: memoryview, key: str) -> list[memoryview]:
-    """The bytes of a tensor's values with something around them."""
+def _wrapped_values(before: memoryview, tensor: torch.Tensor, after: memoryview, key: str) -> list[memoryview]:
+    """Return the bytes of a tensor's values, between the bytes before and after them."""
     try:
         return [before, tensor_bytes(plain_cpu(tensor)), after]
     except CheckpointingException as exc:
         raise ShardingError(f"tensor {key!r}: {exc}") from exc
 
 
-__all__ = ["PlannedFile", "SaveWork", "append_tensor"]
+__all__ = ["GlobalFiles", "PlannedFile", "SaveWork", "append_tensor"]

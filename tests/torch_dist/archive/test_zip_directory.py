@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from shardckpt_torch_dist.archive.reader import load_bytes
-from shardckpt_torch_dist.archive.zip_directory import Member, members
+from shardckpt_torch_dist.archive.zip_directory import Member, read_members
 from tests.property.search import drawn, for_all
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def reading(data: bytes) -> Callable[[int, int], bytes]:
 
 def contents(data: bytes) -> dict[str, bytes]:
     """Every member's bytes, by our reader."""
-    return {name: data[at.offset : at.offset + at.size] for name, at in members(reading(data), len(data)).items()}
+    return {name: data[at.offset : at.offset + at.size] for name, at in read_members(reading(data), len(data)).items()}
 
 
 def zipped(comment: bytes = b"") -> bytes:
@@ -92,7 +92,7 @@ def test_a_few_reads_find_the_members() -> None:
         reads.append((offset, nbytes))
         return data[offset : offset + nbytes]
 
-    found = members(read, len(data))
+    found = read_members(read, len(data))
     assert len(reads) <= 1 + len(found)
     assert sum(nbytes for _, nbytes in reads) < 5000
 
@@ -109,7 +109,7 @@ def test_damage_is_an_error_or_stays_inside(count: int) -> None:
         damaged[place] = value
         cut = bytes(damaged[:stop])
         try:
-            found = members(reading(cut), len(cut))
+            found = read_members(reading(cut), len(cut))
         except (ValueError, struct.error):
             return
         assert all(isinstance(at, Member) and 0 <= at.offset <= at.offset + at.size <= stop for at in found.values())

@@ -145,7 +145,7 @@ def test_any_safetensors_reader_opens_it() -> None:
                 "shapes": lambda shapes: shapes + ((shapes == 4) | (shapes == 3)) * (1 << 40),
                 "extent": put(0, value=1 << 40),
             },
-            "'matrix' has a chunk of more elements than can be",
+            "'matrix' has a chunk of too many elements to count",
         ),
         ({"file": put(3, value=3)}, "'number' has a chunk that is in no file"),
         ({"file": put(3, value=-1)}, "'file' has -1"),

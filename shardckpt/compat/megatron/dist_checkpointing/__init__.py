@@ -21,7 +21,7 @@ from shardckpt.compat.megatron.dist_checkpointing.serialization import (
     remove_sharded_tensors,
     save,
 )
-from shardckpt.compat.megatron.refusals import refusing
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 
 #: Modules that Megatron's callers reach as attributes.
 _MODULES = (
@@ -44,7 +44,7 @@ REFUSED = {
     "state_dict_transformation": "Megatron 0.9's name of state_dict_utils",
 }
 
-_refused = refusing(__name__, REFUSED)
+_refused = make_refusing_getattr(__name__, REFUSED)
 
 
 def __getattr__(name: str) -> Any:

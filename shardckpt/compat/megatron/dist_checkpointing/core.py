@@ -18,7 +18,7 @@ _UNFINISHED = f"{CONFIG_FNAME}.unfinished"
 
 @dataclass
 class CheckpointingConfig:
-    """What ``metadata.json`` says."""
+    """The content of ``metadata.json``."""
 
     sharded_backend: str
     sharded_backend_version: int = 1
@@ -27,7 +27,7 @@ class CheckpointingConfig:
 
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
-    """What ``metadata.json`` says, unknown fields left out; None if there is none."""
+    """Return the content of ``metadata.json`` without unknown fields; None if there is none."""
     path = locate(checkpoint_dir, host()) / CONFIG_FNAME
     if not path.exists():
         return None
@@ -35,9 +35,10 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write ``metadata.json``, whole or not at all; a save writes its own."""
+    """Write ``metadata.json`` atomically. A save writes its own: this is for directories of other origin."""
     directory = locate_local(checkpoint_dir, "write metadata.json into")
     with naming("write to", directory):
+        # left by an attempt that was interrupted
         (directory / _UNFINISHED).unlink(missing_ok=True)
     with CheckpointWriter(directory, 0) as writer:
         writer.write(_UNFINISHED, Marker(**asdict(config)).model_dump_json().encode())

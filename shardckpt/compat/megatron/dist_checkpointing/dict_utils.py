@@ -19,14 +19,14 @@ from shardckpt.state_dict import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_SHOWN = 30
+_TEXT_LIMIT = 30
 
 
 def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None:
-    """Print the form of a nest: what is where, by type and shape."""
+    """Print the structure of nested dicts and lists, with types and shapes of the leaves."""
     inner = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else None
     if inner is None:
-        print(_shown(x))  # noqa: T201 - it is what the function is for
+        print(_leaf_text(x))  # noqa: T201 - it is what the function is for
         return
     print()  # noqa: T201
     for key, value in inner:
@@ -35,7 +35,7 @@ def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None
 
 
 def nested_items_iter(x: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """(container, key or index, leaf) of every leaf in a nest, depth first."""
+    """Yield ``(container, key or index, leaf)`` for every leaf of nested dicts and lists, depth first."""
     for key, value in list(x.items() if isinstance(x, dict) else enumerate(x)):
         if isinstance(value, (dict, list)):
             yield from nested_items_iter(value)
@@ -54,11 +54,11 @@ def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
         container[key] = f(key, value)
 
 
-def _shown(leaf: Any) -> str:
+def _leaf_text(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"Tensor of shape {tuple(leaf.shape)}"
     text = str(leaf)
-    return f"[{type(leaf)}]: {text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}"
+    return f"[{type(leaf)}]: {text[:_TEXT_LIMIT]}{'...' if len(text) > _TEXT_LIMIT else ''}"
 
 
 __all__ = [

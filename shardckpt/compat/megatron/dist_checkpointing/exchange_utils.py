@@ -26,13 +26,13 @@ _K = TypeVar("_K", bound="Hashable")
 
 
 class ShardDistribution(NamedTuple):
-    """Which rank of a group does the work for each shard; ranks are those of the group.
+    """The assignment of shards to the ranks of a group; ranks are numbers in the group.
 
     Attributes:
-        main_rank_for_shard: The rank that saves, or reads, each shard; the same in order on every rank.
-        shards_in_this_group: The shards whose work is done in this group.
+        main_rank_for_shard: The rank that saves or reads each shard, in the same order on every rank.
+        shards_in_this_group: The shards that ranks of this group save or read.
         shard_to_metadata: Their descriptions, without data.
-        all_ranks_for_shard: The ranks that have, or want, each shard.
+        all_ranks_for_shard: The ranks that hold each shard, or request it.
     """
 
     main_rank_for_shard: dict[_ShardId, int]
@@ -54,6 +54,12 @@ def distribute_shards_to_ranks(
         shard_to_size: Bytes of each shard.
         num_ranks: Number of ranks in the group.
         cross_parallelization_group_loads: Shards that are assigned last: those whose main replica is in another group.
+
+    Returns:
+        The rank of each shard.
+
+    Raises:
+        CheckpointingException: a shard has no rank, or a rank outside the group.
     """
     for shard, ranks in shard_to_ranks.items():
         if not ranks or min(ranks) < 0 or max(ranks) >= num_ranks:
@@ -74,12 +80,14 @@ def determine_main_replica_uniform_distribution(
     """Collective: assign the sharded tensors of all ranks of a group to its ranks, balanced by bytes.
 
     Args:
-        sharded_state_dict: This rank's; it stays as it is.
+        sharded_state_dict: This rank's state dict; it does not change.
         parallelization_group: The ranks; by default all.
-        ignore_groups: Assign every shard that the group has, even where its main replica is in another group (for
-            loads).
+        ignore_groups: Assign every shard that the group has, even if its main replica is in another group (for loads).
         pg_cache_path: Refused: nothing checks a distribution that is cached on disk.
-        pg_cache_create: Refused, too.
+        pg_cache_create: Refused too.
+
+    Returns:
+        The assignment, equal on all ranks.
     """
     refuse_group_cache(pg_cache_path, pg_cache_create)
     comm = Comm(parallelization_group)
@@ -107,14 +115,18 @@ def exchange_by_distribution(
     parallelization_group: ProcessGroup | None = None,
     exchange_algo: str = "broadcast",
 ) -> dict[_ShardId, torch.Tensor]:
-    """Collective: return what this rank has loaded, and what the others have loaded for it.
+    """Collective: send the loaded tensors to the ranks that request them.
 
     Args:
-        loaded_tensors: What this rank has loaded: the shards of which it is the main rank.
-        unloaded_shards: What it wants besides, into their data; memory is taken on the CPU where there is none.
-        shard_distribution: Who has loaded what; the same on every rank.
+        loaded_tensors: The tensors that this rank has loaded: the shards of which it is the main rank.
+        unloaded_shards: The other shards that it requests. Their data are filled; without data, memory is allocated on
+            the CPU.
+        shard_distribution: The assignment of shards to ranks, equal on every rank.
         parallelization_group: The ranks.
         exchange_algo: ``"broadcast"``, ``"gather_rounds"`` or ``"gather_object"``.
+
+    Returns:
+        The loaded and the received tensors by shard id.
     """
     comm = Comm(parallelization_group)
     with comm.collective_phase("preparing the exchange"):
@@ -143,12 +155,19 @@ exchange_loaded_tensors_gather_object = partial(exchange_by_distribution, exchan
 
 
 def exchange_loaded_objects_gather_object(loaded_objects: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The objects of all ranks, on every rank."""
+    """Collective: gather the objects of all ranks of the default group.
+
+    Args:
+        loaded_objects: This rank's objects by key.
+
+    Returns:
+        The objects of all ranks by key.
+    """
     return {key: value for loaded in Comm().all_gather(dict(loaded_objects)) for key, value in loaded.items()}
 
 
 def refuse_group_cache(pg_cache_path: str | None, pg_cache_create: bool) -> None:
-    """Raise if a cache of distributions on disk is asked for."""
+    """Raise if the caller asks for a cache of distributions on disk."""
     if pg_cache_path is not None or pg_cache_create:
         raise CheckpointingException(
             "pg_cache_path: a stored distribution cannot be checked against the shards of all ranks; "

@@ -1,4 +1,4 @@
-"""megatron.core.dist_checkpointing.serialization: our front door with the arguments of every release."""
+"""megatron.core.dist_checkpointing.serialization: save and load with the arguments of every release of Megatron."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.compat.megatron.by_path import LoadsByPath
 from shardckpt.compat.megatron.defaults import StrategyAction, callable_with_path, get_default_strategy
 from shardckpt.compat.megatron.dist_checkpointing.utils import _clean_metadata_for_serialization
-from shardckpt.compat.megatron.refusals import refusing
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.dist_checkpointing import (
     load_common_state_dict,
     load_content_metadata,
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 CkptShardedMetadata: TypeAlias = dict[str, ShardedBase]
 
-#: Arguments after the strategy, by position. Until 0.18 ``common_strategy`` came before them.
-_OF_SAVE = (
+#: Positional arguments after the strategy. Until 0.18, ``common_strategy`` came before them.
+_SAVE_ARGUMENTS = (
     "validate_access_integrity",
     "async_sharded_save",
     "preprocess_common_before_consistancy_check",
@@ -46,12 +46,12 @@ _OF_SAVE = (
     "async_strategy",
     "verify_integrity",
 )
-_OF_LOAD = ("validate_access_integrity", "strict", "verify_integrity", "process_group")
+_LOAD_ARGUMENTS = ("validate_access_integrity", "strict", "verify_integrity", "process_group")
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {"get_default_save_common_strategy": "the sharded strategy saves the common state: leave common_strategy out"}
 
-__getattr__ = refusing(__name__, REFUSED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 
 def save(
@@ -61,16 +61,19 @@ def save(
     *args: Any,
     **keywords: Any,
 ) -> AsyncRequest | None:
-    """As :func:`shardckpt.dist_checkpointing.save`; what is there is replaced in one step, with a warning.
+    """Collective: save as :func:`shardckpt.dist_checkpointing.save`, replacing an existing checkpoint with a warning.
 
     Args:
-        sharded_state_dict: As there.
-        checkpoint_dir: As there.
-        sharded_strategy: As there.
-        *args: By position as in the last releases; or as until 0.18, with ``common_strategy`` first.
-        **keywords: Of any release, and of ours.
+        sharded_state_dict: As for ours.
+        checkpoint_dir: As for ours.
+        sharded_strategy: As for ours.
+        *args: Positional arguments of the latest releases; or of those until 0.18, with ``common_strategy`` first.
+        **keywords: Keyword arguments of any release, or of ours.
+
+    Returns:
+        With ``async_sharded_save=True``, the request for an AsyncCallsQueue; else None.
     """
-    given = _by_name("save", args, _OF_SAVE, keywords)
+    given = _bind("save", args, _SAVE_ARGUMENTS, keywords)
     check_common_strategy(given.pop("common_strategy", None))
     if "content_metadata" in given:
         given["content_metadata"] = _clean_metadata_for_serialization(given["content_metadata"])
@@ -86,16 +89,19 @@ def load(
     *args: Any,
     **keywords: Any,
 ) -> Any:
-    """As :func:`shardckpt.dist_checkpointing.load`.
+    """Collective: load as :func:`shardckpt.dist_checkpointing.load`.
 
     Args:
-        sharded_state_dict: As there.
-        checkpoint_dir: As there.
-        sharded_strategy: As there.
-        *args: By position as in the last releases; or as until 0.18, with ``common_strategy`` first.
-        **keywords: Of any release, and of ours.
+        sharded_state_dict: As for ours.
+        checkpoint_dir: As for ours.
+        sharded_strategy: As for ours.
+        *args: Positional arguments of the latest releases; or of those until 0.18, with ``common_strategy`` first.
+        **keywords: Keyword arguments of any release, or of ours.
+
+    Returns:
+        As ours: the state dict with tensors and objects for shards, and the common state.
     """
-    given = _by_name("load", args, _OF_LOAD, keywords)
+    given = _bind("load", args, _LOAD_ARGUMENTS, keywords)
     check_common_strategy(given.pop("common_strategy", None))
     return dist_checkpointing.load(sharded_state_dict, checkpoint_dir, sharded_strategy, **given)
 
@@ -103,33 +109,34 @@ def load(
 def load_sharded_metadata(
     checkpoint_dir: PathLike, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> CkptShardedMetadata:
-    """As :func:`shardckpt.dist_checkpointing.load_sharded_metadata`."""
+    """Return all stored shards, without data: :func:`shardckpt.dist_checkpointing.load_sharded_metadata`."""
     check_common_strategy(common_strategy)
     return dist_checkpointing.load_sharded_metadata(checkpoint_dir, sharded_strategy)
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> Any:
-    """The strategy that saves this format."""
+    """Return the strategy that saves a format; it can be called with a path."""
     return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: PathLike | None = None) -> Any:
-    """The strategy that loads a checkpoint; without one, that of (torch_dist, 1)."""
+    """Return the strategy that loads a checkpoint, or (torch_dist, 1) without one; it can be called with a path."""
     if checkpoint_dir is None:
         return get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
     return callable_with_path(dist_checkpointing.get_default_load_sharded_strategy(checkpoint_dir))
 
 
 def check_common_strategy(strategy: Any) -> None:
-    """Raise for a strategy of the common state other than the one there is: the sharded strategy stores it."""
+    """Raise for any ``common_strategy`` other than Megatron's default: the sharded strategy stores the common state."""
     if strategy not in (None, ("torch", 1)) and not isinstance(strategy, LoadsByPath):
         raise CheckpointingException(
             f"common_strategy={strategy!r}: the sharded strategy stores and loads the common state too; leave it out"
         )
 
 
-def _by_name(function: str, args: Sequence[Any], order: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by their names."""
+def _bind(function: str, args: Sequence[Any], order: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name."""
+    # no boolean first: that is the common_strategy of the releases until 0.18
     names = order if not args or isinstance(args[0], bool) else ("common_strategy", *order)
     positional = dict(zip(names, args, strict=False))
     if len(args) > len(names) or positional.keys() & keywords.keys():
@@ -138,11 +145,12 @@ def _by_name(function: str, args: Sequence[Any], order: Sequence[str], keywords:
 
 
 def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
+    """Collective: warn on the main rank if the target is not empty."""
     comm = Comm(process_group)
     with comm.collective_phase("looking at the target"):
         taken = comm.is_main and not is_free(locate(checkpoint_dir, host()))
     if taken:
-        logger.warning("%s is not empty: the checkpoint there is replaced when this save is whole", checkpoint_dir)
+        logger.warning("%s is not empty: this save will replace the checkpoint there when it commits", checkpoint_dir)
 
 
 __all__ = [

@@ -27,12 +27,17 @@ def save_preprocess(
     validate_access_integrity: bool = True,
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], CommonStateDict] | None = None,
 ) -> tuple[ShardedStateDict, CommonStateDict]:
-    """The shards that a save would write, factories built, and the common state; the argument stays.
+    """Split a state dict into the shards and the common state that a save would write.
+
+    Collective if ``validate_access_integrity`` is True.
 
     Args:
-        sharded_state_dict: As for ``save``.
-        validate_access_integrity: Check shards and common state across all ranks, which then all call it.
+        sharded_state_dict: As for ``save``; it does not change.
+        validate_access_integrity: Whether to check shards and common state across all ranks.
         preprocess_common_before_consistancy_check: As for ``save``.
+
+    Returns:
+        The shards, with factories built, and the common state, each with the structure of the state dict.
     """
     sharded, common = split_for_save(sharded_state_dict)
     sharded = filter_out_empty_flatten_tensor(sharded)
@@ -44,22 +49,25 @@ def save_preprocess(
 
 
 def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict, StateDict]:
-    """What a load wants, taken apart: ``(wanted, local values, factories)``; the argument stays.
+    """Split a state dict for a load: ``(requested shards, local values, factories)``.
+
+    Args:
+        sharded_state_dict: As for ``load``; it does not change.
 
     Returns:
-        A nest with factories built and local objects left out; the local objects' values; and the factories, with
-        lists as dicts from index to value, as :func:`apply_factory_merges` takes them.
+        The state dict with factories built and without local objects; the values of the local objects; and the
+        factories, with lists as dicts from index to value, as :func:`apply_factory_merges` takes them.
     """
-    wanted = filter_out_empty_flatten_tensor(sharded_state_dict)
+    requested = filter_out_empty_flatten_tensor(sharded_state_dict)
     factories, _ = extract_matching_values(
-        wanted, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
+        requested, lambda leaf: isinstance(leaf, ShardedTensorFactory), return_lists_as_dicts=True
     )
-    local, rest = extract_nonpersistent(dict_list_map_outplace(build_copy, wanted))
+    local, rest = extract_nonpersistent(dict_list_map_outplace(build_copy, requested))
     return rest, dict_list_map_outplace(LocalNonpersistentObject.unwrap, local), factories
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """The nest without flattened shards that hold no element; the argument stays."""
+    """Return the state dict without flattened shards that hold no element; the argument does not change."""
     _, kept = extract_matching_values(sharded_state_dict, _is_empty_flat)
     return kept  # type: ignore[no-any-return]
 

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 fallback_logger = logging.getLogger(__name__)
 
-#: Names and loggers of the blocks that the running code stands in.
+# a context variable, so that each thread and each task has its own blocks
+#: Names of the blocks around the running code, and their logger.
 _stack: ContextVar[tuple[tuple[str, ...], logging.Logger]] = ContextVar("logger_stack", default=((), fallback_logger))
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """``zip`` that raises if lengths differ."""
+    """Return ``zip`` of the arguments, which raises if lengths differ."""
     return zip(*args, strict=True)
 
 
@@ -47,31 +48,31 @@ _ShardId: TypeAlias = "tuple[str, tuple[int, ...], tuple[int, int] | None]"
 
 
 def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> _ShardId:
-    """What tells tensor shards apart for Megatron: ours, :func:`shardckpt.planning.shard_id`, has the shape as well."""
+    """Return Megatron's id of a tensor shard; ours, :func:`shardckpt.planning.shard_id`, has the shape too."""
     _, key, offset, _, flattened_range = shard_id(sharded_tensor)
     return key, offset, flattened_range
 
 
 def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """What tells objects apart: key, offset and shape of the grid."""
+    """Return the id of an object: key, offset and shape of the grid."""
     return sharded_object.key, tuple(sharded_object.global_offset), tuple(sharded_object.global_shape)
 
 
 def _clean_metadata_for_serialization(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Content metadata without the process group that Megatron carries in it."""
+    """Return content metadata without the process group that Megatron puts into it."""
     return None if metadata is None else {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """``(local non-persistent objects, rest)``."""
+    """Return ``(local non-persistent objects, rest)``."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
 
 
 def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     """Replace, in place, the quantized ``data`` of all ShardedTensors and factories by dequantized plain tensors.
 
-    A load does not need it, and does not take a second copy of the model as this does. Factories for the native form
-    (:func:`shardckpt.quantized.native_factory`) stay as they are.
+    A load does not need this, and it takes the memory of a second copy of the model. Factories for the native format
+    (:func:`shardckpt.quantized.native_factory`) do not change.
     """
     for leaf in nested_values(sharded_state_dict):
         if is_native_factory(leaf) or not isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
@@ -84,7 +85,15 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
 def logger_stack(
     name: str | None = None, current_logger: logging.Logger | None = None
 ) -> Iterator[tuple[str, logging.Logger]]:
-    """Name a block, and say who logs in it; gives the names of all blocks around, joined, and the logger."""
+    """Name a block, and set its logger.
+
+    Args:
+        name: Name of the block; None keeps the names of the blocks around it.
+        current_logger: Its logger; None keeps that of the block around it.
+
+    Yields:
+        The names of this block and those around it, joined by dots, and the logger.
+    """
     names, logger = _stack.get()
     names, logger = (*names, *([name] if name else [])), current_logger or logger
     token = _stack.set((names, logger))
@@ -98,7 +107,14 @@ def logger_stack(
 def debug_time(
     name: str, logger: logging.Logger | None = None, threshold: float = float("-inf"), level: int | None = None
 ) -> Iterator[None]:
-    """Log how long a block took, if that is at least ``threshold`` seconds; without one, for debugging."""
+    """Log how long a block took.
+
+    Args:
+        name: Name of the block.
+        logger: The logger; None for that of the block around it.
+        threshold: Shorter times, in seconds, are not logged.
+        level: Level of the log entry; by default WARNING if a threshold is given, else DEBUG.
+    """
     with logger_stack(name, logger) as (names, current):
         start = time.perf_counter()
         try:
@@ -111,20 +127,20 @@ def debug_time(
 
 
 def debug_msg(msg: str) -> None:
-    """Log a message for debugging, with the names of the blocks around."""
+    """Log a message at level DEBUG, with the names of the blocks around it."""
     names, logger = _stack.get()
     logger.debug("%s %s", ".".join(names), msg)
 
 
 def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """``(sharded tensors, rest)``."""
+    """Return ``(sharded tensors, rest)``."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
 
 
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """``(sharded tensors, factories and local non-persistent objects, rest)``."""
+    """Return ``(sharded tensors, factories and local non-persistent objects, rest)``."""
     kinds = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, kinds))
 

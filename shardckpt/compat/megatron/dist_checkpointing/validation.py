@@ -10,7 +10,7 @@ from shardckpt.compat.megatron.dist_checkpointing.serialization import (
     check_common_strategy,
     get_default_load_sharded_strategy,
 )
-from shardckpt.compat.megatron.refusals import refusing
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate, save_integrity_manifest, verify_integrity_manifest
 from shardckpt.errors import CheckpointingException, KeyMismatchError
@@ -42,18 +42,26 @@ logger = logging.getLogger(__name__)
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {"validate_sharded_objects_handling": "every strategy here stores objects: leave the call out"}
 
-__getattr__ = refusing(__name__, REFUSED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 
 def verify_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Raise :class:`~shardckpt.errors.CannotLoadError` if there is no whole checkpoint."""
+    """Raise :class:`~shardckpt.errors.CannotLoadError` if there is no complete checkpoint."""
     read_manifest(locate(checkpoint_dir, host()), host())
 
 
 def verify_checkpoint_and_load_strategy(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None, common_strategy: Any = None
 ) -> tuple[Any, Any]:
-    """The strategy that loads the checkpoint, checked against it, twice: it loads the common state too.
+    """Return the strategy that loads a checkpoint, after a check that it reads the checkpoint's format.
+
+    Args:
+        checkpoint_dir: The checkpoint.
+        sharded_strategy: A strategy, or ``(backend, version)``; by default, the one that the checkpoint names.
+        common_strategy: None, or Megatron's default: the sharded strategy loads the common state.
+
+    Returns:
+        The strategy twice: for shards and for the common state.
 
     Raises:
         StrategyMismatchError: the given strategy does not read the checkpoint.
@@ -74,11 +82,14 @@ def verify_checkpoint_and_load_strategy(
 def determine_global_metadata(
     sharded_state_dict: ShardedStateDict, process_group: ProcessGroup | None = None
 ) -> tuple[list[ShardedBase], list[list[ShardedBase]]]:
-    """This rank's shards without data, and those of all ranks, by rank.
+    """Collective: gather the shards of all ranks, without data.
 
     Args:
-        sharded_state_dict: A nest of ShardedTensors and ShardedObjects; other leaves are left out.
+        sharded_state_dict: Nested dicts and lists with ShardedTensors and ShardedObjects; other leaves are ignored.
         process_group: The ranks; by default all.
+
+    Returns:
+        This rank's shards, and those of all ranks, by rank.
     """
     comm = Comm(process_group)
     with comm.local_phase("describing shards"):
@@ -89,11 +100,11 @@ def determine_global_metadata(
 def validate_sharding_integrity(
     global_metadata: Sequence[Sequence[ShardedBase]], common_state_dict: CommonStateDict | None = None
 ) -> None:
-    """Check, by :func:`determine_global_metadata`'s second result, what :func:`validate_shards` checks.
+    """Collective: check that the shards of all ranks fit together.
 
     Args:
-        global_metadata: The shards of all ranks, by rank.
-        common_state_dict: Where given, all ranks of the default group compare theirs, and warn of differences.
+        global_metadata: The shards of all ranks, by rank: the second result of :func:`determine_global_metadata`.
+        common_state_dict: If given, all ranks of the default group compare theirs, and differences are logged.
 
     Raises:
         ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
@@ -113,28 +124,28 @@ def validate_integrity_and_strict_load(
     global_metadata: Sequence[Sequence[ShardedBase]] | None = None,
     ckpt_sharded_metadata: Mapping[str, ShardedBase] | None = None,
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """Apply a strictness mode to wanted shards; all ranks of the default group call it.
+    """Collective: apply a strictness mode to the requested shards, on all ranks of the default group.
 
     Args:
-        sharded_state_dict: A nest of the wanted shards.
+        sharded_state_dict: Nested dicts and lists with the requested shards.
         strict: What to do about keys that do not match.
-        validate_access_integrity: Whether to check that all ranks' shards fit together too.
-        local_metadata: This rank's shards, where they are listed already.
-        global_metadata: All ranks' shards, by rank; needed for that check.
-        ckpt_sharded_metadata: What is stored; needed for every mode but ``assume_ok_unexpected``.
+        validate_access_integrity: Whether to check also that the shards of all ranks fit together.
+        local_metadata: This rank's shards, if they are listed already.
+        global_metadata: The shards of all ranks, by rank; needed for that check.
+        ckpt_sharded_metadata: The stored shards; needed for every mode except ``assume_ok_unexpected``.
 
     Returns:
-        The wanted shards that are stored, and the missing and unexpected keys in Megatron's words.
+        The requested shards that are stored, and the missing and unexpected keys as Megatron defines them.
 
     Raises:
-        KeyMismatchError: some rank's keys do not match and the mode forbids it.
+        KeyMismatchError: keys of a rank do not match, and the mode forbids it.
     """
     mismatch = KeyMismatch(frozenset(), frozenset())
     if strict is not StrictHandling.ASSUME_OK_UNEXPECTED:
         if ckpt_sharded_metadata is None:
             raise CheckpointingException(f"strict={strict.value!r} needs ckpt_sharded_metadata")
-        wanted = list(nested_values(sharded_state_dict) if local_metadata is None else local_metadata)
-        mismatch = compare_keys(wanted, map(stored_key, ckpt_sharded_metadata.values()), strict, Comm())
+        requested = list(nested_values(sharded_state_dict) if local_metadata is None else local_metadata)
+        mismatch = compare_keys(requested, map(stored_key, ckpt_sharded_metadata.values()), strict, Comm())
     if validate_access_integrity:
         if global_metadata is None:
             raise CheckpointingException("validate_access_integrity=True needs global_metadata")
@@ -148,7 +159,12 @@ def validate_integrity_and_strict_load(
 def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: Collection[str]
 ) -> ShardedStateDict:
-    """The nest without the shards of the given keys (an object's plain key, or its unique one); the argument stays."""
+    """Return a state dict without the shards of the given keys; the argument does not change.
+
+    Args:
+        sharded_state_dict: Nested dicts and lists with shards.
+        sharded_keys_to_remove: Keys of tensors; keys or unique keys of objects.
+    """
     removed = frozenset(sharded_keys_to_remove)
     _, kept = extract_matching_values(
         sharded_state_dict, lambda leaf: isinstance(leaf, ShardedBase) and not removed.isdisjoint(_names(leaf))
@@ -163,7 +179,7 @@ def _names(shard: ShardedBase) -> tuple[str, str]:
 def maybe_report_missing_and_unexpected_keys(
     missing_keys: Collection[str], unexpected_keys: Collection[str], raise_error: bool = True
 ) -> None:
-    """Raise, or else log, if there are keys that do not match (in Megatron's words)."""
+    """Raise or log if there are keys that do not match (missing and unexpected as Megatron defines them)."""
     if not missing_keys and not unexpected_keys:
         return
     text = mismatch_text(frozenset(missing_keys), frozenset(unexpected_keys))

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from shardckpt.compat.megatron.defaults import register_built_in_strategies as register_default_common_strategies
-from shardckpt.compat.megatron.refusals import refusing
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 
 #: Modules that Megatron's callers reach as attributes.
 _MODULES = (
@@ -26,11 +26,11 @@ REFUSED = {
     "nvrx": "nvidia-resiliency-ext is not needed: async_sharded_save=True and strategies.async_utils do it",
     "resharding": "flattened shards of Megatron 0.6 to 0.15 are loaded at their true shapes by dist_checkpointing.load",
     "tensorstore": "zarr checkpoints are not read here: load them with Megatron 0.15 and save them as torch_dist",
-    "two_stage": "FullyParallelLoadStrategyWrapper reads each shard once and sends it to who wants it",
+    "two_stage": "FullyParallelLoadStrategyWrapper reads each shard once and sends it to the ranks that need it",
     "zarr": "zarr checkpoints are not read here: load them with Megatron 0.15 and save them as torch_dist",
 }
 
-_refused = refusing(__name__, REFUSED)
+_refused = make_refusing_getattr(__name__, REFUSED)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,13 +9,13 @@ from shardckpt.async_save import (
     PersistentAsyncCaller,
     TemporalAsyncCaller,
 )
-from shardckpt.compat.megatron.refusals import refusing
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {
     "DistributedAsyncCaller": "Megatron 0.9's name of TemporalAsyncCaller",
 }
 
-__getattr__ = refusing(__name__, REFUSED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = ["AsyncCaller", "AsyncCallsQueue", "AsyncRequest", "PersistentAsyncCaller", "TemporalAsyncCaller"]

@@ -10,7 +10,7 @@ from shardckpt.compat.megatron.abcs import (
     SaveStrategyBase,
 )
 from shardckpt.compat.megatron.defaults import StrategyAction, get_default_strategy, register_default_strategy
-from shardckpt.compat.megatron.refusals import refusing
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {
@@ -20,7 +20,7 @@ REFUSED = {
     "default_strategies": "`shardckpt strategies` lists what is registered, register_default_strategy adds to it",
 }
 
-__getattr__ = refusing(__name__, REFUSED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = [
     "AsyncSaveShardedStrategy",

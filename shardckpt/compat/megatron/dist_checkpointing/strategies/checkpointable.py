@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.compat.megatron.refusals import SAVE_PLANNER, refusing
+from shardckpt.compat.megatron.refusals import SAVE_PLANNER, make_refusing_getattr
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {
@@ -10,6 +10,6 @@ REFUSED = {
     "LocalShardsContainer": SAVE_PLANNER,
 }
 
-__getattr__ = refusing(__name__, REFUSED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = []

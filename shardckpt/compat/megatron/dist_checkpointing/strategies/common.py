@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardckpt.compat.megatron.defaults import register_built_in_strategies as register_default_common_strategies
-from shardckpt.compat.megatron.refusals import refusing
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.dist_checkpointing import load_common_state_dict as load_common
 
 COMMON_STATE_FNAME = "common.pt"
@@ -15,6 +15,6 @@ REFUSED = {
     "save_common": "the sharded strategy stores the common state: dist_checkpointing.save",
 }
 
-__getattr__ = refusing(__name__, REFUSED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = ["COMMON_STATE_FNAME", "load_common", "register_default_common_strategies"]

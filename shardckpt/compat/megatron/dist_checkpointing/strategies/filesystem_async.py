@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.compat.megatron.refusals import QUEUE, refusing
+from shardckpt.compat.megatron.refusals import QUEUE, make_refusing_getattr
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {
@@ -11,6 +11,6 @@ REFUSED = {
     "get_write_results_queue": QUEUE,
 }
 
-__getattr__ = refusing(__name__, REFUSED)
+__getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 __all__ = []

@@ -25,7 +25,7 @@ from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_s
 class FullyParallelSaveStrategyWrapper(
     SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
 ):
-    """As ours; a cache of distributions on disk, which Megatron never checks, is refused."""
+    """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`; refuses a cache on disk, which nothing checks."""
 
     def __init__(
         self, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
@@ -35,7 +35,7 @@ class FullyParallelSaveStrategyWrapper(
 
 
 class FullyParallelLoadStrategyWrapper(LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy):
-    """As ours; a cache of distributions on disk, which Megatron never checks, is refused."""
+    """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`; refuses a cache on disk, which nothing checks."""
 
     def __init__(
         self, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
@@ -47,7 +47,7 @@ class FullyParallelLoadStrategyWrapper(LoadsByPath, parallel.FullyParallelLoadSt
 def distribute_main_replicas_with_precomputed_distribution(
     sharded_state_dict: ShardedStateDict, group: ProcessGroup | None, distribution: ShardDistribution
 ) -> None:
-    """Make the replica ids of the caller's shards say what the distribution says: 0 on the main rank, 1 elsewhere."""
+    """Set the replica ids of the caller's shards by a distribution, in place: 0 on the main rank, 1 elsewhere."""
     rank = Comm(group).rank
     for shard in nested_values(sharded_state_dict):
         if isinstance(shard, ShardedTensor):
