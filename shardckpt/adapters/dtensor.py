@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
-from shardckpt.planning import Piece, Split, empty_box, local_shape, pieces
+from shardckpt.planning import HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt.tensors import split_factor
 
 if TYPE_CHECKING:
@@ -113,14 +113,14 @@ def _shards(
 ) -> list[ShardedTensor]:
     """A shard for every box of the local tensor; for an empty one, an empty shard."""
     splits, shape = splits_of(key, dtensor), tuple(dtensor.shape)
-    extent = local_shape(shape, splits)
+    extent = compute_local_shape(shape, splits)
     if tuple(local.shape) != extent:
         raise ShardingError(
             f"DTensor {key!r}: the local tensor has shape {tuple(local.shape)}, but its place in the global shape "
             f"{shape} by {dtensor.placements} has {extent}; DTensor.from_local needs shape= and stride= where shards "
             "are uneven"
         )
-    held = pieces(shape, splits) or [Piece(empty_box(shape, splits), (0,) * len(shape))]
+    held = list_held_boxes(shape, splits) or [HeldBox(make_empty_box(shape, splits), (0,) * len(shape))]
     grid = _grid(shape, splits)
     return [
         ShardedTensor(
@@ -138,7 +138,7 @@ def _shards(
     ]
 
 
-def _part(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _part(local: torch.Tensor, piece: HeldBox) -> torch.Tensor:
     """The piece of the local tensor, as a view; the whole is itself, as wrappers may have no views."""
     if piece.box.shape == tuple(local.shape):
         return local

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardckpt.adapters import splits_of
 from shardckpt.errors import ShapeMismatchError, ShardingError
-from shardckpt.planning import Box, Split, empty_box, local_shape, pieces
+from shardckpt.planning import Box, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt_ep import (
     EP_NAMES,
     FSDP_NAMES,
@@ -86,7 +86,7 @@ def restore_ep_dim(
         shape=torch.Size(layout.global_shape),
         stride=torch.empty(layout.global_shape, device="meta").stride(),
     )
-    if pieces(layout.global_shape, splits_of(name, restored)) != layout.pieces():
+    if list_held_boxes(layout.global_shape, splits_of(name, restored)) != layout.pieces():
         raise ShardingError(
             f"experts are dealt out over {mesh} as no DTensor describes it ({layout}): use an ExpertLayout with "
             "expert_sharded_state_dict or EPSavePlanner"
@@ -134,7 +134,7 @@ def drop_ep_dim(
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
-    inside = local_shape(shape, splits_of("the tensor to be dropped", dropped))
+    inside = compute_local_shape(shape, splits_of("the tensor to be dropped", dropped))
     if inside != tuple(dropped.to_local().shape):
         raise ShardingError(f"{tensor.placements} of {own} do not cut the experts first: redistribute the tensor")
     return dropped
@@ -289,8 +289,8 @@ def _dealt(key: str, value: Any, metadata: Metadata, split: Split) -> ExpertLayo
     shape = tuple(stored_tensor(key, metadata).size)
     if not shape or (tuple(value.shape) == shape and split.count > 1):
         return None
-    found = pieces(shape, [split])
-    box = found[0].box if found else empty_box(shape, [split])
+    found = list_held_boxes(shape, [split])
+    box = found[0].box if found else make_empty_box(shape, [split])
     if tuple(value.shape) != box.shape:
         raise ShapeMismatchError(
             f"{key!r} is stored with shape {shape}, of which rank {split.index} of {split.count} has {box.shape}; the "
@@ -357,7 +357,7 @@ def _line(mesh: DeviceMesh, dim: int) -> list[int]:
 def _experts_here(tensor: DTensor, ep_dim: int, expert_dim: int) -> Ints:
     """Shape of this rank's experts, before FSDP cuts them."""
     count, here = tensor.device_mesh.size(ep_dim), tensor.device_mesh.get_coordinate() or (0,) * tensor.device_mesh.ndim
-    return local_shape(tensor.shape, [Split(expert_dim, count, here[ep_dim])])
+    return compute_local_shape(tensor.shape, [Split(expert_dim, count, here[ep_dim])])
 
 
 def _same(mesh: DeviceMesh, other: DeviceMesh) -> bool:

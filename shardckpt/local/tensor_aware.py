@@ -15,9 +15,9 @@ from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_fo
 from shardckpt.tensors import fill
 from shardckpt.validation import (
     StrictHandling,
+    choose_main_replicas,
     compare_keys,
     parse_strict_flag,
-    settle_replicas,
     stored_key,
     validate_shards,
 )
@@ -86,7 +86,7 @@ class TensorAwareStateDict:
                 _check_algo(algo)
                 nest, common = split_for_save(sharded_state_dict)
                 _check_filled(nest)
-            settled = iter(settle_replicas(list(nested_values(nest)), comm, compare=False))
+            settled = iter(choose_main_replicas(list(nested_values(nest)), comm, compare=False))
             nest = dict_list_map_outplace(lambda _: next(settled), nest)
             if not comm.all_true(cached_metadata is not None):
                 validate_shards(list(nested_values(nest)), comm)
@@ -140,7 +140,7 @@ class TensorAwareStateDict:
                 _check_algo(algo)
                 check_algorithm(exchange_algo)
                 template, mode = _checked_template(sharded_state_dict), parse_strict_flag(strict)
-            template.shards = settle_replicas(template.shards, comm, compare=False)
+            template.shards = choose_main_replicas(template.shards, comm, compare=False)
             if validate_access_integrity:
                 validate_shards(template.shards, comm)
             kept_keys = frozenset(map(stored_key, nested_values(self.sharded_state_dict)))

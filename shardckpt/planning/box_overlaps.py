@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.planning.table import Table, distinct, numbered
+from shardckpt.planning.table import Table, number_groups, sort_unique
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Overlaps(NamedTuple):
     extent: torch.Tensor
 
 
-def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
+def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     """Every region that a wanted box shares with a stored one.
 
     Args:
@@ -40,15 +40,15 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
         bounds: Rows ``bounds[n]`` to ``bounds[n + 1]`` of ``stored`` are those of whole ``n``.
     """
     axes = max(wanted.offset.shape[1], stored.offset.shape[1])
-    wanted, stored = wanted.widened(axes), stored.widened(axes)
-    first = bounds[wanted.whole]
-    counts = bounds[wanted.whole + 1] - first
+    wanted, stored = wanted.pad_axes(axes), stored.pad_axes(axes)
+    first = bounds[wanted.spec]
+    counts = bounds[wanted.spec + 1] - first
     ends = counts.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     if total <= 2 * len(ends):  # hardly more chunks than wanted boxes: there is nothing to look up
         left, parts = torch.arange(len(ends), device="cpu"), []
     else:
-        rows = rows_of(distinct(wanted.whole), bounds)
+        rows = list_rows(sort_unique(wanted.spec), bounds)
         match = _exact(wanted, stored.rows(rows))
         found = match >= 0
         left, number = (~found).nonzero().view(-1), found.nonzero().view(-1)
@@ -61,23 +61,23 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     return Overlaps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def rows_of(wholes: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+def list_rows(specs: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """The rows of some wholes, one after the other."""
-    first = bounds[wholes]
-    counts = bounds[wholes + 1] - first
+    first = bounds[specs]
+    counts = bounds[specs + 1] - first
     ends = counts.cumsum(0)
-    number = numbered(ends)
+    number = number_groups(ends)
     return torch.arange(len(number), device="cpu") + (first - ends + counts)[number]
 
 
 def _exact(wanted: Table, stored: Table) -> torch.Tensor:
     """The row of the stored box that equals each wanted one; -1 for none."""
-    if not len(stored.whole):
-        return torch.full_like(wanted.whole, -1)
+    if not len(stored.spec):
+        return torch.full_like(wanted.spec, -1)
     hashes, order = stored.hashes().sort()
     place = torch.searchsorted(hashes, wanted.hashes()).clamp(max=len(hashes) - 1)
     row = order[place]
-    same = (stored.whole[row] == wanted.whole) & (stored.offset[row] == wanted.offset).all(1)
+    same = (stored.spec[row] == wanted.spec) & (stored.offset[row] == wanted.offset).all(1)
     return torch.where(same & (stored.extent[row] == wanted.extent).all(1), row, -1)
 
 
@@ -100,7 +100,7 @@ def _joined(
         stop = len(rows)
         if int(ends[-1]) - before > _PAIRS:
             stop = max(start + 1, int(torch.searchsorted(ends, before + _PAIRS, right=True)))
-        number = numbered(ends[start:stop] - before)
+        number = number_groups(ends[start:stop] - before)
         one = rows[start:stop][number]
         other = torch.arange(before, before + len(number), device="cpu") + shift[start:stop][number]
         ours, theirs = wanted.offset[one], stored.offset[other]
@@ -111,4 +111,4 @@ def _joined(
         start, before = stop, before + len(number)
 
 
-__all__ = ["Overlaps", "overlaps", "rows_of"]
+__all__ = ["Overlaps", "find_overlaps", "list_rows"]

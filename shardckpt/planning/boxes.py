@@ -59,7 +59,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(start, tuple(hi - lo for lo, hi in zip(start, end, strict=True)))
 
 
-def flat_parts(shape: Sequence[int], start: int, stop: int) -> list[FlatPart]:
+def cut_flat_range(shape: Sequence[int], start: int, stop: int) -> list[FlatPart]:
     """Cut elements ``start`` to ``stop`` of a row-major flattened block into boxes, at most 2·axes - 1 of them.
 
     Each part's elements follow each other in the flattened slice, in the box's own row-major order; its ``start``
@@ -95,7 +95,7 @@ def _in_row(shape: Ints, index: int, start: int, stop: int, row: int) -> list[Bo
     return [Box((index, *box.offset), (1, *box.shape)) for box in inner]
 
 
-def whole_box(shard: ShardedTensor) -> Box:
+def unflattened_box(shard: ShardedTensor) -> Box:
     """The box of a shard, of the whole block where it is flattened."""
     extent = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     return Box(tuple(shard.global_offset), extent)
@@ -104,13 +104,13 @@ def whole_box(shard: ShardedTensor) -> Box:
 def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
     """The boxes that a shard fills in its global tensor: one, or several for a flattened shard."""
     lead = shard.prepend_axis_num
-    whole = whole_box(shard)
+    whole = unflattened_box(shard)
     part = shard.flattened_range
     if part is None or not whole.volume:  # a slice of nothing is all of it
         return [FlatPart(whole, 0)]
     return [
         FlatPart(Box((0,) * lead + box.offset, (1,) * lead + box.shape).moved(whole.offset), start)
-        for box, start in flat_parts(shard.local_shape, part.start, part.stop)
+        for box, start in cut_flat_range(shard.local_shape, part.start, part.stop)
     ]
 
 
@@ -131,4 +131,4 @@ def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
     return data.view(part.box.shape) if data.is_contiguous() else data[(None,) * shard.prepend_axis_num]
 
 
-__all__ = ["Box", "FlatPart", "Ints", "flat_parts", "intersect", "part_view", "shard_parts", "whole_box"]
+__all__ = ["Box", "FlatPart", "Ints", "cut_flat_range", "intersect", "part_view", "shard_parts", "unflattened_box"]

@@ -74,7 +74,7 @@ def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return stored.itemsize < wanted.itemsize // (2 if wanted.is_complex and not stored.is_complex else 1)
 
 
-def casts_text(casts: Casts) -> str:
+def describe_casts(casts: Casts) -> str:
     """What a log says of casts: dtypes, how many tensors, and the first of them."""
     found = sorted((str(stored), str(wanted), keys) for (stored, wanted), keys in casts.items())
     return ", ".join(f"{stored} to {wanted} ({len(set(keys))}: {min(keys)!r}, ...)" for stored, wanted, keys in found)
@@ -88,4 +88,4 @@ def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
     return outer.min <= inner.min and inner.max <= outer.max
 
 
-__all__ = ["Casts", "casts_text", "check_dtypes", "is_exact", "keeps_meaning", "refuse_cast"]
+__all__ = ["Casts", "check_dtypes", "describe_casts", "is_exact", "keeps_meaning", "refuse_cast"]

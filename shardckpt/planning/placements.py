@@ -34,7 +34,7 @@ class Split:
     factor: int = 1
 
 
-class Piece(NamedTuple):
+class HeldBox(NamedTuple):
     """A box of the global tensor that lies as one block in the local tensor.
 
     Attributes:
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     place: Ints
 
 
-def held_runs(shape: Sequence[int], splits: Iterable[Split]) -> tuple[tuple[Run, ...], ...]:
+def find_held_runs(shape: Sequence[int], splits: Iterable[Split]) -> tuple[tuple[Run, ...], ...]:
     """The global indices that a rank holds along every axis, as runs in the order of the local tensor.
 
     The steps cut one after the other, each what the one before left, as DTensor's placements do from left to right.
@@ -62,25 +62,25 @@ def held_runs(shape: Sequence[int], splits: Iterable[Split]) -> tuple[tuple[Run,
     return tuple(map(tuple, held))
 
 
-def local_shape(shape: Sequence[int], splits: Iterable[Split]) -> Ints:
+def compute_local_shape(shape: Sequence[int], splits: Iterable[Split]) -> Ints:
     """The shape of the rank's local tensor."""
-    return tuple(map(_length, held_runs(shape, splits)))
+    return tuple(map(_length, find_held_runs(shape, splits)))
 
 
-def pieces(shape: Sequence[int], splits: Iterable[Split]) -> list[Piece]:
+def list_held_boxes(shape: Sequence[int], splits: Iterable[Split]) -> list[HeldBox]:
     """The boxes that a rank's local tensor consists of, in the order of its elements; none for an empty one."""
-    axes = [list(_placed(runs)) for runs in held_runs(shape, splits)]
+    axes = [list(_placed(runs)) for runs in find_held_runs(shape, splits)]
     found = []
     for corner in product(*axes):
         start = tuple(run[0] for run, _ in corner)
         extent = tuple(run[1] - run[0] for run, _ in corner)
-        found.append(Piece(Box(start, extent), tuple(place for _, place in corner)))
+        found.append(HeldBox(Box(start, extent), tuple(place for _, place in corner)))
     return found
 
 
-def empty_box(shape: Sequence[int], splits: Iterable[Split]) -> Box:
+def make_empty_box(shape: Sequence[int], splits: Iterable[Split]) -> Box:
     """The box without elements that stands for an empty local tensor; it lies inside the global shape."""
-    held = held_runs(shape, splits)
+    held = find_held_runs(shape, splits)
     start = tuple(runs[0][0] if runs else size for runs, size in zip(held, shape, strict=True))
     return Box(start, tuple(map(_length, held)))
 
@@ -136,4 +136,4 @@ def _length(runs: Iterable[Run]) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-__all__ = ["Piece", "Run", "Split", "empty_box", "held_runs", "local_shape", "pieces"]
+__all__ = ["HeldBox", "Run", "Split", "compute_local_shape", "find_held_runs", "list_held_boxes", "make_empty_box"]

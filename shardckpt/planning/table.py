@@ -26,7 +26,7 @@ _MIX = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))
 _STEP = -0x61C8864680B583EB
 
 
-class Whole(NamedTuple):
+class TensorSpec(NamedTuple):
     """What a box is a part of: all that its holders must agree on."""
 
     kind: str
@@ -39,20 +39,20 @@ class Whole(NamedTuple):
 class Boxes:
     """Rows that are being collected."""
 
-    whole: list[int] = field(default_factory=list)
+    spec: list[int] = field(default_factory=list)
     offsets: list[Ints] = field(default_factory=list)
     extents: list[Ints] = field(default_factory=list)
 
-    def add(self, whole: int, offset: Ints, extent: Ints) -> None:
+    def add(self, spec: int, offset: Ints, extent: Ints) -> None:
         """A box of the whole with that number."""
-        self.whole.append(whole)
+        self.spec.append(spec)
         self.offsets.append(offset)
         self.extents.append(extent)
 
     def table(self) -> Table:
         """The rows as columns."""
         axes = max(map(len, self.offsets), default=0)
-        return Table(integers(self.whole), matrix(self.offsets, axes, 0), matrix(self.extents, axes, 1))
+        return Table(make_column(self.spec), make_matrix(self.offsets, axes, 0), make_matrix(self.extents, axes, 1))
 
 
 class Table(NamedTuple):
@@ -64,7 +64,7 @@ class Table(NamedTuple):
         extent: int64 of shape (n, axes): their extents; 1 along those.
     """
 
-    whole: torch.Tensor
+    spec: torch.Tensor
     offset: torch.Tensor
     extent: torch.Tensor
 
@@ -74,51 +74,51 @@ class Table(NamedTuple):
 
     def rows(self, which: torch.Tensor | slice) -> Table:
         """Some of the rows."""
-        return Table(self.whole[which], self.offset[which], self.extent[which])
+        return Table(self.spec[which], self.offset[which], self.extent[which])
 
-    def widened(self, axes: int) -> Table:
+    def pad_axes(self, axes: int) -> Table:
         """The same boxes with at least so many axes."""
-        return Table(self.whole, _widened(self.offset, axes, 0), _widened(self.extent, axes, 1))
+        return Table(self.spec, _widened(self.offset, axes, 0), _widened(self.extent, axes, 1))
 
-    def narrowed(self, axes: int) -> Table:
+    def take_axes(self, axes: int) -> Table:
         """The same boxes with their first axes alone."""
-        return Table(self.whole, self.offset[:, :axes], self.extent[:, :axes])
+        return Table(self.spec, self.offset[:, :axes], self.extent[:, :axes])
 
     def hashes(self) -> torch.Tensor:
         """A number a row, equal where rows are: for sorting and matching, not for trust."""
-        found = _mixed(self.whole)
+        found = _mixed(self.spec)
         for axis in range(self.offset.shape[1]):
             found = _mixed(found + _mixed(self.offset[:, axis]) * 3 + _mixed(self.extent[:, axis] + axis))
         return found
 
 
-def joined(tables: list[Table]) -> Table:
+def concat_tables(tables: list[Table]) -> Table:
     """The rows of all tables, with as many axes as the widest has."""
     axes = max((table.offset.shape[1] for table in tables), default=0)
-    wide = [table.widened(axes) for table in tables]
+    wide = [table.pad_axes(axes) for table in tables]
     return Table(
-        torch.cat([table.whole for table in wide]),
+        torch.cat([table.spec for table in wide]),
         torch.cat([table.offset for table in wide]),
         torch.cat([table.extent for table in wide]),
     )
 
 
-def integers(values: list[int]) -> torch.Tensor:
+def make_column(values: list[int]) -> torch.Tensor:
     """A column of the values."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else _empty(0)
 
 
-def distinct(column: torch.Tensor) -> torch.Tensor:
+def sort_unique(column: torch.Tensor) -> torch.Tensor:
     """The values of a column, ascending, each once."""
     return column.unique()  # type: ignore[no-untyped-call,no-any-return]
 
 
-def spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def repeat_values(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Every value as often as its count says."""
-    return values[numbered(counts.cumsum(0))]
+    return values[number_groups(counts.cumsum(0))]
 
 
-def numbered(ends: torch.Tensor) -> torch.Tensor:
+def number_groups(ends: torch.Tensor) -> torch.Tensor:
     """For every row, the number of the run that it is in, by the rows at which the runs end.
 
     (``repeat_interleave`` wakes torch's threads for a handful already.)
@@ -127,7 +127,7 @@ def numbered(ends: torch.Tensor) -> torch.Tensor:
     return torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)
 
 
-def matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
+def make_matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
     """Rows of at most ``axes`` values as a matrix, shorter ones filled up."""
     if not rows or not axes:
         return _empty(len(rows), axes)
@@ -137,9 +137,9 @@ def matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
     return torch.frombuffer(array("q", chain.from_iterable(rows)), dtype=torch.int64).view(-1, axes)
 
 
-def weigh(wholes: list[Whole]) -> torch.Tensor:
+def compute_weights(specs: list[TensorSpec]) -> torch.Tensor:
     """A random element of the field for every whole and lane, the same on every rank: int64 of shape (n, lanes)."""
-    texts = (f"{kind}\0{key}\0{dtype}\0{shape}" for kind, key, dtype, shape in wholes)
+    texts = (f"{kind}\0{key}\0{dtype}\0{shape}" for kind, key, dtype, shape in specs)
     digests = [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest() for text in texts]
     if not digests:
         return _empty(0, LANES)
@@ -159,23 +159,23 @@ def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
         table: Boxes.
         weights: Of their wholes, by :func:`weigh`.
     """
-    return ((_products(table) * weights[table.whole] % PRIME).sum(0) % PRIME).tolist()
+    return ((_products(table) * weights[table.spec] % PRIME).sum(0) % PRIME).tolist()
 
 
-def misfits(table: Table, shapes: list[Ints]) -> list[int]:
+def find_untiled(table: Table, shapes: list[Ints]) -> list[int]:
     """Numbers of the wholes, of these shapes, that their boxes do not fill exactly."""
     sums = torch.zeros(len(shapes), LANES, dtype=torch.int64, device="cpu")
-    sums.index_add_(0, table.whole, _products(table))
+    sums.index_add_(0, table.spec, _products(table))
     wrong = sums % PRIME != _products(_filled(shapes))
     return wrong.any(1).nonzero().view(-1).tolist()
 
 
-def expected(wholes: list[Whole], weights: torch.Tensor) -> list[int]:
+def fingerprint_specs(specs: list[TensorSpec], weights: torch.Tensor) -> list[int]:
     """The :func:`fingerprint` of boxes that fill all wholes."""
-    return fingerprint(_filled([whole.shape for whole in wholes]), weights)
+    return fingerprint(_filled([spec.shape for spec in specs]), weights)
 
 
-def same(found: list[int], wanted: list[int]) -> bool:
+def are_equal_in_field(found: list[int], wanted: list[int]) -> bool:
     """Whether sums of fingerprints are equal in their field."""
     return all((one - other) % PRIME == 0 for one, other in zip(found, wanted, strict=True))
 
@@ -197,7 +197,7 @@ def _products(table: Table) -> torch.Tensor:
     """The product of every box in the field, in every lane; an axis of offset 0 and extent 1 counts as 1, as none."""
     axes = table.offset.shape[1]
     salts, scales = _faces(axes)
-    found = torch.ones(len(table.whole), LANES, dtype=torch.int64, device="cpu")
+    found = torch.ones(len(table.spec), LANES, dtype=torch.int64, device="cpu")
     for first in range(0, len(found), _ROWS):
         rows = slice(first, first + _ROWS)
         low, high = table.offset[rows, :, None], (table.offset[rows] + table.extent[rows])[:, :, None]
@@ -238,16 +238,16 @@ __all__ = [
     "PRIME",
     "Boxes",
     "Table",
-    "Whole",
-    "distinct",
-    "expected",
+    "TensorSpec",
+    "are_equal_in_field",
+    "compute_weights",
+    "concat_tables",
+    "find_untiled",
     "fingerprint",
-    "integers",
-    "joined",
-    "matrix",
-    "misfits",
-    "numbered",
-    "same",
-    "spread",
-    "weigh",
+    "fingerprint_specs",
+    "make_column",
+    "make_matrix",
+    "number_groups",
+    "repeat_values",
+    "sort_unique",
 ]

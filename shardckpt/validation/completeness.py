@@ -15,15 +15,15 @@ from shardckpt.planning import (
     BoxFinder,
     Ints,
     Table,
-    Whole,
+    TensorSpec,
+    are_equal_in_field,
+    compute_weights,
+    concat_tables,
     find_uncovered,
     fingerprint,
-    joined,
-    same,
-    weigh,
 )
 from shardckpt.storage import PackedShards
-from shardckpt.validation.sharding import describe_shards, region
+from shardckpt.validation.sharding import describe_shards, format_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
     from shardckpt.validation.sharding import Described
 
-_Columns: TypeAlias = "tuple[list[Whole], Table]"
+_Columns: TypeAlias = "tuple[list[TensorSpec], Table]"
 #: Kind and key.
 _Name: TypeAlias = "tuple[str, str]"
 
@@ -53,7 +53,7 @@ class GivenShards:
         #: Main replicas.
         self.described = described
         self._strategy = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
-        self._numbers: dict[Whole, int] = {}
+        self._numbers: dict[TensorSpec, int] = {}
         self._sums = _with_empty(*described)
         #: What was recorded the last time, and by how much its sums differed: another save of the same is not summed.
         self._last: tuple[list[PackedShards], list[int]] = ([], [])
@@ -71,7 +71,7 @@ class GivenShards:
         """
         with comm.local_phase("summing up what was stored"):
             difference = self._difference(recorded)
-        if same(comm.total(*difference), [0] * LANES):
+        if are_equal_in_field(comm.total(*difference), [0] * LANES):
             return
         everyone = comm.gather((self.described[:2], _columns(recorded)))
         with comm.collective_phase("comparing what was stored with what was given"):
@@ -83,23 +83,23 @@ class GivenShards:
         again = len(packed) == len(recorded) > 0
         if again and packed == self._last[0]:
             return self._last[1]
-        wholes, table = _columns(recorded)
-        weights = self._weights(wholes)
-        sums = _with_empty(wholes, table, weights, fingerprint(table, weights))
+        specs, table = _columns(recorded)
+        weights = self._weights(specs)
+        sums = _with_empty(specs, table, weights, fingerprint(table, weights))
         difference = [(found - given) % PRIME for found, given in zip(sums, self._sums, strict=True)]
         if again:
             self._last = packed, difference
         return difference
 
-    def _weights(self, wholes: list[Whole]) -> torch.Tensor:
-        """As :func:`shardckpt.planning.table.weigh`, which takes longer than to look them up."""
-        if wholes == self.described.wholes:
+    def _weights(self, specs: list[TensorSpec]) -> torch.Tensor:
+        """As :func:`shardckpt.planning.table.compute_weights`, which takes longer than to look them up."""
+        if specs == self.described.specs:
             return self.described.weights
-        self._numbers = self._numbers or {whole: number for number, whole in enumerate(self.described.wholes)}
+        self._numbers = self._numbers or {spec: number for number, spec in enumerate(self.described.specs)}
         try:
-            return self.described.weights[list(map(self._numbers.__getitem__, wholes))]
+            return self.described.weights[list(map(self._numbers.__getitem__, specs))]
         except KeyError:
-            return weigh(wholes)
+            return compute_weights(specs)
 
 
 class _Part(NamedTuple):
@@ -121,20 +121,20 @@ def _columns(recorded: Iterable[ShardedBase | PackedShards]) -> _Columns:
             shards.append(part)
     if not shards and len(packed) == 1:
         return packed[0]
-    wholes: list[Whole] = []
+    specs: list[TensorSpec] = []
     tables = []
     for more, table in [*packed, describe_shards(shards, copies=True)[:2]]:
-        tables.append(table._replace(whole=table.whole + len(wholes)))
-        wholes += more
-    return wholes, joined(tables)
+        tables.append(table._replace(spec=table.spec + len(specs)))
+        specs += more
+    return specs, concat_tables(tables)
 
 
-def _with_empty(wholes: list[Whole], table: Table, weights: torch.Tensor, sums: list[int]) -> list[int]:
+def _with_empty(specs: list[TensorSpec], table: Table, weights: torch.Tensor, sums: list[int]) -> list[int]:
     """A fingerprint in which the boxes of empty tensors count as well, which fill nothing."""
-    empty = [number for number, whole in enumerate(wholes) if 0 in whole.shape]
+    empty = [number for number, spec in enumerate(specs) if 0 in spec.shape]
     if not empty:
         return sums
-    counts = torch.bincount(table.whole, minlength=len(wholes))[empty, None]
+    counts = torch.bincount(table.spec, minlength=len(specs))[empty, None]
     return [(one + more) % PRIME for one, more in zip(sums, (counts * weights[empty]).sum(0).tolist(), strict=True)]
 
 
@@ -160,10 +160,10 @@ def _refuse(given: list[_Columns], stored: list[_Columns], strategy: str) -> Non
 
 def _by_name(columns: Iterable[_Columns]) -> dict[_Name, list[_Part]]:
     found: dict[_Name, list[_Part]] = defaultdict(list)
-    for rank, (wholes, table) in enumerate(columns):
-        corners = zip(table.whole.tolist(), table.offset.tolist(), table.extent.tolist(), strict=True)
+    for rank, (specs, table) in enumerate(columns):
+        corners = zip(table.spec.tolist(), table.offset.tolist(), table.extent.tolist(), strict=True)
         for number, offset, extent in corners:
-            kind, key, _, shape = wholes[number]
+            kind, key, _, shape = specs[number]
             axes = len(shape)
             found[kind, key].append(_Part(rank, shape, Box(tuple(offset[:axes]), tuple(extent[:axes]))))
     return dict(found)
@@ -182,7 +182,7 @@ def _faults(given: list[_Part], stored: list[_Part]) -> Iterator[str]:
         for part in given:
             missing = find_uncovered(part.box, finder) if part.box.volume else None
             if missing is not None:
-                yield f"rank {part.rank} was given {region(missing)}, which no rank has stored"
+                yield f"rank {part.rank} was given {format_box(missing)}, which no rank has stored"
                 return
 
 

@@ -116,13 +116,13 @@ def compare_keys(
         missing = frozenset(key for key, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted)
     with comm.local_phase("comparing keys"):
         if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL) and (unexpected or missing):
-            raise KeyMismatchError(mismatch_text(missing, unexpected))
+            raise KeyMismatchError(describe_mismatch(missing, unexpected))
         if strict is StrictHandling.ASSUME_OK_UNEXPECTED and unexpected:
             raise KeyMismatchError(
-                mismatch_text(missing, unexpected) + "\nTo load the rest, pass strict='log_unexpected'."
+                describe_mismatch(missing, unexpected) + "\nTo load the rest, pass strict='log_unexpected'."
             )
     if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
-        logger.warning("%s", mismatch_text(missing, unexpected))
+        logger.warning("%s", describe_mismatch(missing, unexpected))
     return KeyMismatch(missing, unexpected)
 
 
@@ -157,7 +157,7 @@ def compare_common(
         )
 
 
-def mismatch_text(missing: frozenset[str], unexpected: frozenset[str]) -> str:
+def describe_mismatch(missing: frozenset[str], unexpected: frozenset[str]) -> str:
     """Which keys do not match, in Megatron's words and in torch's."""
     parts = []
     if unexpected:
@@ -178,7 +178,7 @@ __all__ = [
     "StrictHandling",
     "compare_common",
     "compare_keys",
-    "mismatch_text",
+    "describe_mismatch",
     "parse_strict_flag",
     "stored_key",
     "validate_shards",

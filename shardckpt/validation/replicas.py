@@ -70,7 +70,7 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
     return Replicas(short_ids, _exchange_holders(ordered, comm))
 
 
-def settle_replicas(
+def choose_main_replicas(
     shards: Sequence[ShardedBase], comm: Comm, *, compare: bool, replicas: Replicas | None = None
 ) -> list[ShardedBase]:
     """Collective: return the shards, replicated ones with replica id 0 on the lowest rank that has them, elsewhere 1.
@@ -269,4 +269,4 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return torch.split(tensor.detach().reshape(-1), math.ceil(_CHUNK / tensor.element_size()))
 
 
-__all__ = ["Replicas", "find_replicas", "settle_replicas"]
+__all__ = ["Replicas", "choose_main_replicas", "find_replicas"]

@@ -20,15 +20,15 @@ from shardckpt.planning import (
     Boxes,
     Ints,
     Table,
-    Whole,
-    expected,
+    TensorSpec,
+    are_equal_in_field,
+    compute_weights,
     find_hole,
     find_overlap,
     fingerprint,
-    same,
+    fingerprint_specs,
     shard_parts,
-    weigh,
-    whole_box,
+    unflattened_box,
 )
 from shardckpt.state_dict import map_reduce
 
@@ -46,11 +46,11 @@ class Described(NamedTuple):
     Attributes:
         wholes: What they are parts of.
         table: Their boxes.
-        weights: Of the wholes, by :func:`shardckpt.planning.table.weigh`.
+        weights: Of the wholes, by :func:`shardckpt.planning.table.compute_weights`.
         sums: The fingerprint of the boxes.
     """
 
-    wholes: list[Whole]
+    specs: list[TensorSpec]
     table: Table
     weights: torch.Tensor
     sums: list[int]
@@ -71,28 +71,34 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm, described: Descri
         ShardingError: shards that disagree on dtype or global shape, overlap, or leave a hole.
     """
     with comm.local_phase("describing shards"):
-        wholes, _, weights, sums = described or describe_shards(shards)
-    if not _fit(wholes, weights, sums, comm):
+        specs, _, weights, sums = described or describe_shards(shards)
+    if not _fit(specs, weights, sums, comm):
         everyone = comm.gather([_claim(shard) for shard in shards])
         with comm.collective_phase("checking the shards of all ranks"):
             if comm.is_main:
                 _refuse(_find_faults(everyone))
 
 
-def refuse_misfits(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> None:
+def validate_shards_by_rank(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> None:
     """Check here and now what :func:`validate_shards` checks together, and raise as it does."""
     _refuse(_find_faults([[_claim(shard) for shard in shards] for shards in shards_by_rank]))
 
 
-def _fit(wholes: list[Whole], weights: torch.Tensor, sums: list[int], comm: Comm) -> bool:
+def _fit(specs: list[TensorSpec], weights: torch.Tensor, sums: list[int], comm: Comm) -> bool:
     """Collective: return whether the boxes of all ranks add up to what they are parts of."""
     mine = _digest(weights)
     squares = [element * element % PRIME for element in mine]
     total = comm.total(*sums, *mine, *squares)
     if _all_equal(total[LANES : 2 * LANES], total[2 * LANES :], comm.world_size):
-        return _agree(wholes) and same(total[:LANES], expected(wholes, weights))
-    known = _everyones(wholes, mine, comm)
-    return bool(comm.largest(comm.is_main and _agree(known) and same(total[:LANES], expected(known, weigh(known))))[0])
+        return _agree(specs) and are_equal_in_field(total[:LANES], fingerprint_specs(specs, weights))
+    known = _everyones(specs, mine, comm)
+    return bool(
+        comm.largest(
+            comm.is_main
+            and _agree(known)
+            and are_equal_in_field(total[:LANES], fingerprint_specs(known, compute_weights(known)))
+        )[0]
+    )
 
 
 def _digest(weights: torch.Tensor) -> list[int]:
@@ -103,26 +109,26 @@ def _digest(weights: torch.Tensor) -> list[int]:
 
 def _all_equal(sums: list[int], sums_of_squares: list[int], count: int) -> bool:
     """Whether ``count`` digests are equal, by sums: their variance is 0 (in the field: others' is, once in 2^62)."""
-    return same([count * square for square in sums_of_squares], [sum_ * sum_ for sum_ in sums])
+    return are_equal_in_field([count * square for square in sums_of_squares], [sum_ * sum_ for sum_ in sums])
 
 
-def _agree(wholes: list[Whole]) -> bool:
+def _agree(specs: list[TensorSpec]) -> bool:
     """Whether nothing is said twice, in different ways."""
-    return len({(whole.kind, whole.key) for whole in wholes}) == len(wholes)
+    return len({(spec.kind, spec.key) for spec in specs}) == len(specs)
 
 
-def _everyones(wholes: list[Whole], mine: list[int], comm: Comm) -> list[Whole]:
+def _everyones(specs: list[TensorSpec], mine: list[int], comm: Comm) -> list[TensorSpec]:
     """Collective: return, on the main rank, the wholes of all ranks; of ranks with the same ones one announces them."""
     everyone = comm.gather(tuple(mine))
     speakers = comm.broadcast({digest: rank for rank, digest in reversed(list(enumerate(everyone)))})
-    announced = comm.gather_some(wholes, given=speakers[tuple(mine)] == comm.rank)
-    return list(dict.fromkeys(whole for part in announced for whole in part))
+    announced = comm.gather_some(specs, given=speakers[tuple(mine)] == comm.rank)
+    return list(dict.fromkeys(spec for part in announced for spec in part))
 
 
 def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> Described:
     """What the shards are parts of, and the boxes of main replicas; of all, if ``copies`` count as well."""
     numbers: dict[Any, int] = {}
-    wholes: list[Whole] = []
+    specs: list[TensorSpec] = []
     boxes = Boxes()
     for shard in shards:
         about = _about(shard)
@@ -130,12 +136,12 @@ def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> D
         if number is None:
             number = numbers[about] = len(numbers)
             kind, key, dtype, shape = about
-            wholes.append(Whole(kind, key, str(dtype), tuple(shape)))
+            specs.append(TensorSpec(kind, key, str(dtype), tuple(shape)))
         if copies or is_main_replica(shard.replica_id):
             for box in _boxes(shard):
                 boxes.add(number, *box)
-    table, weights = boxes.table(), weigh(wholes)
-    return Described(wholes, table, weights, fingerprint(table, weights))
+    table, weights = boxes.table(), compute_weights(specs)
+    return Described(specs, table, weights, fingerprint(table, weights))
 
 
 def _about(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
@@ -150,7 +156,7 @@ def _about(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
 def _boxes(shard: ShardedBase) -> Iterable[Box]:
     """The boxes that a shard fills."""
     if isinstance(shard, ShardedTensor):
-        return (whole_box(shard),) if shard.flattened_range is None else [part.box for part in shard_parts(shard)]
+        return (unflattened_box(shard),) if shard.flattened_range is None else [part.box for part in shard_parts(shard)]
     if isinstance(shard, ShardedObject):
         return (Box(tuple(shard.global_offset), (1,) * len(shard.global_shape)),)
     return ()
@@ -198,15 +204,15 @@ def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]
     overlap = find_overlap(boxes)
     if overlap is not None:
         yield (
-            f"{region(overlap.common)} is described as the main replica twice, by rank {mains[overlap.first][0]} and "
-            f"rank {mains[overlap.second][0]}: give copies a replica_id other than 0"
+            f"{format_box(overlap.common)} is described as the main replica twice, by rank {mains[overlap.first][0]} "
+            f"and rank {mains[overlap.second][0]}: give copies a replica_id other than 0"
         )
         return
     hole = find_hole(first.global_shape, boxes)
     if hole is not None:
         part = "no object" if kind == "object" else "no shard"
         hint = "" if boxes else " (no rank holds a main replica: replica_id 0)"
-        yield f"{part} describes {region(hole)} of the global shape {first.global_shape}{hint}"
+        yield f"{part} describes {format_box(hole)} of the global shape {first.global_shape}{hint}"
 
 
 def _refuse(faults: Sequence[str]) -> None:
@@ -215,9 +221,9 @@ def _refuse(faults: Sequence[str]) -> None:
         raise ShardingError("shards do not fit together:\n  " + listed(faults, "\n  "))
 
 
-def region(box: Box) -> str:
+def format_box(box: Box) -> str:
     """A box as errors show it: ``[0:4, 2:3]``."""
     return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(box.offset, box.end, strict=True)) + "]"
 
 
-__all__ = ["Described", "describe_shards", "refuse_misfits", "region", "validate_shards"]
+__all__ = ["Described", "describe_shards", "format_box", "validate_shards", "validate_shards_by_rank"]

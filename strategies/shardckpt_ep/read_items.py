@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from shardckpt.planning import Piece
+    from shardckpt.planning import HeldBox
     from shardckpt_ep.layout import ExpertLayout
 
 
@@ -64,7 +64,7 @@ def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetad
     return [_in_local(item, pieces) for item in items]
 
 
-def _in_local(item: ReadItem, pieces: Sequence[Piece]) -> ReadItem:
+def _in_local(item: ReadItem, pieces: Sequence[HeldBox]) -> ReadItem:
     """The item with its destination counted from the rank's tensor, not from one of its pieces."""
     place = pieces[item.dest_index.index or 0].place
     offsets = torch.Size(start + step for start, step in zip(place, item.dest_offsets, strict=True))

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME
-from shardckpt.planning import integers
+from shardckpt.planning import make_column
 from shardckpt.strategy import StoredFile
 from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, Archive
 from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, Item, needs_common_file, read_index
@@ -45,7 +45,7 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
 def _data_files(index: StoredIndex) -> Iterator[StoredFile]:
     """The data files in the order of their names, with the keys in each and where its last item ends."""
     chunks = index.chunks
-    pairs = sorted(set(zip(chunks.file.tolist(), chunks.box.whole.tolist(), strict=True)))
+    pairs = sorted(set(zip(chunks.file.tolist(), chunks.box.spec.tolist(), strict=True)))
     last = torch.zeros(len(index.files), dtype=torch.int64, device="cpu")
     last.scatter_reduce_(0, chunks.file, chunks.start + chunks.length, "amax")
     ends = dict(zip(index.files, last.tolist(), strict=True))
@@ -106,8 +106,8 @@ def _archives(index: StoredIndex, name: str) -> list[_Stored]:
     """What a file holds, in its order; boxes of one archive (flattened shards have several) are one of them."""
     found: dict[Item, _Stored] = {}
     chunks = index.chunks
-    rows = (chunks.file == index.files.index(name)).nonzero().view(-1) if name in index.files else integers([])
-    columns = (chunks.start, chunks.length, chunks.box.whole, chunks.volume)
+    rows = (chunks.file == index.files.index(name)).nonzero().view(-1) if name in index.files else make_column([])
+    columns = (chunks.start, chunks.length, chunks.box.spec, chunks.volume)
     for start, length, tensor, volume in zip(*(column[rows].tolist() for column in columns), strict=True):
         item = Item(name, start, length)
         found[item] = _Stored(index.keys[tensor], item, index.dtypes[tensor], volume)
@@ -162,7 +162,7 @@ def _check_rest(reader: CheckpointReader, file: StoredFile, size: int, *, aligne
 def _check_coverage(index: StoredIndex, source: str) -> None:
     """Whether the tensors have all of their elements somewhere."""
     volumes = torch.zeros(len(index.keys), dtype=torch.float64, device="cpu")
-    volumes.index_add_(0, index.chunks.box.whole, index.chunks.box.volume().double())
+    volumes.index_add_(0, index.chunks.box.spec, index.chunks.box.volume().double())
     for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):
         if volume < math.prod(shape):
             raise CorruptCheckpointError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning import Table, integers, matrix, numbered
+from shardckpt.planning import Table, make_column, make_matrix, number_groups
 from shardckpt.storage import Columns, check_file_name, pack
 from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, object_key
 
@@ -34,15 +34,15 @@ def dump(index: StoredIndex) -> bytes:
     """
     axes = [len(shape) for shape in index.shapes]
     width = max(axes, default=0)
-    chunks, box = index.chunks, index.chunks.box.widened(width)
+    chunks, box = index.chunks, index.chunks.box.pad_axes(width)
     objects = index.objects.values()
     files = {name: number for number, name in enumerate(dict.fromkeys([*index.files, *(at.file for at in objects)]))}
     return pack(
         {
             "keys": index.keys,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in index.dtypes],
-            "axes": integers(axes),
-            "shapes": matrix(index.shapes, width, 1),
+            "axes": make_column(axes),
+            "shapes": make_matrix(index.shapes, width, 1),
             "bounds": index.bounds,
             "offset": box.offset[:, :width],
             "extent": box.extent[:, :width],
@@ -51,7 +51,7 @@ def dump(index: StoredIndex) -> bytes:
             "length": chunks.length,
             "files": list(files),
             "objects": list(index.objects),
-            "object_places": matrix([(files[at.file], at.offset, at.length) for at in objects], 3, 0),
+            "object_places": make_matrix([(files[at.file], at.offset, at.length) for at in objects], 3, 0),
         }
     )
 
@@ -74,17 +74,17 @@ def parse(data: bytes, source: str) -> StoredIndex:
 
 def _parsed(columns: Columns) -> StoredIndex:
     files = [check_file_name(name) for name in columns.texts("files")]
-    wholes = _wholes(columns)
-    bounds = _bounds(columns, len(wholes.keys))
+    specs = _specs(columns)
+    bounds = _bounds(columns, len(specs.keys))
     objects = _objects(columns, files)
-    keys = [*wholes.keys, *columns.texts("objects")]
+    keys = [*specs.keys, *columns.texts("objects")]
     if len(set(keys)) < len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys, of which {len(set(keys))} differ")
-    chunks = _chunks(columns, wholes, bounds, len(files))
-    return StoredIndex(wholes.keys, wholes.dtypes, wholes.shapes, bounds, chunks, files, objects)
+    chunks = _chunks(columns, specs, bounds, len(files))
+    return StoredIndex(specs.keys, specs.dtypes, specs.shapes, bounds, chunks, files, objects)
 
 
-class _Wholes(NamedTuple):
+class _Specs(NamedTuple):
     """The tensors.
 
     Attributes:
@@ -106,7 +106,7 @@ class _Wholes(NamedTuple):
     huge: bool
 
 
-def _wholes(columns: Columns) -> _Wholes:
+def _specs(columns: Columns) -> _Specs:
     keys, names = columns.texts("keys"), columns.texts("dtypes")
     if len(names) != len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys and {len(names)} dtypes")
@@ -120,7 +120,7 @@ def _wholes(columns: Columns) -> _Wholes:
         _all_fine((sizes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
     shapes = [tuple(row[:count]) for row, count in zip(sizes.tolist(), counts, strict=True)]
     huge = bool(keys) and math.prod(sizes.amax(0).tolist()) >= _COUNTABLE
-    return _Wholes(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
+    return _Specs(keys, dtypes, shapes, make_column([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
 
 
 def _dtypes(names: list[str]) -> list[torch.dtype]:
@@ -153,32 +153,32 @@ def _objects(columns: Columns, files: list[str]) -> dict[str, Item]:
     return {key: Item(files[row[0]], *row[1:]) for key, row in zip(keys, places.tolist(), strict=True)}
 
 
-def _chunks(columns: Columns, wholes: _Wholes, bounds: torch.Tensor, files: int) -> Chunks:
+def _chunks(columns: Columns, specs: _Specs, bounds: torch.Tensor, files: int) -> Chunks:
     count = int(bounds[-1])
     file, start, length = (_integers(columns, name, (count,)) for name in ("file", "start", "length"))
-    offset, extent = (_integers(columns, name, (count, wholes.sizes.shape[1])) for name in ("offset", "extent"))
-    table = Table(numbered(bounds[1:]), offset, extent)
+    offset, extent = (_integers(columns, name, (count, specs.sizes.shape[1])) for name in ("offset", "extent"))
+    table = Table(number_groups(bounds[1:]), offset, extent)
     chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
     for row in range(0, count, _BLOCK):
-        _check(chunks, slice(row, row + _BLOCK), wholes, files)
+        _check(chunks, slice(row, row + _BLOCK), specs, files)
     return chunks
 
 
-def _check(chunks: Chunks, rows: slice, wholes: _Wholes, files: int) -> None:
+def _check(chunks: Chunks, rows: slice, specs: _Specs, files: int) -> None:
     """Whether the boxes are inside their tensors, and their archives, large enough for them, inside files."""
-    whole, extent, length = chunks.box.whole[rows], chunks.box.extent[rows], chunks.length[rows]
-    inside = chunks.box.offset[rows] <= wholes.sizes.index_select(0, whole) - extent
-    inside &= extent >= wholes.lacked.index_select(0, whole)
+    spec, extent, length = chunks.box.spec[rows], chunks.box.extent[rows], chunks.length[rows]
+    inside = chunks.box.offset[rows] <= specs.sizes.index_select(0, spec) - extent
+    inside &= extent >= specs.lacked.index_select(0, spec)
     inside = inside.all(1)
-    counted = extent.double().prod(1) < _COUNTABLE if wholes.huge else inside
+    counted = extent.double().prod(1) < _COUNTABLE if specs.huge else inside
     in_file = (chunks.file[rows] < files) & (chunks.start[rows] <= _LARGEST - length)
-    large_enough = chunks.volume[rows] * wholes.itemsizes.index_select(0, whole) <= length
+    large_enough = chunks.volume[rows] * specs.itemsizes.index_select(0, spec) <= length
     if bool((inside & counted & in_file & large_enough).all()):
         return
-    _all_fine(inside, wholes.keys, "has a chunk that is not inside its shape", whole)
-    _all_fine(counted, wholes.keys, "has a chunk of more elements than can be", whole)
-    _all_fine(in_file, wholes.keys, "has a chunk that is in no file", whole)
-    _all_fine(large_enough, wholes.keys, "has a chunk that is larger than its archive", whole)
+    _all_fine(inside, specs.keys, "has a chunk that is not inside its shape", spec)
+    _all_fine(counted, specs.keys, "has a chunk of more elements than can be", spec)
+    _all_fine(in_file, specs.keys, "has a chunk that is in no file", spec)
+    _all_fine(large_enough, specs.keys, "has a chunk that is larger than its archive", spec)
 
 
 def _integers(columns: Columns, name: str, shape: Ints) -> torch.Tensor:

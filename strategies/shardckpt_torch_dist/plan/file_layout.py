@@ -41,7 +41,7 @@ def place(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: in
 
     Objects, of which there are archives by unique key, come first in a file, as Megatron has it.
     """
-    keys = [items.keys[number] for number in items.boxes.whole]
+    keys = [items.keys[number] for number in items.boxes.spec]
     names = [*keys, *archives]
     sizes = [*map(_nbytes, items.tensors), *(0 for _ in archives)]
     chosen = [""] * len(names)

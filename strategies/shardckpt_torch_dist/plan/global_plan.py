@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import ShardingError, listed
-from shardckpt.planning import Table, integers, joined, matrix, misfits
+from shardckpt.planning import Table, concat_tables, find_untiled, make_column, make_matrix
 from shardckpt.storage import Column, Columns, PackedShards, pack
 from shardckpt_torch_dist.dialects import Chunks, Item, StoredIndex
 
@@ -31,8 +31,8 @@ def local_plan(items: LocalItems, placed: Placed) -> LocalPlan:
     numbers = {name: number for number, name in enumerate(placed.files)}
     places: dict[str, Column] = {
         "files": placed.files,
-        "places": matrix(placed.boxes, 3, 0),
-        "object_places": matrix([(numbers[file], *place) for file, *place in placed.objects.values()], 3, 0),
+        "places": make_matrix(placed.boxes, 3, 0),
+        "object_places": make_matrix([(numbers[file], *place) for file, *place in placed.objects.values()], 3, 0),
     }
     stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), placed.objects)
     return LocalPlan(stored, pack(places))
@@ -64,10 +64,10 @@ class _Merge:
 
     def add(self, rank: int, plan: LocalPlan) -> None:
         """Take a rank's plan in."""
-        wholes = plan.stored.wholes
+        specs = plan.stored.specs
         table, keys = plan.stored.rows()
-        if wholes not in self._known:
-            self._known[wholes] = self._numbers_of(rank, Columns(wholes, f"the plan of rank {rank}"))
+        if specs not in self._known:
+            self._known[specs] = self._numbers_of(rank, Columns(specs, f"the plan of rank {rank}"))
         rows = Columns(plan.places, f"the plan of rank {rank}")
         files = rows.texts("files")
         objects = zip(keys, rows.integers("object_places").tolist(), strict=True)
@@ -77,33 +77,33 @@ class _Merge:
         places[:, 0] += len(self._files)
         self._files += files
         self._places.append(places)
-        self._tables.append(table._replace(whole=self._known[wholes][table.whole]))
+        self._tables.append(table._replace(spec=self._known[specs][table.spec]))
 
     def index(self) -> StoredIndex:
         """The index of all that was taken in."""
-        table, places = joined(self._tables), torch.cat(self._places)
+        table, places = concat_tables(self._tables), torch.cat(self._places)
         order = _without_twins(table)
         table, places = table.rows(order), places[order]
         keys = list(self._numbers)
-        wrong = misfits(table, self._shapes)
+        wrong = find_untiled(table, self._shapes)
         if wrong:
             shown = listed([repr(keys[number]) for number in wrong])
             raise ShardingError(
                 f"the shards of all ranks do not fill {len(wrong)} tensors exactly: {shown}; save with "
                 "validate_access_integrity=True to see which regions"
             )
-        counts = torch.bincount(table.whole, minlength=len(keys))
+        counts = torch.bincount(table.spec, minlength=len(keys))
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         file, start, length = places.unbind(1)
         chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
         return StoredIndex(keys, self._dtypes, self._shapes, bounds, chunks, self._files, self._objects)
 
-    def _numbers_of(self, rank: int, wholes: Columns) -> torch.Tensor:
+    def _numbers_of(self, rank: int, specs: Columns) -> torch.Tensor:
         """The numbers here of a rank's tensors."""
-        shapes = wholes.integers("shapes").tolist()
+        shapes = specs.integers("shapes").tolist()
         found = []
         for key, name, axes, padded in zip(
-            wholes.texts("keys"), wholes.texts("dtypes"), wholes.integers("axes").tolist(), shapes, strict=True
+            specs.texts("keys"), specs.texts("dtypes"), specs.integers("axes").tolist(), shapes, strict=True
         ):
             dtype, shape = getattr(torch, name), tuple(padded[:axes])
             number = self._numbers.setdefault(key, len(self._numbers))
@@ -117,18 +117,18 @@ class _Merge:
                     f"{self._first_rank[number]}, {dtype} {shape} on rank {rank}"
                 )
             found.append(number)
-        return integers(found)
+        return make_column(found)
 
 
 def _without_twins(table: Table) -> torch.Tensor:
     """Rows by the number of their whole, in their order, each offset of a whole once."""
-    order = table.whole.argsort(stable=True)
-    corners = Table(table.whole, table.offset, torch.zeros_like(table.extent))
+    order = table.spec.argsort(stable=True)
+    corners = Table(table.spec, table.offset, torch.zeros_like(table.extent))
     hashes, by_hash = corners.hashes().sort(stable=True)
     alike = (hashes[1:] == hashes[:-1]).nonzero().view(-1)
     first, second = by_hash[alike], by_hash[alike + 1]
-    same = (table.whole[first] == table.whole[second]) & (table.offset[first] == table.offset[second]).all(1)
-    keep = torch.ones_like(table.whole, dtype=torch.bool)
+    same = (table.spec[first] == table.spec[second]) & (table.offset[first] == table.offset[second]).all(1)
+    keep = torch.ones_like(table.spec, dtype=torch.bool)
     keep[second[same]] = False
     return order[keep[order]]
 

@@ -12,12 +12,12 @@ from shardckpt.planning import (
     Boxes,
     FlatPart,
     Overlaps,
-    distinct,
-    misfits,
-    overlaps,
+    find_overlaps,
+    find_untiled,
+    list_rows,
     part_view,
-    rows_of,
-    whole_box,
+    sort_unique,
+    unflattened_box,
 )
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class WantedTensors:
         self._index = index
         boxes = Boxes()
         for shard in shards:
-            boxes.add(index.numbers[shard.key], *whole_box(shard))
+            boxes.add(index.numbers[shard.key], *unflattened_box(shard))
         wanted = boxes.table()
-        found = overlaps(wanted, index.chunks.box, index.bounds)
+        found = find_overlaps(wanted, index.chunks.box, index.bounds)
         sound = _covered(wanted, found, index)
         #: Those that are stored so, and the others.
         self.shards, self.others = list(shards), []
@@ -70,7 +70,7 @@ class WantedTensors:
             self.others = [shard for shard, good in zip(shards, sound.tolist(), strict=True) if not good]
             wanted, found = wanted.rows(sound), _kept(found, sound)
         self._found = found
-        self._wanted = wanted.widened(found.offset.shape[1])
+        self._wanted = wanted.pad_axes(found.offset.shape[1])
 
     def check_sizes(self, reader: CheckpointReader) -> None:
         """Whether the files have the bytes of the tensors that memory is to be allocated for.
@@ -82,15 +82,15 @@ class WantedTensors:
             return
         without = torch.tensor([shard.data is None for shard in self.shards], dtype=torch.bool, device="cpu")
         chunks = self._index.chunks
-        rows = rows_of(distinct(self._wanted.whole[without]), self._index.bounds)
-        for number in distinct(chunks.file[rows]).tolist():
+        rows = list_rows(sort_unique(self._wanted.spec[without]), self._index.bounds)
+        for number in sort_unique(chunks.file[rows]).tolist():
             here = rows[chunks.file[rows] == number]
             size = reader.size(self._index.files[number])
             outside = here[chunks.length[here] > size - chunks.start[here]].tolist()
             if outside:
                 start, length = int(chunks.start[outside[0]]), int(chunks.length[outside[0]])
                 raise CorruptCheckpointError(
-                    f"{self._index.keys[int(chunks.box.whole[outside[0]])]}: bytes {start} to {start + length} are "
+                    f"{self._index.keys[int(chunks.box.spec[outside[0]])]}: bytes {start} to {start + length} are "
                     f"outside {reader.directory / self._index.files[number]} of {size} bytes"
                 )
 
@@ -100,7 +100,7 @@ class WantedTensors:
             shard.init_data("cpu")
         views = [_view(shard) for shard in self.shards]
         found, axes = self._found, self._wanted.offset.shape[1]
-        stored = self._index.chunks.box.rows(found.stored).widened(axes)
+        stored = self._index.chunks.box.rows(found.stored).pad_axes(axes)
         entire = (found.extent == stored.extent).all(1).tolist()
         filled = (found.extent == self._wanted.extent[found.wanted]).all(1).tolist()
         start = (found.offset - stored.offset).tolist()
@@ -109,7 +109,7 @@ class WantedTensors:
         chunks = self._index.chunks_of(found.stored, stored)
         regions = []
         for place, (wanted, number, chunk) in enumerate(
-            zip(found.wanted.tolist(), stored.whole.tolist(), chunks, strict=True)
+            zip(found.wanted.tolist(), stored.spec.tolist(), chunks, strict=True)
         ):
             target = views[wanted]
             dims = target.dim()
@@ -131,7 +131,7 @@ def _view(shard: ShardedTensor) -> torch.Tensor:
     """The shard's memory in the shape of its box."""
     if shard.data is not None and not shard.prepend_axis_num:
         return shard.data.detach()
-    return part_view(shard, FlatPart(whole_box(shard), 0))
+    return part_view(shard, FlatPart(unflattened_box(shard), 0))
 
 
 def _with_axes(chunk: Chunk, dims: int) -> Chunk:
@@ -147,15 +147,15 @@ def _kept(found: Overlaps, sound: torch.Tensor) -> Overlaps:
 
 def _covered(wanted: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor:
     """Whether every element of each wanted box is stored once: in a chunk of that box, or in chunks that tile all."""
-    volume = torch.zeros_like(wanted.whole).index_add_(0, found.wanted, found.extent.prod(1))
+    volume = torch.zeros_like(wanted.spec).index_add_(0, found.wanted, found.extent.prod(1))
     sound = volume == wanted.volume()
-    alone = (found.extent == wanted.widened(found.extent.shape[1]).extent[found.wanted]).all(1)
+    alone = (found.extent == wanted.pad_axes(found.extent.shape[1]).extent[found.wanted]).all(1)
     if not bool(alone.all()):
-        wholes = distinct(wanted.whole[found.wanted[~alone]])
-        stored = index.chunks.box.rows(rows_of(wholes, index.bounds))
-        numbered = stored._replace(whole=torch.searchsorted(wholes, stored.whole))
-        wrong = misfits(numbered, [index.shapes[number] for number in wholes.tolist()])
-        sound &= ~torch.isin(wanted.whole, wholes[wrong])
+        specs = sort_unique(wanted.spec[found.wanted[~alone]])
+        stored = index.chunks.box.rows(list_rows(specs, index.bounds))
+        numbered = stored._replace(spec=torch.searchsorted(specs, stored.spec))
+        wrong = find_untiled(numbered, [index.shapes[number] for number in specs.tolist()])
+        sound &= ~torch.isin(wanted.spec, specs[wrong])
     return sound
 
 
