@@ -1,4 +1,4 @@
-"""Arithmetic of shards: boxes in global coordinates, and whether they cover what they should."""
+"""Arithmetic of shards: boxes in global coordinates, their overlaps, and whether they fill a global tensor exactly."""
 
 from shardckpt.planning.box_overlaps import Overlaps, find_overlaps, list_rows
 from shardckpt.planning.boxes import (
