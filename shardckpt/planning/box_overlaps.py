@@ -39,6 +39,9 @@ def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlap
         stored: Boxes that do not overlap each other, ordered by the numbers of their tensors.
         bounds: int64 of shape (tensors + 1,): rows ``bounds[n]`` to ``bounds[n + 1]`` of ``stored`` belong to tensor
             ``n``.
+
+    Returns:
+        The regions; every element of a wanted box that is stored is in one of them.
     """
     axes = max(wanted.offset.shape[1], stored.offset.shape[1])
     wanted, stored = wanted.pad_axes(axes), stored.pad_axes(axes)

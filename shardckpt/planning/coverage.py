@@ -37,11 +37,14 @@ def find_overlap(boxes: Sequence[Box]) -> Overlap | None:
 
 
 def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
-    """Return a box of elements that no given box has, or None if the boxes fill the tensor.
+    """Find elements of a tensor that no box has.
 
     Args:
         shape: Global shape of the tensor.
         boxes: Boxes inside that shape that do not overlap.
+
+    Returns:
+        A box of such elements, or None if the boxes fill the tensor.
     """
     full = Box((0,) * len(shape), tuple(shape))
     if sum(box.volume for box in boxes) >= full.volume:  # enough, as none overlap

@@ -190,11 +190,14 @@ def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
 
 
 def find_untiled(table: Table, shapes: list[Ints]) -> list[int]:
-    """Return the numbers of the tensors that their boxes do not fill exactly, ascending.
+    """Find the tensors that their boxes do not fill exactly, with the odds of :func:`fingerprint`.
 
     Args:
-        table: Boxes of tensors on this rank alone, with all their boxes.
+        table: All boxes of the tensors.
         shapes: The global shape of every tensor.
+
+    Returns:
+        The numbers of these tensors, ascending.
     """
     sums = torch.zeros(len(shapes), LANES, dtype=torch.int64, device="cpu")
     sums.index_add_(0, table.spec, _products(table))

@@ -70,10 +70,13 @@ class StrictHandling(Enum):
 
 
 def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
-    """Return the mode that a caller's ``strict`` means.
+    """Parse the ``strict`` argument of a load.
 
     Args:
         strict: A mode or its value; True raises on every mismatch, False logs it.
+
+    Returns:
+        The mode.
 
     Raises:
         CheckpointingException: there is no such mode.

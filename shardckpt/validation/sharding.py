@@ -133,11 +133,14 @@ def _gather_specs(specs: list[TensorSpec], mine: list[int], comm: Comm) -> list[
 
 
 def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> Described:
-    """Return shards in columns.
+    """Describe shards in columns.
 
     Args:
         shards: This rank's, with factories built.
-        copies: Whether the boxes of other replicas than the main ones are there, too. Their specs always are.
+        copies: Whether to include the boxes of replicas other than the main ones. Their specs are always included.
+
+    Returns:
+        The columns, with the fingerprint of the included boxes.
 
     Raises:
         ShardingError: one is neither a tensor nor an object.

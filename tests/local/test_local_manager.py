@@ -501,7 +501,7 @@ def _alone() -> Any:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("keep", "keep=0: at least 1"),
+        ("keep", "keep=0: expected a whole number of at least 1"),
         ("group", "pass both the same process_group"),
         ("url", "takes a directory of this machine"),
         ("steps", "ranks disagree on step: 1 on rank 0, 2 on rank 1"),
@@ -543,7 +543,7 @@ def test_one_copy_that_fails_leaves_the_others_alone(ranks: RankPool, tmp_path: 
 
 def test_what_is_no_part_is_named(tmp_path: Path) -> None:
     """What from_state_dict gives is a part and more: save says which of both it takes."""
-    with pytest.raises(CheckpointingException, match="save takes the part"):
+    with pytest.raises(CheckpointingException, match="pass the first of the two values"):
         LocalCheckpointManager(tmp_path).save(TensorAwareStateDict.from_state_dict({"step": 1}), 1)  # type: ignore[arg-type]
 
 
