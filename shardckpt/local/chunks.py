@@ -48,7 +48,7 @@ def list_chunks(record: Record) -> list[Chunk]:
 class Buffers:
     """Memory for two chunks: one is sent or received while the other is read or written.
 
-    Each begins on a page, and a chunk lies in it as in the pages of its file, so that whole pages can be written past
+    Each begins on a page, and a chunk lies in it as in the pages of its file, so that full pages can be written past
     the page cache.
 
     Args:

@@ -51,7 +51,7 @@ class CliqueReplication:
 def _check(jump: int, factor: int, world_size: int) -> None:
     if type(jump) is not int or type(factor) is not int or jump < 1 or factor < 2:  # noqa: PLR2004 - one copy is none
         raise CheckpointingException(
-            f"no cliques of jump {jump!r} and factor {factor!r}: jump is a whole number of at least 1, factor of at "
+            f"no cliques of jump {jump!r} and factor {factor!r}: jump is an integer of at least 1, factor of at "
             "least 2; pass no replication to keep no copies"
         )
     if world_size % (jump * factor):

@@ -124,7 +124,7 @@ class LocalCheckpointManager:
         """Collective: load this rank's part of a step.
 
         A part that is missing or damaged on this rank's disk is copied to it from another rank's disk, with a warning.
-        Copies of other ranks' parts that were lost are made again by the next save only.
+        Copies of other ranks' parts that were lost are not restored before the next save.
 
         Args:
             step: The same on every rank; by default the newest that can be loaded.
@@ -266,7 +266,7 @@ def _check(replication: CliqueReplication | None, keep: int, comm: Comm) -> None
     cliques = None if replication is None else (replication.jump, replication.factor)
     comm.agree(keep=keep, replication=cliques)
     if type(keep) is not int or keep < 1:
-        raise CheckpointingException(f"keep={keep!r}: expected a whole number of at least 1")
+        raise CheckpointingException(f"keep={keep!r}: expected an integer of at least 1")
     if replication is not None and replication.members != comm.members:
         raise CheckpointingException(
             f"the cliques are of ranks {replication.members}, the manager is of {comm.members}: pass both the same "
@@ -284,7 +284,7 @@ def _check_state(state: Any) -> None:
 
 def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
-        raise CheckpointingException(f"step={step!r}: expected a whole number from 0 on")
+        raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
 
 
 def _make_stamp(step: int, inventory: Inventory) -> int:

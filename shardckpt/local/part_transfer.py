@@ -116,7 +116,7 @@ class _PartTransfer:
         (rounds,) = self._comm.largest(max(map(len, own), default=0))
         with ThreadPoolExecutor(2, "shardckpt-copy") as pool:
             reading, writing = pool.submit(self._read, 0), None
-            # two buffers: a read must end before its chunk is sent, and a write before its buffer is received in again
+            # two buffers: a read must end before its chunk is sent, and a write before its buffer is reused
             for number in range(rounds):
                 reading.result()
                 reading = pool.submit(self._read, number + 1)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class _Want(NamedTuple):
-    """A shard that a rank wants, as it tells the other ranks.
+    """What other ranks need to know of a shard that a rank wants.
 
     Attributes:
         shard: An id that is the same on all ranks that can share what one of them reads; else unique to this rank.

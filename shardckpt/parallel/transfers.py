@@ -76,7 +76,7 @@ def check_algorithm(name: str, *, from_storage: bool = False) -> None:
 
 
 def choose_device(device_types: Collection[str], group: Comm) -> str:
-    """Return the kind of device whose memory is sent when a shard travels between tensors on these kinds of device.
+    """Return the kind of device whose memory is sent when a shard is sent between tensors on these kinds of device.
 
     That is theirs if all are of one kind that the group can send, and else the CPU.
     """

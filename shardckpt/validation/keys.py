@@ -132,7 +132,7 @@ def compare_keys(
     unexpected = mine - have
     missing: frozenset[str] = frozenset()
     if strict.checks_all:
-        ordered = sorted(have)  # the same order on every rank: only one flag per key travels
+        ordered = sorted(have)  # the same order on every rank: only one flag per key is sent
         wanted_by_any = comm.largest(*(key in mine for key in ordered))
         missing = frozenset(key for key, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted)
     with comm.local_phase("comparing keys"):

@@ -501,7 +501,7 @@ def _alone() -> Any:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("keep", "keep=0: expected a whole number of at least 1"),
+        ("keep", "keep=0: expected an integer of at least 1"),
         ("group", "pass both the same process_group"),
         ("url", "takes a directory of this machine"),
         ("steps", "ranks disagree on step: 1 on rank 0, 2 on rank 1"),
