@@ -505,7 +505,7 @@ def _alone() -> Any:
         ("group", "pass both the same process_group"),
         ("url", "takes a directory of this machine"),
         ("steps", "ranks disagree on step: 1 on rank 0, 2 on rank 1"),
-        ("negative", "step=-1: expected a whole number"),
+        ("negative", "step=-1: expected an integer"),
         ("load", "ranks disagree on step: 0 on rank 0, 1 on rank 1"),
         ("hollow", "the tensors are out"),
     ],
