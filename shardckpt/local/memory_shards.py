@@ -39,7 +39,7 @@ class _Tensor(NamedTuple):
 
 
 class _Inventory(NamedTuple):
-    """What a rank sends to the others: the tensors that it keeps, and those that it lacks, with their kinds of device."""
+    """What a rank sends to the others: the tensors that it keeps, and those that it lacks, with their devices."""
 
     kept: dict[ShardId, _Tensor]
     lacking: dict[ShardId, str]
