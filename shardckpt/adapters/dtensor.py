@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
-from shardckpt.planning import Piece, Split, empty_box, local_shape, pieces
+from shardckpt.planning import HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt.tensors import split_factor
 
 if TYPE_CHECKING:
@@ -130,14 +130,14 @@ def _shards(
 ) -> list[ShardedTensor]:
     """Build one shard for each box of the local tensor; an empty local tensor gives one empty shard."""
     splits, shape = splits_of(key, dtensor), tuple(dtensor.shape)
-    extent = local_shape(shape, splits)
+    extent = compute_local_shape(shape, splits)
     if tuple(local.shape) != extent:
         raise ShardingError(
             f"DTensor {key!r}: the local tensor has shape {tuple(local.shape)}, but {dtensor.placements} of the global "
             f"shape {shape} make it {extent}; pass shape= and stride= to DTensor.from_local where shards are uneven"
         )
     # every rank stores at least an empty shard, so that all ranks describe the same keys
-    held = pieces(shape, splits) or [Piece(empty_box(shape, splits), (0,) * len(shape))]
+    held = list_held_boxes(shape, splits) or [HeldBox(make_empty_box(shape, splits), (0,) * len(shape))]
     grid = _grid(shape, splits)
     return [
         ShardedTensor(
@@ -155,7 +155,7 @@ def _shards(
     ]
 
 
-def _part(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _part(local: torch.Tensor, piece: HeldBox) -> torch.Tensor:
     """Return a piece of the local tensor as a view."""
     # all of it is returned as it is: tensor subclasses may not support slicing
     if piece.box.shape == tuple(local.shape):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardckpt.adapters import splits_of
 from shardckpt.errors import ShapeMismatchError, ShardingError
-from shardckpt.planning import Box, Split, empty_box, local_shape, pieces
+from shardckpt.planning import Box, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt_ep import (
     EP_NAMES,
     FSDP_NAMES,
@@ -90,7 +90,7 @@ def restore_ep_dim(
         stride=torch.empty(layout.global_shape, device="meta").stride(),
     )
     # from_local without run_check checks nothing: uneven experts would be stored at wrong offsets
-    if pieces(layout.global_shape, splits_of(name, restored)) != layout.pieces():
+    if list_held_boxes(layout.global_shape, splits_of(name, restored)) != layout.pieces():
         raise ShardingError(
             f"experts are assigned over {mesh} in a way that no DTensor describes ({layout}): use an ExpertLayout with "
             "expert_sharded_state_dict or EPSavePlanner"
@@ -139,7 +139,7 @@ def drop_ep_dim(
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
-    inside = local_shape(shape, splits_of("the tensor to be dropped", dropped))
+    inside = compute_local_shape(shape, splits_of("the tensor to be dropped", dropped))
     if inside != tuple(dropped.to_local().shape):
         raise ShardingError(f"{tensor.placements} of {own} do not shard the experts first: redistribute the tensor")
     return dropped
@@ -307,8 +307,8 @@ def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> E
     shape = tuple(stored_tensor(key, metadata).size)
     if not shape or (tuple(value.shape) == shape and split.count > 1):
         return None
-    found = pieces(shape, [split])
-    box = found[0].box if found else empty_box(shape, [split])
+    found = list_held_boxes(shape, [split])
+    box = found[0].box if found else make_empty_box(shape, [split])
     if tuple(value.shape) != box.shape:
         raise ShapeMismatchError(
             f"{key!r} is stored with shape {shape}, of which rank {split.index} of {split.count} has {box.shape}; the "
@@ -378,7 +378,7 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
 def _local_experts_shape(tensor: DTensor, ep_dim: int, expert_dim: int) -> Ints:
     """Return the shape of this rank's experts before FSDP shards them."""
     count, here = tensor.device_mesh.size(ep_dim), tensor.device_mesh.get_coordinate() or (0,) * tensor.device_mesh.ndim
-    return local_shape(tensor.shape, [Split(expert_dim, count, here[ep_dim])])
+    return compute_local_shape(tensor.shape, [Split(expert_dim, count, here[ep_dim])])
 
 
 def _is_same_mesh(mesh: DeviceMesh, other: DeviceMesh) -> bool:

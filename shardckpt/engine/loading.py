@@ -15,12 +15,19 @@ from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
 from shardckpt.errors import PluginError, ShardingError, listed
 from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import Casts, casts_text, check_dtypes, check_shapes, is_exact
+from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
 from shardckpt.strategy import LoadContext, LoadStrategy
 from shardckpt.tensors import fill
-from shardckpt.validation import KeyMismatch, StrictHandling, compare_keys, settle_replicas, stored_key, validate_shards
+from shardckpt.validation import (
+    KeyMismatch,
+    StrictHandling,
+    choose_main_replicas,
+    compare_keys,
+    stored_key,
+    validate_shards,
+)
 
 if TYPE_CHECKING:
     import os
@@ -214,7 +221,7 @@ def load_checkpoint(
             verify_integrity=verify,
             allow_dtype_cast=allow_dtype_cast,
         )
-        template.shards = settle_replicas(template.shards, comm, compare=False)
+        template.shards = choose_main_replicas(template.shards, comm, compare=False)
     if verify:
         with checkpoint.operation.local_phase("verifying the files"):
             verify_integrity(checkpoint.context.reader.place, checkpoint.context.reader.manifest, comm)
@@ -260,7 +267,7 @@ def _log_left_out(left_out: Mapping[int, str], optional: int) -> None:
 def _log_casts(casts: Casts) -> None:
     """Log one line per load: a warning only if a cast is not exact."""
     level = logging.INFO if all(is_exact(*pair) for pair in casts) else logging.WARNING
-    logger.log(level, "stored tensors are cast as they are loaded: %s", casts_text(casts))
+    logger.log(level, "stored tensors are cast as they are loaded: %s", describe_casts(casts))
 
 
 def _refuse_meta(shard: ShardedBase) -> None:

@@ -14,10 +14,10 @@ from shardckpt.state_dict import checked_copy, nested_values, take_apart
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.validation import (
     GivenShards,
+    choose_main_replicas,
     compare_common,
     describe_shards,
     find_replicas,
-    settle_replicas,
     validate_shards,
 )
 
@@ -166,7 +166,7 @@ def check_state(
         if cached is None:  # copies, so that no change to a description reaches the caller
             shards = list(map(checked_copy, shards))
         replicas = find_replicas(shards, comm) if cached is None else cached.replicas
-        shards = settle_replicas(shards, comm, compare=options.validate, replicas=replicas)
+        shards = choose_main_replicas(shards, comm, compare=options.validate, replicas=replicas)
     with comm.local_phase("describing shards"):
         given = GivenShards(describe_shards(shards), saver) if cached is None else cached.given
     if options.validate:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardckpt.huggingface.header import lay_out
-from shardckpt.planning import flat_parts
+from shardckpt.planning import cut_flat_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ def _shards_in(span: TensorSpan[HubTensor], offset: int, block: torch.Tensor) ->
     low, high = max(start, offset), min(stop, offset + len(block))
     values = block[low - offset : high - offset].view(tensor.dtype)
     first = (low - start) // tensor.dtype.itemsize
-    for box, at in flat_parts(tensor.shape, first, first + len(values)):
+    for box, at in cut_flat_range(tensor.shape, first, first + len(values)):
         yield from tensor.shards_for(box, values[at : at + box.volume].view(box.shape))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of ranks, and on disks of their own: tensor-aware state dicts and local checkpoints."""
+"""Checkpoints in the memory of ranks and on the disks of their nodes: tensor-aware state dicts, local checkpoints."""
 
 from shardckpt.local.clique import CliqueReplication
 from shardckpt.local.local_checkpoint import load_local, save_local

@@ -1,4 +1,4 @@
-"""What the disks of all ranks have together: which saves are complete, and who has which part."""
+"""What the disks of all ranks have: which saves are complete, and which ranks have which part."""
 
 from __future__ import annotations
 
@@ -16,86 +16,90 @@ class Inventory:
     """The parts on all disks; the same on every rank.
 
     Args:
-        everyone: Of each rank, the parts on its disk and what is wrong with them.
+        everyone: For each rank, the parts on its disk, with what is wrong with each; ``""`` for nothing.
     """
 
     def __init__(self, everyone: Sequence[Mapping[PartId, str]]) -> None:
         self.world_size = len(everyone)
-        #: Of each part that is not damaged, the ranks on whose disks it is.
+        #: The ranks on whose disks each part is undamaged, ascending.
         self.holders = find_holders([part for part, fault in parts.items() if not fault] for parts in everyone)
-        #: (rank, part, what is wrong with it).
+        #: The damaged parts: rank, part, and what is wrong with it.
         self.faults = [(rank, part, why) for rank, parts in enumerate(everyone) for part, why in parts.items() if why]
         found = {part.save for parts in everyone for part in parts}
-        #: The saves of as many ranks as there are now, the newest last; those of others.
+        #: The saves of as many ranks as there are now, the newest last; then those of another number of ranks.
         self.saves = sorted(save for save in found if save.world_size == self.world_size)
         self.foreign = sorted(found - set(self.saves))
-        #: Those of which every part is on some disk.
+        #: The saves of which every part is on some disk, the newest last.
         self.complete = [save for save in self.saves if not self.missing(save)]
 
     def missing(self, save: SaveId) -> list[int]:
-        """The ranks whose part of a save is on no disk."""
+        """Return the ranks whose part of a save is on no disk."""
         return [rank for rank in range(save.world_size) if PartId(save, rank) not in self.holders]
 
     def latest(self) -> SaveId | None:
-        """The newest complete save."""
+        """Return the newest complete save, or None if there is none."""
         return self.complete[-1] if self.complete else None
 
-    def others(self, part: PartId) -> list[int]:
-        """The ranks on whose disks a part is whole, but for the one whose it is."""
+    def other_holders(self, part: PartId) -> list[int]:
+        """Return the ranks that have an undamaged copy of a part of another rank."""
         return [rank for rank in self.holders.get(part, ()) if rank != part.rank]
 
     def superseded(self, save: SaveId, keep: int) -> set[SaveId]:
-        """What goes once a save is complete: all that is older, but for so many complete steps that ``keep`` stay."""
+        """Return the saves to remove when ``save`` is complete.
+
+        These are all older ones, but for ``keep - 1`` complete ones of older steps.
+        """
         older = [other for other in self.complete if other.step < save.step]
         kept = older[max(len(older) - keep + 1, 0) :]
         return {other for other in (*self.saves, *self.foreign) if other < save} - set(kept)
 
     def loadable(self, step: int | None) -> list[SaveId]:
-        """The complete saves of a step, or of any, the newest first.
+        """Return the complete saves of a step, or of all steps for None, the newest first.
 
         Raises:
-            CannotLoadError: there is none.
+            CannotLoadError: there is none; the subclass and the text say why.
         """
         found = [save for save in reversed(self.complete) if step in (None, save.step)]
         if not found:
-            raise self._refusal(step)
+            raise self._make_error(step)
         return found
 
-    def complaints(self) -> list[str]:
-        """What is damaged, and which saves that are newer than the latest complete one do not count."""
-        texts = [f"rank {rank} has a damaged part, which does not count: {fault}" for rank, _, fault in self.faults]
+    def list_faults(self) -> list[str]:
+        """Return warnings: of damaged parts, and of saves newer than the latest complete one that cannot be loaded."""
+        texts = [f"rank {rank} has a damaged part, which is ignored: {fault}" for rank, _, fault in self.faults]
         latest = self.latest()
         newer = [save for save in self.saves if latest is None or save > latest]
-        texts += [f"{self._lost(save)}; it is left out" for save in newer]
+        texts += [f"{self._describe_lost(save)}; it is ignored" for save in newer]
         if self.foreign and (latest is None or self.foreign[-1].step > latest.step):
-            texts.append(f"{self._of_others(self.foreign[-1])}: it is left out")
+            texts.append(f"{self._describe_foreign(self.foreign[-1])}: it is ignored")
         return texts
 
-    def _refusal(self, step: int | None) -> CannotLoadError:
-        """Why nothing can be loaded."""
+    def _make_error(self, step: int | None) -> CannotLoadError:
+        """Return an error that says why nothing can be loaded."""
         instead = "load the last global checkpoint with dist_checkpointing.load()"
         asked = [save for save in self.saves if step in (None, save.step)]
         if asked:
-            return IncompleteCheckpointError(f"{self._lost(asked[-1])}; {instead}{self._there()}")
-        strange = [save for save in self.foreign if step in (None, save.step)]
-        if strange:
+            return IncompleteCheckpointError(f"{self._describe_lost(asked[-1])}; {instead}{self._list_steps()}")
+        foreign = [save for save in self.foreign if step in (None, save.step)]
+        if foreign:
             return CannotLoadError(
-                f"{self._of_others(strange[-1])}: local checkpoints need as many; {instead}, which takes any number"
+                f"{self._describe_foreign(foreign[-1])}: a local checkpoint needs as many as saved it; {instead}, "
+                "which takes any number of ranks"
             )
         what = "local checkpoint" if step is None else f"local checkpoint of step {step}"
         return NotACheckpointError(
-            f"there is no {what} on the disks of {self.world_size} ranks; {instead}{self._there()}"
+            f"there is no {what} on the disks of {self.world_size} ranks; {instead}{self._list_steps()}"
         )
 
-    def _there(self) -> str:
+    def _list_steps(self) -> str:
         steps = ", ".join(str(save.step) for save in self.complete)
         return f" (complete steps: {steps})" if steps else ""
 
-    def _lost(self, save: SaveId) -> str:
+    def _describe_lost(self, save: SaveId) -> str:
         ranks = ", ".join(map(str, self.missing(save)))
-        return f"step {save.step} is incomplete: on no disk is a whole part of ranks {ranks}"
+        return f"step {save.step} is incomplete: no disk has an undamaged part of ranks {ranks}"
 
-    def _of_others(self, save: SaveId) -> str:
+    def _describe_foreign(self, save: SaveId) -> str:
         return f"step {save.step} was saved by {save.world_size} ranks, and there are {self.world_size}"
 
 

@@ -1,4 +1,4 @@
-"""Local checkpoints: one rank's own part, in a directory of its own, for a restart with the same ranks."""
+"""Save and load one rank's part in a directory of its own, for a restart with the same number of ranks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,23 @@ def save_local(
     overwrite: bool = False,
     allow_globals: Iterable[Any] = (),
 ) -> None:
-    """Save one rank's part; needs no other rank. It is whole at ``directory`` when this returns, or not there.
+    """Save one rank's part; other ranks take no part in this.
+
+    Example:
+        ::
+
+            state, cache = TensorAwareStateDict.from_state_dict(sharded_state_dict)
+            save_local(state, f"/local/checkpoint/{rank}", overwrite=True)
 
     Args:
-        state: What to save, its tensors in place.
-        directory: This rank's alone: absent or empty, unless ``overwrite``.
-        overwrite: Replace what stands there in one step.
+        state: What to save, with its tensors in place.
+        directory: Of this rank alone: absent or empty, unless ``overwrite``. When this returns, the complete checkpoint
+            is there.
+        overwrite: Replace what is in the directory, in one step.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
 
     Raises:
-        CheckpointingException: nothing has changed at ``directory``.
+        CheckpointingException: the save failed; ``directory`` is as it was before.
     """
     if state.is_hollow:
         raise CheckpointingException("save_local: the tensors are out; insert_tensors() puts them back")
@@ -49,70 +56,73 @@ def save_local(
     content = {
         "common": state.common,
         "form": dict_list_map_outplace(lambda _: next(numbers), state.sharded_state_dict),
-        "shards": [_description(shard) for shard in shards],
+        "shards": [_describe(shard) for shard in shards],
         "homes": list(state.homes),
     }
-    values = {str(number): _stored(number, shard) for number, shard in enumerate(shards) if _is_kept(shard)}
+    values = {str(number): _make_global(number, shard) for number, shard in enumerate(shards) if _is_kept(shard)}
     options = SaveOptions(validate=False, overwrite=overwrite, allow_globals=tuple(allow_globals))
     target = locate_local(directory, "save a local checkpoint to")
     save_checkpoint({"values": values, "local": content}, target, None, Comm(alone=True), host(), options)
 
 
 def load_local(directory: str | os.PathLike[str], *, allow_globals: Iterable[Any] = ()) -> TensorAwareStateDict:
-    """What :func:`save_local` saved, with its tensors on the CPU; needs no other rank.
+    """Load what :func:`save_local` saved; other ranks take no part in this.
 
     Args:
         directory: This rank's.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.load`.
 
+    Returns:
+        This rank's part, its tensors on the CPU.
+
     Raises:
-        CannotLoadError: there is no whole checkpoint.
-        CorruptCheckpointError: its bytes are not those that were written.
+        CannotLoadError: there is no complete checkpoint.
+        CorruptCheckpointError: the bytes are not those that were written.
     """
     options = LoadOptions(allow_globals=tuple(allow_globals))
     place = locate_local(directory, "load a local checkpoint from")
-    return retry_if_replaced(lambda: _loaded(place, options), place)
+    return retry_if_replaced(lambda: _load(place, options), place)
 
 
-def _loaded(directory: Path, options: LoadOptions) -> TensorAwareStateDict:
+def _load(directory: Path, options: LoadOptions) -> TensorAwareStateDict:
     with open_checkpoint(directory, Comm(alone=True), host(), options) as checkpoint:
         content = checkpoint.common().get("local")
         if not isinstance(content, dict):
-            raise CheckpointingException(f"{directory} is no local checkpoint: dist_checkpointing.load() reads it")
-        shards = [_described(description) for description in content["shards"]]
-        wanted = {str(n): _stored(n, s) for n, s in enumerate(shards) if content["shards"][n]["kept"]}
+            raise CheckpointingException(f"{directory} is not a local checkpoint: dist_checkpointing.load() reads it")
+        shards = [_make_shard(description) for description in content["shards"]]
+        wanted = {str(n): _make_global(n, s) for n, s in enumerate(shards) if content["shards"][n]["kept"]}
         found, _ = load_checkpoint(
             {"values": wanted}, checkpoint, validate=False, strict=StrictHandling.ASSUME_OK_UNEXPECTED
         )
     for number, value in found.get("values", {}).items():
         shards[int(number)].data = value
-    nest = dict_list_map_outplace(shards.__getitem__, content["form"])
-    return TensorAwareStateDict(content["common"], nest, content["homes"])
+    sharded = dict_list_map_outplace(shards.__getitem__, content["form"])
+    return TensorAwareStateDict(content["common"], sharded, content["homes"])
 
 
 def _is_kept(shard: ShardedBase) -> bool:
     return isinstance(shard, ShardedObject) or shard.data is not None
 
 
-def _description(shard: ShardedBase) -> dict[str, Any]:
-    """A shard without its data, as plain data."""
+def _describe(shard: ShardedBase) -> dict[str, Any]:
+    """Return a shard without its data as a dict of plain values, which :func:`_make_shard` reads."""
     kind = next((name for name, base in _KINDS.items() if type(shard) is base), None)
     if kind is None:
-        raise CheckpointingException(f"save_local: {shard.key!r} is a {type(shard).__name__}, no shard")
+        raise CheckpointingException(f"save_local: {shard.key!r} is a {type(shard).__name__}, not a shard")
     fields = {field.name: getattr(shard, field.name) for field in dataclasses.fields(_KINDS[kind])}  # type: ignore[arg-type]
     part = fields.pop("flattened_range", None)
     return {**fields, "data": None, "kind": kind, "kept": _is_kept(shard), "flat": part and (part.start, part.stop)}
 
 
-def _described(description: dict[str, Any]) -> ShardedBase:
+def _make_shard(description: dict[str, Any]) -> ShardedBase:
     fields = {name: value for name, value in description.items() if name not in ("kind", "kept", "flat")}
     if description["flat"] is not None:
         fields["flattened_range"] = slice(*description["flat"])
     return _KINDS[description["kind"]](**fields)
 
 
-def _stored(number: int, shard: ShardedBase) -> ShardedBase:
-    """A local shard under a key of its own: to this checkpoint it is all there is."""
+def _make_global(number: int, shard: ShardedBase) -> ShardedBase:
+    """Return a shard as a global tensor or object with a key of its own: this checkpoint has one rank's shards only."""
     key = f"local.{number}"
     if isinstance(shard, ShardedTensor):
         shape = shard.data_shape

@@ -1,4 +1,4 @@
-"""Local checkpoints of all ranks by steps: on the disks of their nodes, with copies on those of others."""
+"""Local checkpoints of all ranks by training step: on the disks of their nodes, with copies on other nodes."""
 
 from __future__ import annotations
 
@@ -33,25 +33,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What a part fails with on whose place a copy may be better.
+#: Errors of a damaged part, after which a copy on another disk is tried.
 _DAMAGED = (CorruptCheckpointError, IncompleteCheckpointError, NotACheckpointError, StorageError)
 
 
 class LocalCheckpointManager:
-    """Saves each rank's part on its node's disk, and finds and loads the newest step that the disks have together.
+    """Saves each rank's part on the disk of its node, and loads the newest step of which all parts exist.
 
-    A restart needs as many ranks as have saved. It bears the loss of nodes as far as ``replication`` goes: a rank that
-    lacks its part gets it from a rank of its clique. All methods are collective.
+    A restart needs the same number of ranks. Parts on nodes that were lost come from the disks of other nodes, if
+    ``replication`` put copies there. Every rank must make the manager, and call each of its methods.
+
+    Example:
+        ::
+
+            manager = LocalCheckpointManager("/local/checkpoints", CliqueReplication(jump=8, factor=2))
+            if manager.find_latest() is not None:
+                state_dict = manager.load().to_state_dict(sharded_state_dict)
+            ...
+            state, cache = TensorAwareStateDict.from_state_dict(sharded_state_dict, cached_metadata=cache)
+            manager.save(state, step)
 
     Args:
-        root: A directory on this rank's node, for this job alone; ranks of the same node may have the same.
-        replication: Who keeps copies of whose parts; by default there are none.
+        root: A directory on this rank's node that no other job uses; ranks of a node may share it.
+        replication: Which ranks keep copies of which parts; by default there are no copies.
         process_group: The ranks, by default all.
-        keep: How many complete steps stay, at least 1.
+        keep: Number of complete steps that are kept, at least 1.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save` and ``load``.
 
     Raises:
-        CheckpointingException: arguments that cannot be, or are not the same on every rank.
+        CheckpointingException: arguments are invalid, or not the same on every rank.
     """
 
     def __init__(
@@ -73,47 +83,54 @@ class LocalCheckpointManager:
         self._allow_globals = tuple(allow_globals)
 
     def save(self, state: TensorAwareStateDict, step: int) -> None:
-        """Save a step: it counts when every rank has its part and all copies that it keeps; then older steps go.
+        """Collective: save a step; once every rank has its part and the copies that it keeps, remove older steps.
 
-        A step that is there already stays until the new save of it is complete; later steps stay.
+        An earlier save of the same step stays until the new one is complete; later steps stay.
 
         Args:
-            state: This rank's part, its tensors in place; nothing changes in it.
-            step: Of the training, the same on every rank.
+            state: This rank's part, with its tensors in place; it is not changed.
+            step: Training step, the same on every rank.
 
         Raises:
-            CheckpointingException: the same on every rank; the steps that were there are there.
+            CheckpointingException: the same on every rank; the complete steps that existed before still exist.
         """
         comm = Comm(self._group)
         with comm.local_phase("saving a local checkpoint"):
             _check_state(state)
             _check_step(step)
             comm.agree(step=step)
-            listing, inventory = self._look(comm)
+            listing, inventory = self._take_inventory(comm)
             self._clear(listing, inventory)
-            save = SaveId(step, comm.broadcast(_stamp(step, inventory)), comm.world_size)
+            # the main rank's clock gives the id: parts of one save must have equal names on all ranks
+            save = SaveId(step, comm.broadcast(_make_stamp(step, inventory)), comm.world_size)
             self._write(state, save, comm)
             self._remove(listing, inventory.superseded(save, self._keep))
 
     def find_latest(self) -> int | None:
-        """The newest step of which every rank's part is on some rank's disk; None if there is none.
+        """Collective: find the newest step of which every rank's part is on some rank's disk.
 
-        Files are looked at, not read; what is damaged or incomplete does not count, and is named in a warning.
+        The sizes of files are checked, not their bytes. Damaged and incomplete saves are ignored, with a warning.
+
+        Returns:
+            The step, or None if there is none; the same on every rank.
         """
         comm = Comm(self._group)
-        _, inventory = self._look(comm)
+        _, inventory = self._take_inventory(comm)
         self._warn(inventory, comm)
         latest = inventory.latest()
         return None if latest is None else latest.step
 
     def load(self, step: int | None = None) -> TensorAwareStateDict:
-        """This rank's part of a step, its tensors on the CPU.
+        """Collective: load this rank's part of a step.
 
-        A part that is not on this rank's disk, or is damaged there, is copied to it from another rank's, with a
-        warning. What is lost of other ranks' copies comes back with the next save.
+        A part that is missing or damaged on this rank's disk is copied to it from another rank's disk, with a warning.
+        Copies of other ranks' parts that were lost are not restored before the next save.
 
         Args:
-            step: The same on every rank; by default the newest that loads.
+            step: The same on every rank; by default the newest that can be loaded.
+
+        Returns:
+            This rank's part, its tensors on the CPU.
 
         Raises:
             CannotLoadError: there is no such step, it is incomplete, or another number of ranks saved it.
@@ -122,47 +139,50 @@ class LocalCheckpointManager:
         comm = Comm(self._group)
         with comm.local_phase("loading a local checkpoint"):
             comm.agree(step=step)
-            _, inventory = self._look(comm)
+            _, inventory = self._take_inventory(comm)
             self._warn(inventory, comm)
             with comm.collective_phase("choosing a step"):
                 saves = inventory.loadable(step)
             return self._load_first(saves, inventory, comm)
 
-    def _look(self, comm: Comm) -> tuple[Listing, Inventory]:
+    def _take_inventory(self, comm: Comm) -> tuple[Listing, Inventory]:
+        """Collective: list what is on this rank's disk, and on all."""
         with comm.local_phase("listing local checkpoints"):
-            listing = self._folder.look()
+            listing = self._folder.list_parts()
         return listing, Inventory(comm.all_gather(listing.parts))
 
     def _warn(self, inventory: Inventory, comm: Comm) -> None:
         if comm.is_main:
-            for text in inventory.complaints():
+            for text in inventory.list_faults():
                 logger.warning("local checkpoints: %s", text)
 
     def _clear(self, listing: Listing, inventory: Inventory) -> None:
-        """Make room: what saves that did not end have left is of no use where there is a complete one."""
+        """Make room: remove what unfinished saves have left, and incomplete saves if there is a complete one."""
         self._folder.clear(listing.leftovers)
-        if inventory.complete:  # else a disk may be missing that is found again
+        if inventory.complete:  # if none is, a disk may be missing that comes back, and completes one
             self._remove(listing, set(inventory.saves) - set(inventory.complete))
 
     def _remove(self, listing: Listing, saves: Container[SaveId]) -> None:
         self._folder.remove(part for part in listing.parts if part.save in saves)
 
     def _write(self, state: TensorAwareStateDict, save: SaveId, comm: Comm) -> None:
-        """Save the parts and the copies; nothing of them stays if that fails."""
-        mine, routes = PartId(save, comm.rank), self._copies(save)
+        """Collective: save the parts and their copies; if that fails, remove them."""
+        mine, routes = PartId(save, comm.rank), self._plan_copies(save)
         try:
             with comm.collective_phase("saving this rank's part"):
                 save_local(state, self._folder.path(mine), allow_globals=self._allow_globals)
             if routes:
                 self._replicate(routes, comm)
         except CommunicationError:
-            raise  # a rank that is gone may have left others who count the step, and have removed older ones
+            # keep the parts: ranks that did not notice the failure may count the step, and have removed older ones
+            raise
         except Exception:
             self._folder.remove([mine, *(route.part for route in routes if route.target == comm.rank)])
             raise
 
     def _replicate(self, routes: list[Route], comm: Comm) -> None:
-        with comm.collective_phase("looking at the disks of cliques"):
+        """Collective: copy the parts to the disks of their cliques."""
+        with comm.collective_phase("checking the disks of cliques"):
             self._check_apart([route for route in routes if route.target == comm.rank])
         faults = transfer_parts(routes, self._folder, comm)
         with comm.local_phase("copying parts to other disks"):
@@ -170,17 +190,17 @@ class LocalCheckpointManager:
                 raise StorageError("not all parts were copied: " + "; ".join(dict.fromkeys(faults.values())))
 
     def _check_apart(self, routes: list[Route]) -> None:
-        """Raise if the parts that this rank is to get are there already: others have saved them on the same disk."""
+        """Raise if a part that this rank is to receive exists: then its sender uses the same disk."""
         for route in routes:
             if self._folder.path(route.part).exists():
                 raise CheckpointingException(
                     f"ranks {route.source} and {route.target} are in one clique and have the same disk, "
-                    f"{self._folder.root}: give each node's own directory as root, and CliqueReplication as jump the "
-                    "number of ranks of a node"
+                    f"{self._folder.root}: pass a directory on each node's own disk as root, and the number of ranks "
+                    "per node as jump of CliqueReplication"
                 )
 
-    def _copies(self, save: SaveId) -> list[Route]:
-        """Which parts go to which ranks."""
+    def _plan_copies(self, save: SaveId) -> list[Route]:
+        """Return which parts are copied to which ranks."""
         if self._replication is None:
             return []
         cliques = [self._replication.clique_of(rank) for rank in range(save.world_size)]
@@ -192,7 +212,7 @@ class LocalCheckpointManager:
         ]
 
     def _load_first(self, saves: list[SaveId], inventory: Inventory, comm: Comm) -> TensorAwareStateDict:
-        """The first of the saves that loads."""
+        """Collective: return this rank's part of the first of the saves that can be loaded."""
         reasons = []
         for save in saves:
             state, why = self._load(save, inventory, comm)
@@ -206,10 +226,14 @@ class LocalCheckpointManager:
         )
 
     def _load(self, save: SaveId, inventory: Inventory, comm: Comm) -> tuple[TensorAwareStateDict | None, str]:
-        """Every rank's part, from wherever it is whole; else why not, the same on every rank."""
-        sources = {rank: inventory.others(PartId(save, rank)) for rank in range(comm.world_size)}
+        """Collective: load this rank's part, from another rank's disk if need be.
+
+        Returns:
+            The part, or None and the reason why some rank's part cannot be loaded, the same on every rank.
+        """
+        sources = {rank: inventory.other_holders(PartId(save, rank)) for rank in range(comm.world_size)}
         state, fault = self._read(PartId(save, comm.rank))
-        while True:
+        while True:  # each round tries one more copy of each part that a rank lacks
             lacking = {rank: why for rank, why in enumerate(comm.all_gather(fault)) if why}
             lost = [f"rank {rank}: {why}" for rank, why in lacking.items() if not sources[rank]]
             if lost:
@@ -219,17 +243,19 @@ class LocalCheckpointManager:
             routes = [Route(PartId(save, rank), sources[rank].pop(0), rank) for rank in lacking]
             failed = transfer_parts(routes, self._folder, comm)
             if fault:
-                state, fault = self._fetched(next(r for r in routes if r.target == comm.rank), fault, failed)
+                state, fault = self._read_copy(next(r for r in routes if r.target == comm.rank), fault, failed)
 
-    def _fetched(self, route: Route, before: str, failed: dict[Route, str]) -> tuple[TensorAwareStateDict | None, str]:
-        """This rank's part once a copy of it has come, or why it did not."""
+    def _read_copy(
+        self, route: Route, before: str, failed: dict[Route, str]
+    ) -> tuple[TensorAwareStateDict | None, str]:
+        """Return this rank's part after a copy of it was received, or why there is none."""
         if route in failed:
             return None, f"{before}; {failed[route]}"
         logger.warning("rank %d has its part from rank %d: %s", route.target, route.source, before)
         return self._read(route.part)
 
     def _read(self, part: PartId) -> tuple[TensorAwareStateDict | None, str]:
-        """A part on this rank's disk, or what is wrong with it."""
+        """Return a part on this rank's disk, or None and what is wrong with it."""
         try:
             return load_local(self._folder.path(part), allow_globals=self._allow_globals), ""
         except _DAMAGED as exc:
@@ -240,10 +266,10 @@ def _check(replication: CliqueReplication | None, keep: int, comm: Comm) -> None
     cliques = None if replication is None else (replication.jump, replication.factor)
     comm.agree(keep=keep, replication=cliques)
     if type(keep) is not int or keep < 1:
-        raise CheckpointingException(f"keep={keep!r}: at least 1 complete step stays")
+        raise CheckpointingException(f"keep={keep!r}: expected an integer of at least 1")
     if replication is not None and replication.members != comm.members:
         raise CheckpointingException(
-            f"the cliques are of ranks {replication.members}, the manager is of {comm.members}: give both the same "
+            f"the cliques are of ranks {replication.members}, the manager is of {comm.members}: pass both the same "
             "process_group"
         )
 
@@ -251,18 +277,18 @@ def _check(replication: CliqueReplication | None, keep: int, comm: Comm) -> None
 def _check_state(state: Any) -> None:
     if not isinstance(state, TensorAwareStateDict):
         raise CheckpointingException(
-            f"expected a TensorAwareStateDict, got a {type(state).__name__}: from_state_dict gives a part, and what is "
-            "to be passed as cached_metadata next time; save takes the part"
+            f"expected a TensorAwareStateDict, got a {type(state).__name__}: pass the first of the two values that "
+            "TensorAwareStateDict.from_state_dict returns"
         )
 
 
 def _check_step(step: int) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
-        raise CheckpointingException(f"step={step!r}: expected a whole number from 0 on")
+        raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
 
 
-def _stamp(step: int, inventory: Inventory) -> int:
-    """Later than that of any other save of the step, whatever the clock says."""
+def _make_stamp(step: int, inventory: Inventory) -> int:
+    """Return the time in ns, or more: above the stamps of all other saves of the step, even if the clock went back."""
     return max(
         time.time_ns(), *(save.stamp + 1 for save in (*inventory.saves, *inventory.foreign) if save.step == step), 0
     )

@@ -1,4 +1,4 @@
-"""In-memory shards of a group of ranks: which rank keeps which, and how they come to the ranks that lack them."""
+"""In-memory shards of a group of ranks: assign each to one rank that keeps it, and send it to ranks that lack it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KeptShards(NamedTuple):
 
     Attributes:
         copies: The shards that this rank had when they were assigned.
-        kept: The ids of those that it keeps.
+        kept: The ids of the shards that it keeps.
     """
 
     copies: list[ShardCopy]
@@ -31,30 +31,30 @@ class KeptShards(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A tensor that a rank keeps, as it announces it."""
+    """What other ranks need to know of a tensor that a rank keeps."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
 
 
-class _Announced(NamedTuple):
-    """What a rank announces: the tensors that it keeps, and the kinds of device of the destinations that it lacks."""
+class _Inventory(NamedTuple):
+    """What a rank sends to the others: the tensors that it keeps, and those that it lacks, with their devices."""
 
     kept: dict[ShardId, _Tensor]
     lacking: dict[ShardId, str]
 
 
 def keep_share(shards: Sequence[ShardedTensor], group: Comm, cached: KeptShards | None) -> KeptShards:
-    """Collective: assign each shard to one rank of the group, which keeps it; take the data out of its other copies.
+    """Collective: assign each shard to one rank of the group, which keeps it; remove the data of its other copies.
 
     Args:
-        shards: This rank's.
+        shards: This rank's; ``data`` becomes None if another rank keeps the shard.
         group: The ranks.
-        cached: What an earlier call returned; it is used again if no rank has other shards than then.
+        cached: What an earlier call returned; it is reused if all ranks have the same shards as then.
 
     Returns:
-        What this rank keeps; ``cached`` itself where that was used.
+        What this rank keeps; ``cached`` itself if that was reused.
     """
     with group.local_phase("comparing with the last assignment"):
         copies = [describe_copy(shard) for shard in shards]
@@ -71,34 +71,34 @@ def keep_share(shards: Sequence[ShardedTensor], group: Comm, cached: KeptShards 
 def fetch_shards(
     kept: Mapping[ShardId, torch.Tensor], lacking: Mapping[ShardId, ShardedTensor], group: Comm, algorithm: str
 ) -> dict[ShardId, torch.Tensor]:
-    """Collective: get shards from the ranks that keep them; each goes to those that lack it, and to no one else.
+    """Collective: get shards from the ranks that keep them; each is sent to the ranks that lack it, and to no others.
 
     Args:
-        kept: This rank's.
-        lacking: What this rank wants; its data is filled where it has the stored dtype.
+        kept: The tensors that this rank keeps, by shard id.
+        lacking: The shards that this rank wants, by shard id; ``data`` is filled if it is plain and of the kept dtype.
         group: The ranks.
-        algorithm: How shards travel; see :func:`shardckpt.parallel.transfers.exchange`.
+        algorithm: How ranks exchange shards; see :func:`shardckpt.parallel.transfers.exchange`.
 
     Returns:
-        The tensor of every shard that this rank lacked: its data, or new memory where that was not filled.
+        The tensor of every shard that this rank lacked: its data, or new memory if that was not filled.
 
     Raises:
         KeyMismatchError: no rank keeps one of them.
     """
     tensors = {shard: _Tensor(tuple(data.shape), data.dtype, data.device.type) for shard, data in kept.items()}
     devices = {shard: "cpu" if lack.data is None else lack.data.device.type for shard, lack in lacking.items()}
-    everyone = group.all_gather(_Announced(tensors, devices))
+    everyone = group.all_gather(_Inventory(tensors, devices))
     with group.local_phase("looking for shards"):
         transfers = _plan_transfers(everyone, group)
     return exchange_shards(transfers, kept, lacking, group, algorithm)
 
 
-def _plan_transfers(everyone: Sequence[_Announced], group: Comm) -> dict[ShardId, Transfer]:
+def _plan_transfers(everyone: Sequence[_Inventory], group: Comm) -> dict[ShardId, Transfer]:
     sources: dict[ShardId, tuple[int, _Tensor]] = {}
-    for rank, announced in enumerate(everyone):
-        for shard, tensor in announced.kept.items():
-            sources.setdefault(shard, (rank, tensor))
-    targets = find_holders(announced.lacking for announced in everyone)
+    for rank, inventory in enumerate(everyone):
+        for shard, tensor in inventory.kept.items():
+            sources.setdefault(shard, (rank, tensor))  # "atomic" keeps have several: the lowest rank sends
+    targets = find_holders(inventory.lacking for inventory in everyone)
     _check_kept(targets.keys() - sources.keys(), group)
     transfers = {}
     for shard, ranks in targets.items():
@@ -111,12 +111,12 @@ def _plan_transfers(everyone: Sequence[_Announced], group: Comm) -> dict[ShardId
 def _check_kept(lost: set[ShardId], group: Comm) -> None:
     if lost:
         named = sorted(repr(shard[1:4]) for shard in lost)
-        why = "was each rank's share kept only? Then pass algo='fully_parallel' and the same group here too; " * (
+        hint = "if they were made with algo='fully_parallel', pass that and the same group here, too; " * (
             group.world_size == 1
         )
         raise KeyMismatchError(
-            f"no rank of the group keeps these shards (key, offset, shape): {', '.join(named[:20])}; {why}shards must "
-            "be cut as they were when they were kept"
+            f"no rank of the group keeps these shards (key, offset, shape): {', '.join(named[:20])}; {hint}shards "
+            "must have the same offsets and shapes as when they were kept"
         )
 
 

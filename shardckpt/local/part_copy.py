@@ -1,4 +1,4 @@
-"""The two ends of a copy of a stored part: read from one disk, checked and written to another."""
+"""The two ends of a copy of a stored part: read it from one disk, check it and write it to another."""
 
 from __future__ import annotations
 
@@ -26,32 +26,40 @@ if TYPE_CHECKING:
 
 
 class Head(NamedTuple):
-    """A checkpoint's JSON files."""
+    """A checkpoint's JSON files.
+
+    Attributes:
+        marker: Bytes of the manifest file, whose presence makes a directory a checkpoint.
+        record: Bytes of the record of its files and their digests.
+    """
 
     marker: bytes
     record: bytes
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Their bytes."""
+        """Number of bytes of each."""
         return len(self.marker), len(self.record)
 
 
 class Outgoing:
-    """A part on this rank's disk, as others get it.
+    """A part on this rank's disk that is sent to other ranks.
 
     Args:
-        path: Its directory.
+        path: The directory of the part.
+
+    Raises:
+        CorruptCheckpointError: the record is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.head = Head(read_file(path / MARKER_NAME, MARKER_LIMIT), read_file(path / RECORD_NAME, RECORD_LIMIT))
-        self.chunks = list_chunks(_parsed(self.head, str(path)))
+        self.chunks = list_chunks(_parse_record(self.head, str(path)))
         self.buffers = Buffers(self.chunks)
 
     def read(self, number: int) -> None:
-        """Get a chunk into the buffers."""
+        """Read chunk ``number`` into the buffers."""
         chunk = self.chunks[number]
         path = self._path / check_file_name(chunk.name)
         fd, _ = open_existing(path)
@@ -62,19 +70,22 @@ class Outgoing:
 
 
 class Incoming:
-    """A part on its way to this rank's disk: in a staging directory until it is whole and checked.
+    """A part that this rank receives: in a staging directory until it is complete and checked.
 
     Args:
-        target: Its directory.
+        target: The directory that it is published as.
         head: Its JSON files.
-        origin: Where it comes from, for errors.
+        origin: The sender, for errors.
+
+    Raises:
+        CorruptCheckpointError: the record is damaged.
     """
 
     def __init__(self, target: Path, head: Head, origin: str) -> None:
         self._target = target
         self._head = head
         self._origin = origin
-        record = _parsed(head, origin)
+        record = _parse_record(head, origin)
         self._digest = digest_function(record.digest_algorithm)
         self.chunks = list_chunks(record)
         self.buffers = Buffers(self.chunks)
@@ -84,17 +95,22 @@ class Incoming:
         self._staging = self._stack.enter_context(staging_directory(target))
 
     def write(self, number: int) -> None:
-        """Check a chunk that is in the buffers, and write it; chunks come in their order."""
+        """Check chunk ``number``, which is in the buffers, and write it; call it for the chunks in their order.
+
+        Raises:
+            CorruptCheckpointError: the bytes do not have their digests.
+        """
         chunk = self.chunks[number]
         self._check(chunk, self.buffers.view(number))
         while self._file is None or self._file.path.name != chunk.name:
-            self._turn()
+            self._next_file()
         self._file.write(self.buffers.view(number), chunk.span.start)
 
     def complete(self) -> None:
-        """Make all files durable."""
+        """Complete all files, and make them durable."""
         while self._file is not None or self._waiting:
-            self._turn()
+            self._next_file()
+        # the marker comes last: without it the directory is no checkpoint
         for name, content in ((RECORD_NAME, self._head.record), (MARKER_NAME, self._head.marker)):
             file = NewFile(self._staging / name)
             try:
@@ -104,17 +120,17 @@ class Incoming:
                 file.close()
 
     def publish(self) -> None:
-        """Make it the target, which is absent."""
+        """Rename the staging directory to the target, which must not exist."""
         publish_staging(self._staging, self._target)
 
     def close(self) -> None:
-        """Close what is open, and discard what was not published."""
+        """Close what is open, and remove the staging directory if it was not published."""
         if self._file is not None:
             self._file.close()
         self._stack.close()
 
-    def _turn(self) -> None:
-        """Complete the file that is being written, and begin the next, in the order of the record."""
+    def _next_file(self) -> None:
+        """Complete the file that is being written, if any, and begin the next one of the record."""
         if self._file is not None:
             self._file.finish(self._file.expected)
             self._file.close()
@@ -130,11 +146,11 @@ class Incoming:
             if self._digest(view[start - chunk.span.start : stop - chunk.span.start]) != digest:
                 raise CorruptCheckpointError(
                     f"bytes {start} to {stop} of {self._target.name}/{chunk.name}, from {self._origin}, are not those "
-                    "that were written (digest differs): they are damaged on its disk, or were on the way"
+                    "that were written (digest differs): they were damaged on its disk, or in transit"
                 )
 
 
-def _parsed(head: Head, origin: str) -> Record:
+def _parse_record(head: Head, origin: str) -> Record:
     try:
         return Record.parse(head.record)
     except (ValueError, RecursionError) as exc:

@@ -1,4 +1,4 @@
-"""Parts of local checkpoints from disk to disk over the process group, a chunk at a time; no rank has one in memory."""
+"""Copy parts of local checkpoints from disk to disk over the process group, a chunk at a time to bound memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ _Tensors = list[tuple[torch.Tensor, int]]
 
 
 class Route(NamedTuple):
-    """A part that goes from one rank's disk to another's."""
+    """The copy of a part from one rank's disk to another's.
+
+    Attributes:
+        part: The part.
+        source: The rank that has it.
+        target: The rank that receives it.
+    """
 
     part: PartId
     source: int
@@ -31,15 +37,15 @@ class Route(NamedTuple):
 
 
 def transfer_parts(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> dict[Route, str]:
-    """Collective: copy parts from disk to disk; what fails of one leaves the others alone.
+    """Collective: copy parts from disk to disk; the failure of one copy does not stop the others.
 
     Args:
-        routes: What goes where; the same on every rank.
-        folder: This rank's disk. A part that is there already is replaced when the new one is whole.
+        routes: The copies to make; the same on every rank.
+        folder: This rank's disk. A part that exists is replaced when the new one is complete.
         comm: The ranks.
 
     Returns:
-        Why, of each copy that failed; the same on every rank. All others are durable.
+        The reason for each copy that failed; the same on every rank. All other copies are durable.
 
     Raises:
         CommunicationError: a rank died.
@@ -57,7 +63,7 @@ def transfer_parts(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> d
 
 
 class _PartTransfer:
-    """Copies under way, in steps that all ranks take together: its public methods are collective."""
+    """Copies that are being made, in collective steps that every rank calls in this order."""
 
     def __init__(self, routes: Sequence[Route], folder: PartFolder, comm: Comm) -> None:
         self._routes = routes
@@ -66,28 +72,29 @@ class _PartTransfer:
         self._outgoing: dict[PartId, Outgoing] = {}
         self._incoming: dict[Route, Incoming] = {}
         self._heads: dict[Route, Head] = {}
-        #: What failed on this rank.
+        #: The copies that failed on this rank, with the reason.
         self._own: dict[Route, str] = {}
-        #: What failed on any rank, as far as all know.
+        #: The copies that failed on any rank, with the reasons; the same on every rank. No later step touches them.
         self.faults: dict[Route, str] = {}
 
     def open(self) -> None:
-        """Open what this rank sends."""
+        """Collective: open the parts that this rank sends."""
         with self._comm.local_phase("opening parts to copy"):
-            for part in {route.part for route in self._sent()}:
-                self._try(self._routes_of(part), partial(self._open, part))
+            for part in {route.part for route in self._list_sent()}:
+                self._try(self._list_routes(part), partial(self._open, part))
         self._exchange_faults()
 
     def exchange_heads(self) -> None:
-        """Get the JSON files of what this rank receives: they say what else comes."""
+        """Collective: receive the JSON files of the parts, which list the files that follow."""
         lengths: dict[PartId, tuple[int, int]] = {}
         for found in self._comm.all_gather({part: out.head.lengths for part, out in self._outgoing.items()}):
             lengths.update(found)
         arriving = {
-            route: torch.empty(sum(lengths[route.part]), dtype=torch.uint8, device="cpu") for route in self._received()
+            route: torch.empty(sum(lengths[route.part]), dtype=torch.uint8, device="cpu")
+            for route in self._list_received()
         }
         self._comm.exchange(
-            [(packed(b"".join(self._outgoing[route.part].head)), route.target) for route in self._sent()],
+            [(packed(b"".join(self._outgoing[route.part].head)), route.target) for route in self._list_sent()],
             [(tensor, route.source) for route, tensor in arriving.items()],
         )
         for route, tensor in arriving.items():
@@ -96,47 +103,48 @@ class _PartTransfer:
             self._heads[route] = Head(bytes(memory[:length]), bytes(memory[length:]))
 
     def begin(self) -> None:
-        """Make the places for what this rank receives."""
+        """Collective: create the staging directories of the parts that this rank receives."""
         with self._comm.local_phase("beginning copies"):
-            for route in list(self._received()):
+            for route in list(self._list_received()):
                 self._try([route], partial(self._begin, route))
         self._exchange_faults()
 
     def stream(self) -> None:
-        """Let all chunks travel: while one does, the next is read and the one before is written."""
-        own = [self._outgoing[route.part].chunks for route in self._sent()]
-        own += [self._incoming[route].chunks for route in self._received()]
+        """Collective: send all chunks; while one is sent, the next is read and the one before is written."""
+        own = [self._outgoing[route.part].chunks for route in self._list_sent()]
+        own += [self._incoming[route].chunks for route in self._list_received()]
         (rounds,) = self._comm.largest(max(map(len, own), default=0))
         with ThreadPoolExecutor(2, "shardckpt-copy") as pool:
             reading, writing = pool.submit(self._read, 0), None
+            # two buffers: a read must end before its chunk is sent, and a write before its buffer is reused
             for number in range(rounds):
                 reading.result()
                 reading = pool.submit(self._read, number + 1)
-                self._comm.exchange(*self._travelling(number))
+                self._comm.exchange(*self._list_messages(number))
                 if writing is not None:
                     writing.result()
                 writing = pool.submit(self._write, number)
 
     def finish(self) -> None:
-        """Make what has come durable, and publish it."""
+        """Collective: make what was received durable, and publish it."""
         with self._comm.local_phase("finishing copies"):
-            for route in list(self._received()):
+            for route in list(self._list_received()):
                 self._try([route], partial(self._publish, route))
         self._exchange_faults()
 
     def close(self) -> None:
-        """Leave nothing of copies that failed."""
+        """Remove what failed copies have left on this rank's disk."""
         for part in self._incoming.values():
             part.close()
 
-    def _sent(self) -> Iterator[Route]:
+    def _list_sent(self) -> Iterator[Route]:
         return (route for route in self._routes if route.source == self._comm.rank and route not in self.faults)
 
-    def _received(self) -> Iterator[Route]:
+    def _list_received(self) -> Iterator[Route]:
         return (route for route in self._routes if route.target == self._comm.rank and route not in self.faults)
 
-    def _routes_of(self, part: PartId) -> list[Route]:
-        return [route for route in self._sent() if route.part == part]
+    def _list_routes(self, part: PartId) -> list[Route]:
+        return [route for route in self._list_sent() if route.part == part]
 
     def _open(self, part: PartId) -> None:
         self._outgoing[part] = Outgoing(self._folder.path(part))
@@ -152,41 +160,42 @@ class _PartTransfer:
         part.publish()
 
     def _read(self, number: int) -> None:
-        for part in {route.part for route in self._sent()}:
+        for part in {route.part for route in self._list_sent()}:
             outgoing = self._outgoing[part]
             if number < len(outgoing.chunks):
-                self._try(self._routes_of(part), partial(outgoing.read, number))
+                self._try(self._list_routes(part), partial(outgoing.read, number))
 
     def _write(self, number: int) -> None:
-        for route in self._received():
+        for route in self._list_received():
             incoming = self._incoming[route]
             if number < len(incoming.chunks):
                 self._try([route], partial(incoming.write, number))
 
-    def _travelling(self, number: int) -> tuple[_Tensors, _Tensors]:
-        sent = [(self._outgoing[route.part], route.target) for route in self._sent()]
-        received = [(self._incoming[route], route.source) for route in self._received()]
+    def _list_messages(self, number: int) -> tuple[_Tensors, _Tensors]:
+        """Return what this rank sends and receives of chunk ``number`` of every copy, with the other rank."""
+        sent = [(self._outgoing[route.part], route.target) for route in self._list_sent()]
+        received = [(self._incoming[route], route.source) for route in self._list_received()]
         return (
             [(part.buffers.tensor(number), rank) for part, rank in sent if number < len(part.chunks)],
             [(part.buffers.tensor(number), rank) for part, rank in received if number < len(part.chunks)],
         )
 
     def _try(self, routes: list[Route], action: Callable[[], None]) -> None:
-        """Do something for routes none of which has failed here; a failure is theirs, and the others go on."""
+        """Run an action for some routes, unless one of them has failed here; if it raises, they have failed."""
         if any(route in self._own for route in routes):
             return
         try:
             action()
-        except Exception as exc:  # noqa: BLE001 - all ranks hear of it when the others are done
+        except Exception as exc:  # noqa: BLE001 - all ranks get it by _exchange_faults
             text = str(exc) if isinstance(exc, CheckpointingException) else f"{type(exc).__name__}: {exc}"
             self._own.update(dict.fromkeys(routes, f"rank {self._comm.rank}: {text}"))
 
     def _exchange_faults(self) -> None:
-        """Collective: add what has failed on any rank to the faults that all know."""
+        """Collective: add the copies that have failed on any rank to ``faults``, on all ranks."""
         for found in self._comm.all_gather(self._own):
             for route, why in found.items():
-                known = self.faults.get(route, "")
-                self.faults[route] = known if why in known else f"{known}; {why}".removeprefix("; ")
+                before = self.faults.get(route, "")
+                self.faults[route] = before if why in before else f"{before}; {why}".removeprefix("; ")
 
 
 __all__ = ["Route", "transfer_parts"]

@@ -1,4 +1,4 @@
-"""Parts of local checkpoints on the disk of a node: their names, whether they are whole, and their removal."""
+"""Parts of local checkpoints on the disk of a node: name, list, check and remove them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NAME = re.compile(rf"step-{_NUMBER}-([0-9a-f]{{16}})-rank-{_NUMBER}-of-{_NUMBER
 
 
 class SaveId(NamedTuple):
-    """One save of all ranks, in the order of what is newer.
+    """One save of all ranks; a newer one compares greater.
 
     Attributes:
-        step: Of the training.
-        stamp: Of the save: when it began, in nanoseconds, and later than any other of the step.
-        world_size: How many ranks have a part in it.
+        step: Training step.
+        stamp: When the save began, in ns; above the stamps of earlier saves of the step.
+        world_size: Number of ranks that saved, and of parts.
     """
 
     step: int
@@ -46,20 +46,25 @@ class SaveId(NamedTuple):
 
 
 class PartId(NamedTuple):
-    """One rank's part of a save, on whatever disk."""
+    """One rank's part of a save, on any disk.
+
+    Attributes:
+        save: The save.
+        rank: The rank that saved the part.
+    """
 
     save: SaveId
     rank: int
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         step, stamp, world_size = self.save
         return f"step-{step}-{stamp:016x}-rank-{self.rank}-of-{world_size}"
 
     @classmethod
     def parse(cls, name: str) -> PartId | None:
-        """The part with this name; None for any other name."""
+        """Return the part whose directory has this name, or None if it is not the name of a part."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None
@@ -68,11 +73,11 @@ class PartId(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a folder has.
+    """What a :class:`PartFolder` has.
 
     Attributes:
-        parts: What is wrong with each; ``""`` for nothing.
-        leftovers: What saves and copies left that did not end, and that no living process of this host has.
+        parts: The parts, with what is wrong with each; ``""`` for nothing.
+        leftovers: Staging directories of saves and copies that were interrupted, and that no living process uses.
     """
 
     parts: dict[PartId, str]
@@ -80,21 +85,21 @@ class Listing(NamedTuple):
 
 
 class PartFolder:
-    """The parts on one disk; other names in the directory are neither counted nor touched.
+    """The parts on one disk. Other files in the directory are ignored.
 
     Args:
-        root: The directory, which need not be there yet.
+        root: The directory, which need not exist yet.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, part: PartId) -> Path:
-        """Where a part is, or is to be."""
+        """Return the directory of a part, which need not exist."""
         return self.root / part.name
 
-    def look(self) -> Listing:
-        """What is there; files are looked at, not read."""
+    def list_parts(self) -> Listing:
+        """Return the parts and leftovers on this disk; the sizes of files are checked, not their bytes."""
         listing = Listing({}, [])
         with naming("list", self.root):
             found = sorted(self.root.iterdir()) if self.root.exists() else []
@@ -111,7 +116,7 @@ class PartFolder:
         return listing
 
     def remove(self, parts: Iterable[PartId]) -> None:
-        """Take parts away, each in one step; what cannot be removed is a warning."""
+        """Remove parts, each by one rename first, so that no crash leaves half a part; log what cannot be removed."""
         for part in parts:
             path = self.path(part)
             try:
@@ -123,7 +128,7 @@ class PartFolder:
         self.clear()
 
     def clear(self, leftovers: Iterable[Leftover] = ()) -> None:
-        """Remove what is left of removals, and the given leftovers; what cannot be removed is a warning."""
+        """Remove the given leftovers, and what interrupted removals have left; log what cannot be removed."""
         remove_free(leftovers, _why_kept)
         try:
             if self.root.exists():
@@ -137,7 +142,7 @@ def _is_part(name: str) -> bool:
 
 
 def _leftover(path: Path) -> Leftover | None:
-    """What a save or a copy of a part has left there, if it is that."""
+    """Return the leftover of a save or a copy of a part at a path, or None if it is none, or must stay."""
     name = parse_temporary(path.name)
     if name is None or name.kind != STAGING or not _is_part(name.stem):
         return None
@@ -146,12 +151,13 @@ def _leftover(path: Path) -> Leftover | None:
 
 
 def _why_kept(leftover: Leftover) -> str:
-    """Why a leftover must stay: the folder is one job's, so that nothing on another host can have it."""
+    """Return why a leftover must stay, or ``""``."""
+    # no grace period: the folder belongs to one job and one host, so no process of another host can use it
     return why_kept(leftover, hours=0)
 
 
 def _fault(path: Path) -> str:
-    """Why a part does not count; ``""`` if it does."""
+    """Return what is wrong with a part, or ``""``."""
     try:
         record = read_manifest(path, host()).record
         if record is None:

@@ -1,4 +1,4 @@
-"""A state dict of one rank whose tensors can be taken out and put back: the unit of local, in-memory checkpoints."""
+"""One rank's part of a state dict, whose tensors can be taken out and put back: what a local checkpoint consists of."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardckpt.state_dict import dict_list_map_outplace, nested_values, split_fo
 from shardckpt.tensors import fill
 from shardckpt.validation import (
     StrictHandling,
+    choose_main_replicas,
     compare_keys,
     parse_strict_flag,
-    settle_replicas,
     stored_key,
     validate_shards,
 )
@@ -35,15 +35,24 @@ _ALGORITHMS = ("fully_parallel", "atomic")
 
 
 class TensorAwareStateDict:
-    """One rank's part of a state dict: common state, and shards whose tensors may be elsewhere for a while.
+    """One rank's part of a state dict: common state, and shards whose tensors can be taken out and put back.
 
-    It has the methods of nvidia-resiliency-ext's ``TensorAwareStateDict`` and needs nothing of that package.
+    It has the methods of nvidia-resiliency-ext's ``TensorAwareStateDict`` and does not need that package.
+
+    Example:
+        Keep a copy in CPU memory, and restore it later::
+
+            state, cache = TensorAwareStateDict.from_state_dict(sharded_state_dict)
+            state.copy_tensors_to_cpu()
+            ...
+            state_dict = state.to_state_dict(sharded_state_dict, algo="fully_parallel")
 
     Args:
         common: The state that is not sharded.
-        sharded_state_dict: A nest of ShardedTensors and ShardedObjects, of its own; those tensors that another rank
-            keeps have no data.
-        homes: The kinds of device to which :meth:`restore_tensor_device` brings the tensors; by default where they are.
+        sharded_state_dict: A nested dict of ShardedTensors and ShardedObjects, which this object may change. Tensors
+            that another rank keeps have no data.
+        homes: For each tensor, the kind of device to which :meth:`restore_tensor_device` moves it; by default the
+            kind that it is on.
     """
 
     def __init__(
@@ -65,39 +74,40 @@ class TensorAwareStateDict:
         parallelization_group: ProcessGroup | None = None,
         cached_metadata: KeptShards | None = None,
     ) -> tuple[TensorAwareStateDict, KeptShards | None]:
-        """Collective: take this rank's part of a state dict; the argument stays, its tensors are shared, not copied.
+        """Collective: make this rank's part of a state dict, which is not changed; its tensors are shared, not copied.
 
         Args:
             sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.save`.
-            algo: ``"fully_parallel"``: of the tensors that ranks of the group replicate each rank keeps its share.
+            algo: ``"fully_parallel"``: of a tensor that ranks of the group replicate one of them keeps its data.
                 ``"atomic"``: each rank keeps all of its own.
             parallelization_group: The ranks that hold copies of each other's shards; by default all.
-            cached_metadata: What this gave back last time: while no rank has other shards, nothing is assigned anew.
+            cached_metadata: The second value that this returned last time. The assignment is reused if all ranks have
+                the same shards as then.
 
         Returns:
-            The part, and what to pass as ``cached_metadata`` next time (None for ``"atomic"``).
+            The part, and the ``cached_metadata`` for the next call (None for ``"atomic"``).
 
         Raises:
             CheckpointingException: the same on every rank.
         """
         comm = Comm()
-        with comm.local_phase("taking a state dict"):
+        with comm.local_phase("making a tensor-aware state dict"):
             with comm.collective_phase("preparing the state dict"):
                 _check_algo(algo)
-                nest, common = split_for_save(sharded_state_dict)
-                _check_filled(nest)
-            settled = iter(settle_replicas(list(nested_values(nest)), comm, compare=False))
-            nest = dict_list_map_outplace(lambda _: next(settled), nest)
-            if not comm.all_true(cached_metadata is not None):
-                validate_shards(list(nested_values(nest)), comm)
+                sharded, common = split_for_save(sharded_state_dict)
+                _check_filled(sharded)
+            shards = iter(choose_main_replicas(list(nested_values(sharded)), comm, compare=False))
+            sharded = dict_list_map_outplace(lambda _: next(shards), sharded)
+            if not comm.all_true(cached_metadata is not None):  # validated when the cache was made
+                validate_shards(list(nested_values(sharded)), comm)
             if algo == "atomic":
-                return cls(common, nest), None
-            comm.sync_errors()
+                return cls(common, sharded), None
+            comm.sync_errors()  # before the first collective of another group: see Comm
             with comm.collective_phase("assigning the shards"):
                 group = Comm(parallelization_group)
                 with group.collective_phase("assigning the shards"):
-                    kept = keep_share(list(_tensors_of(nest)), group, cached_metadata)
-            return cls(common, nest), kept
+                    kept = keep_share(list(_list_tensors(sharded)), group, cached_metadata)
+            return cls(common, sharded), kept
 
     def to_state_dict(
         self,
@@ -111,21 +121,25 @@ class TensorAwareStateDict:
         *,
         allow_dtype_cast: bool = False,
     ) -> Any:
-        """Collective: return the state dict again, of the form that is asked for.
+        """Collective: restore the state dict, in the form of a load template.
 
-        Shards must be cut as they were when this was made: nothing is resharded.
+        Nothing is resharded: shards must have the same offsets and shapes as when this object was made.
 
         Args:
-            sharded_state_dict: As for :func:`shardckpt.dist_checkpointing.load`: tensors are filled in place where
-                there are some, else this object's own are handed out. If it is empty, only the common state is.
-            algo: As for :meth:`from_state_dict`; ``"fully_parallel"`` gets from other ranks what this one lacks.
-            exchange_algo: How shards travel; see
+            sharded_state_dict: The load template, as for :func:`shardckpt.dist_checkpointing.load`. Tensors that have
+                data are filled in place; for others the result has this object's own tensors. If it is empty, the
+                result is the common state.
+            algo: As for :meth:`from_state_dict`; with ``"fully_parallel"`` other ranks send what this one lacks.
+            exchange_algo: How ranks exchange shards; see
                 :class:`~shardckpt.parallel.load.FullyParallelLoadStrategyWrapper`.
             validate_access_integrity: Check that the wanted shards of all ranks cover every tensor exactly once.
             parallelization_group: The group that was given to :meth:`from_state_dict`.
             strict: What to do about keys that do not match.
-            return_mismatch_keys: Give back ``(state_dict, missing_keys, unexpected_keys)``.
+            return_mismatch_keys: Whether to return the keys that do not match, too.
             allow_dtype_cast: As for :func:`shardckpt.dist_checkpointing.load`.
+
+        Returns:
+            The state dict, or ``(state_dict, missing_keys, unexpected_keys)``.
 
         Raises:
             CheckpointingException: the same on every rank.
@@ -134,13 +148,13 @@ class TensorAwareStateDict:
             self._check_tensors("to_state_dict")
             return dict_list_map_outplace(lambda leaf: leaf, self.common)
         comm = Comm()
-        with comm.local_phase("giving a state dict back"):
+        with comm.local_phase("restoring a state dict"):
             with comm.collective_phase("preparing the state dict"):
                 self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_algorithm(exchange_algo)
-                template, mode = _checked_template(sharded_state_dict), parse_strict_flag(strict)
-            template.shards = settle_replicas(template.shards, comm, compare=False)
+                template, mode = _make_template(sharded_state_dict), parse_strict_flag(strict)
+            template.shards = choose_main_replicas(template.shards, comm, compare=False)
             if validate_access_integrity:
                 validate_shards(template.shards, comm)
             kept_keys = frozenset(map(stored_key, nested_values(self.sharded_state_dict)))
@@ -155,9 +169,9 @@ class TensorAwareStateDict:
             with comm.collective_phase("collecting shards"):
                 group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
                 with group.collective_phase("collecting shards"):
-                    collected = self._collected(available, group, exchange_algo)
+                    collected = self._collect(available, group, exchange_algo)
             with comm.collective_phase("assembling the state dict"):
-                found = iter([_delivered(shard, collected) for shard in available])
+                found = iter([_fill_destination(shard, collected) for shard in available])
                 values = [
                     MISSING if number in left_out or stored_key(shard) in mismatch.unexpected else next(found)
                     for number, shard in enumerate(template.shards)
@@ -182,7 +196,11 @@ class TensorAwareStateDict:
         return (shard.data for shard in self._kept if shard.data is not None)
 
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Take the tensors out; what remains is small, and can be pickled and sent."""
+        """Take the tensors out of this object, which then is small, and can be pickled and sent.
+
+        Returns:
+            The tensors that this rank keeps, in the order in which :meth:`insert_tensors` takes them.
+        """
         taken = list(self.tensors)
         self._popped = [tensor.device.type for tensor in taken]
         for shard in self._kept:
@@ -190,10 +208,13 @@ class TensorAwareStateDict:
         return taken
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors in the places of those that :meth:`pop_tensors` took, in its order, on whatever device they are.
+        """Put tensors in the places of those that :meth:`pop_tensors` took out.
+
+        Args:
+            tensor_data: Tensors of the same shapes and dtypes in the same order, on any device.
 
         Raises:
-            CheckpointingException: they are not as many, or one has another shape or dtype; nothing is put in then.
+            CheckpointingException: their number, or the shape or dtype of one, is wrong; then none is put in.
         """
         self._check_hollow("insert_tensors")
         given = list(tensor_data)
@@ -209,14 +230,14 @@ class TensorAwareStateDict:
         self._popped = None
 
     def init_tensors(self) -> None:
-        """Put new, unfilled tensors in the places of those that were taken, on the same kinds of device."""
+        """Put new, uninitialized tensors in the places of those that were taken out, on the same kinds of device."""
         self._check_hollow("init_tensors")
         for shard, device in zip(self._kept, self._popped or (), strict=True):
             shard.init_data(device)
         self._popped = None
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Replace the tensors by copies on the CPU; the originals stay as they are for whoever has them.
+        """Replace the tensors by copies on the CPU; the originals are not changed.
 
         Args:
             non_blocking: Do not wait for copies from a device; the caller synchronizes it before they are used.
@@ -231,14 +252,14 @@ class TensorAwareStateDict:
         """Move each tensor back to the kind of device that it was on when this was made.
 
         Args:
-            non_blocking: Do not wait for the copies; those who use them on the device's current stream need not.
+            non_blocking: Do not wait for the copies; work on the device's current stream comes after them anyway.
         """
         self._check_tensors("restore_tensor_device")
         for shard, home in zip(self._kept, self.homes, strict=True):
             if shard.data is not None and shard.data.device.type != home:
                 shard.data = shard.data.to(home, non_blocking=non_blocking)
 
-    def _collected(self, wanted: Sequence[ShardedBase], group: Comm, algorithm: str) -> dict[Any, Any]:
+    def _collect(self, wanted: Sequence[ShardedBase], group: Comm, algorithm: str) -> dict[Any, Any]:
         """Collective: return the values of wanted shards, and of all that this rank keeps, by shard id."""
         kept = {shard_id(shard): shard.data for shard in self._kept if shard.data is not None}
         tensors = {shard_id(shard): shard for shard in wanted if isinstance(shard, ShardedTensor)}
@@ -251,7 +272,7 @@ class TensorAwareStateDict:
         return {**objects, **kept, **fetch_shards(kept, lacking, group, algorithm)}
 
     def _described_tensors(self) -> Iterator[ShardedTensor]:
-        return _tensors_of(self.sharded_state_dict)
+        return _list_tensors(self.sharded_state_dict)
 
     def _check_tensors(self, action: str) -> None:
         if self.is_hollow:
@@ -262,8 +283,8 @@ class TensorAwareStateDict:
             raise CheckpointingException(f"{action}: the tensors are in place; pop_tensors() takes them out")
 
 
-def _tensors_of(nest: Any) -> Iterator[ShardedTensor]:
-    return (leaf for leaf in nested_values(nest) if isinstance(leaf, ShardedTensor))
+def _list_tensors(sharded: Any) -> Iterator[ShardedTensor]:
+    return (leaf for leaf in nested_values(sharded) if isinstance(leaf, ShardedTensor))
 
 
 def _check_algo(algo: str) -> None:
@@ -271,23 +292,23 @@ def _check_algo(algo: str) -> None:
         raise CheckpointingException(f"no algo {algo!r}: it is one of {', '.join(_ALGORITHMS)}")
 
 
-def _checked_template(sharded_state_dict: ShardedStateDict) -> LoadTemplate:
+def _make_template(sharded_state_dict: ShardedStateDict) -> LoadTemplate:
     template = LoadTemplate(sharded_state_dict)
     for shard in template.shards:
         shard.validate_metadata_integrity()
     return template
 
 
-def _check_filled(nest: ShardedStateDict) -> None:
-    for shard in _tensors_of(nest):
+def _check_filled(sharded: ShardedStateDict) -> None:
+    for shard in _list_tensors(sharded):
         if shard.data is None:
             raise CheckpointingException(f"ShardedTensor {shard.key!r} has no data to keep")
 
 
-def _delivered(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
-    """A wanted value, in the caller's own tensor where there is one."""
+def _fill_destination(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
+    """Return the value of a wanted shard, in the caller's own tensor if there is one."""
     if not isinstance(shard, ShardedTensor):
-        return _object(shard, collected)
+        return _find_object(shard, collected)
     value: torch.Tensor = collected[shard_id(shard)]
     if shard.data is None:
         return value.to(shard.dtype)
@@ -296,10 +317,10 @@ def _delivered(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
     return shard.data
 
 
-def _object(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
+def _find_object(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
     if shard_id(shard) not in collected:
         raise KeyMismatchError(
-            f"object {stored_key(shard)!r} is not among what this rank keeps: it was not there when it was made"
+            f"this rank keeps no object {stored_key(shard)!r}: it was not in the state dict when this object was made"
         )
     return collected[shard_id(shard)]
 

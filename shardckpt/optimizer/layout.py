@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardckpt.adapters import splits_of
 from shardckpt.errors import ShardingError
-from shardckpt.planning import local_shape
+from shardckpt.planning import compute_local_shape
 from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, sharded_along
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _as_dtensor(stored: ShardedTensor, shape: Ints, param: DTensor, *, shard_fac
         return torch.empty_like(like, dtype=stored.dtype, memory_format=torch.contiguous_format)  # type: ignore[return-value]
     axes = _unambiguous_axes(match_axes(shape, tuple(param.shape)) if shard_factored else [], param.placements)
     kept = [replace(split, dim=axes[split.dim]) for split in splits if split.dim in axes]
-    local = local_shape(shape, kept) if is_member else (0,)
+    local = compute_local_shape(shape, kept) if is_member else (0,)
     return DTensor.from_local(
         torch.empty(local, dtype=stored.dtype, device=param.device),
         param.device_mesh,

@@ -1,4 +1,4 @@
-"""Fully parallel saves and loads: what several ranks hold or want is written, or read, by one of them."""
+"""Fully parallel saves and loads: a shard that several ranks hold, or want, is written, or read, by one of them."""
 
 from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
 from shardckpt.parallel.save import FullyParallelSaveStrategyWrapper, assign_main_replicas

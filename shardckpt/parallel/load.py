@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 class _Want(NamedTuple):
-    """What a rank announces of a shard that it wants.
+    """What other ranks need to know of a shard that a rank wants.
 
     Attributes:
-        shard: The same on all ranks that can share what is read; else this rank's own.
-        shape: Of the local tensor.
-        dtype: Of the local tensor.
-        nbytes: Its size.
+        shard: An id that is the same on all ranks that can share what one of them reads; else unique to this rank.
+        shape: Shape of the local tensor.
+        dtype: Dtype of the local tensor.
+        nbytes: Bytes of the local tensor.
         device_type: Kind of device of its destination.
     """
 
@@ -52,13 +52,15 @@ class _Want(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Who reads what, and where it goes. A position is that of a shard among those that this rank wants.
+    """Which rank reads which shard, and which ranks it sends it to.
+
+    A position is the index of a shard among those that this rank wants.
 
     Attributes:
-        reads: Positions of what this rank reads.
-        transfers: What ranks of the group send each other, by shard; the same on every rank.
-        positions: Where this rank has the shards that it sends or receives.
-        repeats: Positions of shards that this rank wants a second time, each with that of the first.
+        reads: Positions of the shards that this rank reads.
+        transfers: The shards that ranks of the group send each other, by id; the same on every rank.
+        positions: Positions of the shards that this rank sends or receives, by id.
+        repeats: For each shard that this rank wants a second time: its position, and that of the first.
     """
 
     reads: list[int]
@@ -68,25 +70,34 @@ class _Plan(NamedTuple):
 
 
 class FullyParallelLoadStrategyWrapper(LoadStrategy):
-    """Loads through another strategy, and reads from storage once what several ranks of a group want.
+    """Loads through another strategy, and reads a shard that several ranks of a group want only once from storage.
 
-    Each shard is assigned, balanced by bytes, to one of the ranks that want it, which reads it and sends it to the
-    others that want the same shard in the same dtype, and to no one else. What is loaded is the same as without it.
-    Every rank reads for itself its objects, which are small, and destinations other than plain tensors (quantized
-    ones, for example).
+    Each shard is assigned, balanced by bytes, to one of the ranks that want it. That rank reads it, and sends it to the
+    ranks that want the same shard in the same dtype, and to no others. The result is the same as without this wrapper.
+    Objects, which are small, and tensors that are not plain ones (quantized ones, for example) are not shared: every
+    rank reads its own.
+
+    Example:
+        Ranks of a data-parallel group read a part each, and exchange::
+
+            strategy = FullyParallelLoadStrategyWrapper(load_strategy, data_parallel_group)
+            state_dict = load(sharded_state_dict, path, sharded_strategy=strategy)
 
     Args:
         strategy: Reads the checkpoint.
         group: The ranks that share the reading (data parallel); by default all that load.
-        do_cache_distribution: Keep the assignment for the next load with this instance; it is used as long as no rank
-            of the group wants anything else, which is checked each time, and spares the gathering of what all want.
-            (Megatron's ``pg_cache_path``, an assignment from a file that nothing checks, is not taken.)
-        exchange_algo: How shards travel. ``"broadcast"``: from rank to rank, or a true broadcast where the whole group
-            wants a shard. ``"gather_rounds"``: all from rank to rank. ``"gather_object"``: as pickles, to all, for
-            debugging. ``"direct"``: not at all, every rank reads what it wants.
+        do_cache_distribution: Keep the assignment for the next load with this instance. It is reused as long as all
+            ranks of the group want the same as before, which each load checks; a reuse saves one all-gather.
+            (Megatron's ``pg_cache_path``, an assignment from a file that nothing checks, is not supported.)
+        exchange_algo: How ranks exchange shards. ``"broadcast"``: point to point, or a broadcast if all ranks of the
+            group want a shard. ``"gather_rounds"``: always point to point. ``"gather_object"``: as pickles, to all
+            ranks, for debugging. ``"direct"``: no exchange, every rank reads what it wants.
         per_rank_object_load: Accepted for Megatron's callers: each rank reads its own objects either way.
         parallelization_group: The name of ``group`` in Megatron until 0.16.
-        round_bytes: Bytes that a rank sends, and receives, at most at a time; the same on every rank.
+        round_bytes: Bytes that a rank sends, and receives, at most in one round; the same on every rank.
+
+    Raises:
+        CheckpointingException: there is no such ``exchange_algo``.
     """
 
     recognises: Callable[[Path], int | None]
@@ -117,19 +128,31 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             self.owned_files = strategy.owned_files
 
     def cannot_load(self, manifest: Manifest) -> str | None:
-        """What the strategy says."""
+        """Return why the wrapped strategy cannot load the checkpoint, or None if it can."""
         return self._strategy.cannot_load(manifest)
 
     def load_common(self, context: LoadContext) -> StateDict:
-        """What the strategy loads."""
+        """Return the common state, as the wrapped strategy loads it."""
         return self._strategy.load_common(context)
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
-        """What the strategy finds."""
+        """Return the stored shards without data, as the wrapped strategy lists them."""
         return self._strategy.load_index(context)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
-        """Collective: assign the reading, read this rank's part, and exchange."""
+        """Collective: assign the shards to ranks, read this rank's, and exchange them.
+
+        Args:
+            wanted: This rank's shards; tensors that have data are filled in place.
+            context: The checkpoint, and the ranks that load.
+
+        Returns:
+            The value of every wanted shard, in their order.
+
+        Raises:
+            PluginError: on every rank: the wrapped strategy returned something else than a tensor of the right shape.
+        """
+        # two phases: the ranks of the group share an error first, then all ranks that load
         with context.comm.collective_phase("assigning the reading"):
             group = context.comm if self._group is None else Comm(self._group)
             with group.collective_phase("assigning the reading"):
@@ -145,13 +168,13 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
 
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> _Plan:
         with group.collective_phase("listing what this rank wants"):
-            wants = [_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
-        announced = (self._settings, [] if self._settings[0] == "direct" else wants)
-        share = (self._settings, wants)
-        return self._cache.find_or_plan(share, group, lambda: _plan_together(wants, group.all_gather(announced), group))
+            wants = [_describe_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
+        described = (self._settings, [] if self._settings[0] == "direct" else wants)
+        key = (self._settings, wants)
+        return self._cache.find_or_plan(key, group, lambda: _plan_together(wants, group.all_gather(described), group))
 
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: _Plan, group: Comm) -> None:
-        """Collective: complete the values by what other ranks of the group have read."""
+        """Collective: add to ``values`` what other ranks of the group have read."""
         shards = {shard: cast("ShardedTensor", wanted[position]) for shard, position in plan.positions.items()}
         with group.local_phase("checking what was read"):
             for shard, position in plan.positions.items():
@@ -166,20 +189,20 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
                 values[position] = _copy_to(wanted[position], values[first])
 
 
-def _want(shard: ShardedBase, own: tuple[int, int]) -> _Want:
-    """Describe a shard for the other ranks; ``own`` stands for it if it cannot be shared with them."""
+def _describe_want(shard: ShardedBase, own: tuple[int, int]) -> _Want:
+    """Describe a shard for the other ranks; ``own`` is its id if it cannot be shared with them."""
     if not isinstance(shard, ShardedTensor):
         return _Want(own, (), torch.uint8, shard_nbytes(shard), "cpu")
     if shard.data is not None and not is_plain(shard.data):
         return _Want(own, shard.data_shape, shard.dtype, shard_nbytes(shard), "cpu")
-    # all that decides what a load puts into the shard's memory
+    # besides the id, all that decides what a load writes into the shard's memory
     reading = (tuple(shard.global_shape), shard.prepend_axis_num, shard.allow_shape_mismatch, shard.dtype)
     device_type = "cpu" if shard.data is None else shard.data.device.type
     return _Want((shard_id(shard), *reading), shard.data_shape, shard.dtype, shard_nbytes(shard), device_type)
 
 
 def _plan_together(mine: list[_Want], everyone: list[tuple[tuple[str, int], list[_Want]]], group: Comm) -> _Plan:
-    """Collective: make the plan from what this rank wants, and what all ranks have announced."""
+    """Collective: make the plan from what this rank wants, and what all ranks want; check that settings are equal."""
     with group.collective_phase("assigning the reading"):
         for rank, (settings, _) in enumerate(everyone):
             if settings != everyone[0][0]:
@@ -198,6 +221,7 @@ def _make_plan(mine: list[_Want], everyone: list[list[_Want]], group: Comm) -> _
         copies.setdefault(want.shard, []).append(want)
     sizes = [copies[shard][0].nbytes for shard in holders]
     sources = dict(zip(holders, assign_holders(list(holders.values()), sizes), strict=True))
+    # the position at which this rank wants each shard first: reversed, so that the first one is written last
     first = {want.shard: position for position, want in reversed(list(enumerate(mine)))}
     transfers = {
         shard: _plan_transfer(copies[shard], sources[shard], ranks, group)
@@ -219,7 +243,7 @@ def _plan_transfer(copies: list[_Want], source: int, ranks: tuple[int, ...], gro
 
 
 def _check_value(shard: ShardedTensor, value: Any) -> torch.Tensor:
-    """Return what the strategy has read in the shard's dtype; raise if it does not fit."""
+    """Return a value that the strategy has read in the shard's dtype; raise if it does not have its shape."""
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shard.data_shape:
         given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise PluginError(f"{shard.key!r}: the strategy gave {given}, not a tensor of shape {shard.data_shape}")

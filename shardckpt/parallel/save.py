@@ -1,4 +1,4 @@
-"""Fully parallel saves: every shard is written by the least loaded of the ranks that hold a copy."""
+"""Fully parallel saves: of the ranks that hold a copy of a shard, the least loaded one writes it."""
 
 from __future__ import annotations
 
@@ -24,28 +24,43 @@ if TYPE_CHECKING:
 
 
 class _ParallelPlan(NamedTuple):
-    """The replica ids of this rank's shards as they were assigned, and the wrapped strategy's plan for them."""
+    """The plan of a save through the wrapper.
+
+    Attributes:
+        replica_ids: Those that this rank's shards were assigned, in their order.
+        plan: The wrapped strategy's plan for the shards with these ids.
+    """
 
     replica_ids: list[ReplicaId]
     plan: Any
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
-    """Saves through another strategy; each shard that ranks of a group replicate is assigned to one, balanced by bytes.
+    """Saves through another strategy; of the ranks that replicate a shard one writes it, balanced by bytes.
 
-    What is written is the same as without it, in files of about equal size. The caller's replica ids stay as they are.
+    What is written is the same as without this wrapper, in files of about equal size. The caller's replica ids do not
+    change.
+
+    Example:
+        Ranks of a data-parallel group write a part each::
+
+            strategy = FullyParallelSaveStrategyWrapper(save_strategy, data_parallel_group)
+            save(sharded_state_dict, path, strategy)
 
     Args:
         strategy: Writes the checkpoint.
         group: The ranks that hold copies of each other's shards (data parallel); by default all that save.
-        do_cache_distribution: Keep the assignment for the next save with this instance; it is used as long as no rank
-            of the group has any other shards, which is checked each time, and spares the gathering of what all have.
-            (Megatron's ``pg_cache_path``, an assignment from a file that nothing checks, is not taken.)
-        backend: Megatron's argument: the strategy's own, or an error.
-        version: Megatron's argument: the strategy's own, or an error.
+        do_cache_distribution: Keep the assignment for the next save with this instance. It is reused as long as all
+            ranks of the group have the same shards as before, which each save checks; a reuse saves one all-gather.
+            (Megatron's ``pg_cache_path``, an assignment from a file that nothing checks, is not supported.)
+        backend: Megatron's argument; None, or the strategy's own.
+        version: Megatron's argument; None, or the strategy's own.
         validate_access_integrity: Accepted for Megatron's callers: the save itself checks that each shard has one
             main replica, and the assignment keeps that.
         parallelization_group: The name of ``group`` in Megatron until 0.16.
+
+    Raises:
+        CheckpointingException: ``backend`` or ``version`` is not the strategy's.
     """
 
     caches_plan = True
@@ -76,11 +91,18 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         self.writes = strategy.writes  # type: ignore[misc]
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
-        """Collective: assign the shards, and save."""
+        """Collective: assign the shards to ranks, and save through the wrapped strategy."""
         self._strategy.save(self._assign(shards, context), common, context)
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Collective: assign the shards, and plan a save behind the training, if the strategy can."""
+        """Collective: assign the shards to ranks, and let the wrapped strategy plan an asynchronous save.
+
+        Returns:
+            The wrapped strategy's prepared save; its plan, if it has one, is kept with the assignment.
+
+        Raises:
+            CheckpointingException: the wrapped strategy cannot save asynchronously.
+        """
         if not isinstance(self._strategy, AsyncSaveStrategy):
             raise CheckpointingException(
                 f"async_sharded_save=True: {type(self._strategy).__qualname__} saves in the foreground only; pass False"
@@ -94,22 +116,26 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
     def replan(
         self, plan: _ParallelPlan, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
     ) -> PreparedSave | None:
-        """Assign the shards as before, and let the strategy plan by its own plan."""
+        """Assign the shards as before, and let the wrapped strategy reuse its own plan.
+
+        Returns:
+            The prepared save, or None if the wrapped strategy cannot reuse its plan.
+        """
         assigned = list(map(build_copy, shards))
         for shard, replica_id in zip(assigned, plan.replica_ids, strict=True):
             shard.replica_id = replica_id
-        strategy = cast("AsyncSaveStrategy", self._strategy)  # others have no plans
+        strategy = cast("AsyncSaveStrategy", self._strategy)  # only such a strategy has made a plan
         return strategy.replan(plan.plan, assigned, common, context)
 
     @property
     def plan_cache_key(self) -> Hashable | None:
-        """The group and the strategy's own key; None where the strategy has none."""
+        """The group and the wrapped strategy's own key; None if the strategy has none."""
         strategy_key = find_plan_cache_key(self._strategy)
         if strategy_key is None:
             return None
-        try:  # a cached plan must not keep a group from its end
+        try:  # weak: a cached plan must not keep a process group alive
             group = self._group and weakref.ref(self._group)
-        except TypeError:  # it is what torch gives to those who are no members
+        except TypeError:  # not a group: torch gives a placeholder to ranks that are no members
             return None
         return type(self), group, strategy_key
 
@@ -127,12 +153,12 @@ def assign_main_replicas(
     """Collective: make each shard of which the group has a main replica the main one on exactly one of its ranks.
 
     Args:
-        shards: This rank's; they stay as they are.
-        group: The ranks to share the work.
-        cache: Has the last assignment, to use if nothing has changed since.
+        shards: This rank's; they are not changed.
+        group: The ranks that share the work.
+        cache: Has earlier assignments, one of which is reused if all ranks have the same shards as then.
 
     Returns:
-        Copies of the shards, with replica id 0 where this rank is to write, else 1.
+        Copies of the shards in the same order, with replica id 0 if this rank is to write the shard, else 1.
     """
     with group.collective_phase("listing shards"):
         copies = [describe_copy(shard) for shard in shards]
@@ -147,11 +173,11 @@ def assign_main_replicas(
 
 
 def _renumber(shard: ShardedBase, mine: set[Hashable]) -> ShardedBase:
-    """Copy a shard with a replica id that says whether this rank writes it; of two copies the second is not written."""
+    """Return a copy of the shard with replica id 0 if its id is in ``mine``, from which it is removed, else 1."""
     renumbered = copy.copy(shard)
     key = shard_id(shard)
     renumbered.replica_id = 0 if key in mine else 1
-    mine.discard(key)
+    mine.discard(key)  # a rank that has the shard twice writes it once
     return renumbered
 
 

@@ -1,4 +1,4 @@
-"""Transfers of shards from a rank that has them to the ranks that want them, in rounds of bounded bytes."""
+"""Send shards from the ranks that have them to the ranks that want them, in rounds of bounded bytes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _K = TypeVar("_K", bound="Hashable")
 
 #: Bytes that a rank sends, and bytes that it receives, at most in a round.
 ROUND_BYTES = 64 * 2**20
-#: Bytes below which a tensor is not taken apart, unless a round is smaller.
+#: Bytes below which a tensor is not split, unless a round is smaller.
 _PIECE_BYTES = 2**20
 
-#: "broadcast": from rank to rank, or a true broadcast where the whole group wants a shard. "gather_rounds": all from
-#: rank to rank. "gather_object": as pickles, to every rank, for debugging. "direct": every rank reads for itself.
+#: "broadcast": point to point, or a broadcast if all ranks of the group want a shard. "gather_rounds": always point to
+#: point. "gather_object": as pickles, to every rank, for debugging. "direct": no exchange, every rank reads for itself.
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object", "direct")
 
 
 class Transfer(NamedTuple):
-    """A shard that goes from one rank to others.
+    """A shard that one rank sends to others.
 
     Attributes:
-        shape: Of the local tensor.
-        dtype: Of the local tensor.
-        source: The rank that has it.
-        targets: The ranks that want it, without the source.
-        device_type: Kind of device over which it goes: the CPU, or one whose tensors the group moves.
+        shape: Shape of the local tensor.
+        dtype: Dtype of the local tensor.
+        source: The rank that sends it.
+        targets: The ranks that receive it; the source is not among them.
+        device_type: Kind of device whose memory is sent: the CPU, or one whose tensors the group can send.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,12 @@ class Transfer(NamedTuple):
 
 
 class _Parcel(NamedTuple):
-    """A piece of a transfer; its tensor is on the meta device on ranks that it does not concern."""
+    """A piece of a transfer.
+
+    Attributes:
+        transfer: What it is a piece of.
+        piece: The tensor to send from or to fill; on the meta device on ranks that neither send nor receive it.
+    """
 
     transfer: Transfer
     piece: torch.Tensor
@@ -59,7 +64,7 @@ def check_algorithm(name: str, *, from_storage: bool = False) -> None:
 
     Args:
         name: The ``exchange_algo`` that the user gave.
-        from_storage: Whether every rank could read its shards itself, so that ``"direct"`` is one.
+        from_storage: Whether the shards are read from storage; only then ``"direct"`` is an algorithm.
     """
     if name not in ALGORITHMS:
         raise CheckpointingException(f"no exchange_algo {name!r}: it is one of {', '.join(ALGORITHMS)}")
@@ -71,7 +76,10 @@ def check_algorithm(name: str, *, from_storage: bool = False) -> None:
 
 
 def choose_device(device_types: Collection[str], group: Comm) -> str:
-    """Return the kind of device over which a shard goes between tensors on such devices."""
+    """Return the kind of device whose memory is sent when a shard is sent between tensors on these kinds of device.
+
+    That is theirs if all are of one kind that the group can send, and else the CPU.
+    """
     (first, *others) = set(device_types)
     return first if not others and group.moves(first) else "cpu"
 
@@ -84,12 +92,13 @@ def exchange_shards(
     algorithm: str,
     round_bytes: int = ROUND_BYTES,
 ) -> dict[_K, torch.Tensor]:
-    """Collective: send the shards that this rank has to those who want them, and receive those that it wants.
+    """Collective: send the shards that this rank has to the ranks that want them, and receive those that it wants.
 
     Args:
-        transfers: What goes where, by shard; the same, in the same order, on every rank of the group.
-        loaded: The tensors that this rank has.
-        unloaded: The shards that it wants; a shard's data is filled where it is a plain tensor of the same dtype.
+        transfers: The transfers by shard id; the same, in the same order, on every rank of the group.
+        loaded: The tensors that this rank has, by shard id.
+        unloaded: The shards that it wants, by shard id. A shard's data is filled if it is a plain tensor of the
+            transfer's dtype.
         group: The ranks.
         algorithm: As for :func:`exchange`.
         round_bytes: As for :func:`exchange`.
@@ -98,15 +107,16 @@ def exchange_shards(
         The tensor of every shard that this rank received: the shard's data, or new memory where that was not filled.
 
     Raises:
-        CheckpointingException: the same on every rank: one lacks a tensor, or has one of another shape or dtype.
+        CheckpointingException: the same on every rank: a rank lacks a tensor that it should send or receive, or has one
+            of another shape or dtype.
     """
     with group.collective_phase("preparing the exchange"):
         sent, received = {}, {}
         for shard, transfer in transfers.items():
             if group.rank == transfer.source:
-                sent[shard] = _loaded_tensor(shard, transfer, loaded)
+                sent[shard] = _find_loaded(shard, transfer, loaded)
             elif group.rank in transfer.targets:
-                received[shard] = _destination(shard, transfer, unloaded)
+                received[shard] = _find_destination(shard, transfer, unloaded)
     if transfers:
         tensors = [sent.get(shard, received.get(shard)) for shard in transfers]
         exchange(list(transfers.values()), tensors, group, algorithm, round_bytes)
@@ -114,7 +124,7 @@ def exchange_shards(
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is nothing but memory that can be filled."""
+    """Return whether the tensor is plain memory that can be filled: no subclass, quantized, sparse or meta tensor."""
     kinds = (torch.Tensor, torch.nn.Parameter)
     return (
         type(tensor) in kinds
@@ -124,34 +134,36 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _loaded_tensor(shard: _K, transfer: Transfer, loaded: Mapping[_K, torch.Tensor]) -> torch.Tensor:
+def _find_loaded(shard: _K, transfer: Transfer, loaded: Mapping[_K, torch.Tensor]) -> torch.Tensor:
     if shard not in loaded:
         raise CheckpointingException(
-            f"shard {shard} is not among the loaded tensors of rank {transfer.source}, from which others get it"
+            f"shard {shard} is not among the loaded tensors of rank {transfer.source}, which is to send it to others"
         )
     tensor = loaded[shard]
     if (tuple(tensor.shape), tensor.dtype) != (transfer.shape, transfer.dtype):
-        raise _mismatch(shard, transfer, tuple(tensor.shape), tensor.dtype)
+        raise _make_mismatch(shard, transfer, tuple(tensor.shape), tensor.dtype)
     return tensor
 
 
-def _destination(shard: _K, transfer: Transfer, unloaded: Mapping[_K, ShardedTensor]) -> torch.Tensor:
-    """Return the memory that a shard is received in."""
+def _find_destination(shard: _K, transfer: Transfer, unloaded: Mapping[_K, ShardedTensor]) -> torch.Tensor:
+    """Return the tensor that receives a shard: its own data if that fits, else new memory."""
     if shard not in unloaded:
         raise CheckpointingException(f"shard {shard} is not among the unloaded shards of a rank that is to receive it")
     wanted = unloaded[shard]
     if wanted.data_shape != transfer.shape:
-        raise _mismatch(shard, transfer, wanted.data_shape, wanted.dtype)
+        raise _make_mismatch(shard, transfer, wanted.data_shape, wanted.dtype)
     data = wanted.data
     if data is not None and data.dtype == transfer.dtype and is_plain(data):
         return data
     return torch.empty(transfer.shape, dtype=transfer.dtype, device="cpu" if data is None else data.device)
 
 
-def _mismatch(shard: object, transfer: Transfer, shape: tuple[int, ...], dtype: torch.dtype) -> CheckpointingException:
+def _make_mismatch(
+    shard: object, transfer: Transfer, shape: tuple[int, ...], dtype: torch.dtype
+) -> CheckpointingException:
     return CheckpointingException(
         f"shard {shard} is {shape} {dtype} on this rank, and is to be sent as {transfer.shape} {transfer.dtype}: all "
-        "ranks must describe it alike"
+        "ranks must give it the same shape and dtype"
     )
 
 
@@ -162,47 +174,49 @@ def exchange(
     algorithm: str,
     round_bytes: int = ROUND_BYTES,
 ) -> None:
-    """Collective: fill the tensors of the targets with those of the sources, from memory to memory where both allow it.
+    """Collective: fill the tensors of the targets with those of the sources.
 
-    Where one does not (not contiguous, on another kind of device), no rank holds copies of more than a round's bytes of
-    either direction. Pickles are for debugging: every rank gets those of all.
+    Contiguous tensors on the right kind of device are sent and filled without a copy. Others are copied, and a rank
+    holds copies of at most ``round_bytes`` in each direction. With ``"gather_object"`` every rank gets all shards.
 
     Args:
-        transfers: What goes where; the same list on every rank of the group.
-        tensors: This rank's tensor of each transfer: to send from, to fill, or None where it is no party.
+        transfers: What is sent; the same list on every rank of the group.
+        tensors: This rank's tensor of each transfer: the one to send or to fill, or None if it does neither.
         group: The ranks.
         algorithm: ``"broadcast"``, ``"gather_rounds"`` or ``"gather_object"``; the same on every rank.
-        round_bytes: Bytes that a rank sends, and receives, at most before the next round; the same on every rank.
+        round_bytes: Bytes that a rank sends, and receives, at most in one round; the same on every rank.
     """
     with group.collective_phase("exchanging shards"):
         for device_type in sorted({transfer.device_type for transfer in transfers}):
             parcels = [
-                _parcels(transfer, tensor, round_bytes, group.world_size)
+                _split_transfer(transfer, tensor, round_bytes, group.world_size)
                 for transfer, tensor in zip(transfers, tensors, strict=True)
                 if transfer.device_type == device_type
             ]
-            for batch in _rounds(parcels, round_bytes):
-                _move(batch, group, algorithm, device_type)
+            for batch in _plan_rounds(parcels, round_bytes):
+                _run_round(batch, group, algorithm, device_type)
 
 
-def _parcels(transfer: Transfer, tensor: torch.Tensor | None, round_bytes: int, world_size: int) -> list[_Parcel]:
-    """The transfer in pieces so small that all ranks can send in the same round."""
+def _split_transfer(
+    transfer: Transfer, tensor: torch.Tensor | None, round_bytes: int, world_size: int
+) -> list[_Parcel]:
+    """Split a transfer into pieces that are small enough for all ranks to send in the same round."""
     limit = max(round_bytes // world_size, min(round_bytes, _PIECE_BYTES))
     if tensor is None:
         tensor = torch.empty(transfer.shape, dtype=transfer.dtype, device="meta")
-    return [_Parcel(transfer, piece) for piece in _pieces(tensor.detach(), limit) if piece.numel()]
+    return [_Parcel(transfer, piece) for piece in _split_tensor(tensor.detach(), limit) if piece.numel()]
 
 
-def _pieces(tensor: torch.Tensor, limit: int) -> list[torch.Tensor]:
-    """The tensor cut along its outer axes; the cuts depend on its shape and dtype alone."""
+def _split_tensor(tensor: torch.Tensor, limit: int) -> list[torch.Tensor]:
+    """Split a tensor along its outer axes; all ranks get the same pieces, as these depend on shape and dtype alone."""
     if _nbytes(tensor) <= limit or tensor.numel() == 1:
         return [tensor]
     axis = next(axis for axis, extent in enumerate(tensor.shape) if extent > 1)
-    return [piece for half in tensor.chunk(2, axis) for piece in _pieces(half, limit)]
+    return [piece for half in tensor.chunk(2, axis) for piece in _split_tensor(half, limit)]
 
 
-def _rounds(transfers: Sequence[list[_Parcel]], round_bytes: int) -> Iterator[list[_Parcel]]:
-    """The parcels in rounds: all sources take turns, and no rank sends or receives more than the limit in one."""
+def _plan_rounds(transfers: Sequence[list[_Parcel]], round_bytes: int) -> Iterator[list[_Parcel]]:
+    """Yield the parcels in rounds: the sources take turns, and no rank sends or receives more than the limit in one."""
     queues: dict[int, list[_Parcel]] = {}
     for parcels in transfers:
         for parcel in parcels:
@@ -223,38 +237,38 @@ def _rounds(transfers: Sequence[list[_Parcel]], round_bytes: int) -> Iterator[li
         yield batch
 
 
-def _move(batch: list[_Parcel], group: Comm, algorithm: str, device_type: str) -> None:
+def _run_round(batch: list[_Parcel], group: Comm, algorithm: str, device_type: str) -> None:
     if algorithm == "gather_object":
-        _move_pickled(batch, group)
+        _exchange_pickles(batch, group)
         return
-    everyones = [parcel for parcel in batch if algorithm == "broadcast" and _is_for_all(parcel, group)]
-    if everyones:
-        _broadcast(everyones, group, device_type)
+    for_all = [parcel for parcel in batch if algorithm == "broadcast" and _is_for_all(parcel, group)]
+    if for_all:
+        _broadcast(for_all, group, device_type)
         batch = [parcel for parcel in batch if not _is_for_all(parcel, group)]
     if batch:
-        _point_to_point(batch, group, device_type)
+        _send_and_receive(batch, group, device_type)
 
 
 def _is_for_all(parcel: _Parcel, group: Comm) -> bool:
-    """Whether every rank wants it, and there is more than one to send it to."""
+    """Return whether all other ranks of the group receive the parcel, and these are more than one."""
     count = len(parcel.transfer.targets)
     return count > 1 and count + 1 == group.world_size
 
 
-def _point_to_point(batch: list[_Parcel], group: Comm, device_type: str) -> None:
+def _send_and_receive(batch: list[_Parcel], group: Comm, device_type: str) -> None:
     sends: list[tuple[torch.Tensor, int]] = []
     receives: list[tuple[torch.Tensor, int]] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for transfer, piece in batch:
         if group.rank == transfer.source:
-            wire = _filled(piece, device_type)
-            sends.extend((wire, rank) for rank in transfer.targets)
+            buffer = _fill_buffer(piece, device_type)
+            sends.extend((buffer, rank) for rank in transfer.targets)
         elif group.rank in transfer.targets:
-            wire = _memory(piece, device_type)
-            receives.append((wire, transfer.source))
-            arriving.append((wire, piece))
+            buffer = _find_buffer(piece, device_type)
+            receives.append((buffer, transfer.source))
+            arriving.append((buffer, piece))
     group.exchange(sends, receives, device_type)
-    _land(arriving)
+    _copy_received(arriving)
 
 
 def _broadcast(batch: list[_Parcel], group: Comm, device_type: str) -> None:
@@ -262,46 +276,46 @@ def _broadcast(batch: list[_Parcel], group: Comm, device_type: str) -> None:
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for transfer, piece in batch:
         if group.rank == transfer.source:
-            wire = _filled(piece, device_type)
+            buffer = _fill_buffer(piece, device_type)
         else:
-            wire = _memory(piece, device_type)
-            arriving.append((wire, piece))
-        routes.append((wire, transfer.source))
+            buffer = _find_buffer(piece, device_type)
+            arriving.append((buffer, piece))
+        routes.append((buffer, transfer.source))
     group.broadcast_tensors(routes, device_type)
-    _land(arriving)
+    _copy_received(arriving)
 
 
-def _move_pickled(batch: list[_Parcel], group: Comm) -> None:
+def _exchange_pickles(batch: list[_Parcel], group: Comm) -> None:
     mine = {
-        number: _filled(piece, "cpu").clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        number: _fill_buffer(piece, "cpu").clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
         for number, (transfer, piece) in enumerate(batch)
         if transfer.source == group.rank
     }
-    everyone: list[dict[int, Any]] = group.all_gather(mine)
+    by_rank: list[dict[int, Any]] = group.all_gather(mine)
     for number, (transfer, piece) in enumerate(batch):
         if group.rank in transfer.targets:
-            piece.copy_(everyone[transfer.source][number].view(piece.dtype).view(piece.shape))
+            piece.copy_(by_rank[transfer.source][number].view(piece.dtype).view(piece.shape))
 
 
-def _filled(piece: torch.Tensor, device_type: str) -> torch.Tensor:
-    """The piece's values in contiguous memory on such a device: its own if that is so already."""
-    wire = _memory(piece, device_type)
-    return wire if wire is piece else wire.copy_(piece)
+def _fill_buffer(piece: torch.Tensor, device_type: str) -> torch.Tensor:
+    """Return the piece's values in contiguous memory on such a device: the piece itself if it is that already."""
+    buffer = _find_buffer(piece, device_type)
+    return buffer if buffer is piece else buffer.copy_(piece)
 
 
-def _memory(piece: torch.Tensor, device_type: str) -> torch.Tensor:
-    """The piece itself if its memory can be sent and filled as it is, else new memory of its shape."""
+def _find_buffer(piece: torch.Tensor, device_type: str) -> torch.Tensor:
+    """Return the piece itself if its memory can be sent and filled as it is, else new memory of its shape."""
     here = piece.device.type == device_type
     if here and piece.is_contiguous() and not piece.is_conj() and not piece.is_neg():
         return piece
     return torch.empty(piece.shape, dtype=piece.dtype, device=piece.device if here else device_type)
 
 
-def _land(arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy what could not be received in its place."""
-    for wire, piece in arriving:
-        if wire is not piece:
-            piece.copy_(wire)
+def _copy_received(arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy what was received in new memory to its destination."""
+    for buffer, piece in arriving:
+        if buffer is not piece:
+            piece.copy_(buffer)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

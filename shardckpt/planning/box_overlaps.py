@@ -1,4 +1,4 @@
-"""Which stored boxes wanted ones share elements with: joined by arithmetic on columns, exact matches first."""
+"""Find the stored boxes that requested boxes share elements with: a join of two tables, exact matches first."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.planning.table import Table, distinct, numbered
+from shardckpt.planning.table import Table, number_groups, sort_unique
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Pairs of boxes that are looked at together.
+#: Pairs of boxes that are compared at a time, which bounds the memory that they take.
 _PAIRS = 1 << 20
 
 
 class Overlaps(NamedTuple):
-    """Regions that a wanted and a stored box share, in columns.
+    """Regions that a wanted and a stored box have in common, in columns.
 
     Attributes:
-        wanted: int64 of shape (n,): rows of the wanted boxes.
-        stored: int64 of shape (n,): rows of the stored boxes.
-        offset: int64 of shape (n, axes): of the common regions, global.
-        extent: int64 of shape (n, axes): of the common regions.
+        wanted: int64 of shape (n,): the wanted box of each region, by its row.
+        stored: int64 of shape (n,): the stored box of each region, by its row.
+        offset: int64 of shape (n, axes): global offsets of the regions.
+        extent: int64 of shape (n, axes): extents of the regions.
     """
 
     wanted: torch.Tensor
@@ -31,29 +31,34 @@ class Overlaps(NamedTuple):
     extent: torch.Tensor
 
 
-def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
-    """Every region that a wanted box shares with a stored one.
+def find_overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
+    """Return every region that a wanted box has in common with a stored one.
 
     Args:
-        wanted: Boxes of the wholes that ``stored`` numbers.
-        stored: Boxes that do not overlap each other, by ascending number of their whole.
-        bounds: Rows ``bounds[n]`` to ``bounds[n + 1]`` of ``stored`` are those of whole ``n``.
+        wanted: Boxes; their tensors have the same numbers as in ``stored``.
+        stored: Boxes that do not overlap each other, ordered by the numbers of their tensors.
+        bounds: int64 of shape (tensors + 1,): rows ``bounds[n]`` to ``bounds[n + 1]`` of ``stored`` belong to tensor
+            ``n``.
+
+    Returns:
+        The regions; every element of a wanted box that is stored is in one of them.
     """
     axes = max(wanted.offset.shape[1], stored.offset.shape[1])
-    wanted, stored = wanted.widened(axes), stored.widened(axes)
-    first = bounds[wanted.whole]
-    counts = bounds[wanted.whole + 1] - first
+    wanted, stored = wanted.pad_axes(axes), stored.pad_axes(axes)
+    first = bounds[wanted.spec]
+    counts = bounds[wanted.spec + 1] - first
     ends = counts.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
-    if total <= 2 * len(ends):  # hardly more chunks than wanted boxes: there is nothing to look up
+    if total <= 2 * len(ends):  # hardly more pairs than boxes: a search for equal boxes would save nothing
         left, parts = torch.arange(len(ends), device="cpu"), []
     else:
-        rows = rows_of(distinct(wanted.whole), bounds)
-        match = _exact(wanted, stored.rows(rows))
+        # most loads want boxes as they are stored: these need one lookup each, and not a comparison with every box
+        rows = list_rows(sort_unique(wanted.spec), bounds)
+        match = _match_equal(wanted, stored.rows(rows))
         found = match >= 0
         left, number = (~found).nonzero().view(-1), found.nonzero().view(-1)
         parts = [Overlaps(number, rows[match[number]], wanted.offset[number], wanted.extent[number])]
-    parts += _joined(wanted, left, stored, first[left], counts[left])
+    parts += _compare_all(wanted, left, stored, first[left], counts[left])
     if not parts:
         return Overlaps(left, left, wanted.offset, wanted.extent)
     if len(parts) == 1:
@@ -61,37 +66,46 @@ def overlaps(wanted: Table, stored: Table, bounds: torch.Tensor) -> Overlaps:
     return Overlaps(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def rows_of(wholes: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """The rows of some wholes, one after the other."""
-    first = bounds[wholes]
-    counts = bounds[wholes + 1] - first
+def list_rows(specs: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Return the rows of some tensors, one tensor after the other.
+
+    Args:
+        specs: int64 of shape (n,): numbers of tensors.
+        bounds: As for :func:`find_overlaps`.
+
+    Returns:
+        int64 of shape (rows,).
+    """
+    first = bounds[specs]
+    counts = bounds[specs + 1] - first
     ends = counts.cumsum(0)
-    number = numbered(ends)
+    number = number_groups(ends)
     return torch.arange(len(number), device="cpu") + (first - ends + counts)[number]
 
 
-def _exact(wanted: Table, stored: Table) -> torch.Tensor:
-    """The row of the stored box that equals each wanted one; -1 for none."""
-    if not len(stored.whole):
-        return torch.full_like(wanted.whole, -1)
+def _match_equal(wanted: Table, stored: Table) -> torch.Tensor:
+    """Return the row of the stored box that equals each wanted one, else -1."""
+    if not len(stored.spec):
+        return torch.full_like(wanted.spec, -1)
     hashes, order = stored.hashes().sort()
     place = torch.searchsorted(hashes, wanted.hashes()).clamp(max=len(hashes) - 1)
     row = order[place]
-    same = (stored.whole[row] == wanted.whole) & (stored.offset[row] == wanted.offset).all(1)
+    # of stored boxes with equal hashes only the first is compared; a box that this misses is found by _compare_all
+    same = (stored.spec[row] == wanted.spec) & (stored.offset[row] == wanted.offset).all(1)
     return torch.where(same & (stored.extent[row] == wanted.extent).all(1), row, -1)
 
 
-def _joined(
+def _compare_all(
     wanted: Table, rows: torch.Tensor, stored: Table, first: torch.Tensor, counts: torch.Tensor
 ) -> Iterator[Overlaps]:
-    """The overlaps of some wanted boxes with all stored ones of their wholes.
+    """Yield the overlaps of some wanted boxes with all stored boxes of their tensors, at most _PAIRS pairs at a time.
 
     Args:
         wanted: Boxes.
-        rows: Which of them.
+        rows: int64 of shape (n,): rows of the wanted boxes to compare.
         stored: Boxes.
-        first: The first stored one of each row's whole.
-        counts: How many stored ones that has.
+        first: int64 of shape (n,): for each of these rows, the first stored row of its tensor.
+        counts: int64 of shape (n,): for each of these rows, the number of stored boxes of its tensor.
     """
     ends = counts.cumsum(0)
     shift = first - ends + counts
@@ -100,7 +114,7 @@ def _joined(
         stop = len(rows)
         if int(ends[-1]) - before > _PAIRS:
             stop = max(start + 1, int(torch.searchsorted(ends, before + _PAIRS, right=True)))
-        number = numbered(ends[start:stop] - before)
+        number = number_groups(ends[start:stop] - before)
         one = rows[start:stop][number]
         other = torch.arange(before, before + len(number), device="cpu") + shift[start:stop][number]
         ours, theirs = wanted.offset[one], stored.offset[other]
@@ -111,4 +125,4 @@ def _joined(
         start, before = stop, before + len(number)
 
 
-__all__ = ["Overlaps", "overlaps", "rows_of"]
+__all__ = ["Overlaps", "find_overlaps", "list_rows"]

@@ -1,4 +1,4 @@
-"""Boxes: a shard's place in its global tensor, as offset and extent along every axis."""
+"""Boxes: where a shard lies in its global tensor, as offset and extent along every axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ Ints = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """An axis-parallel box of global elements."""
+    """A box of elements of a global tensor: an index range along every axis.
+
+    Attributes:
+        offset: The first index along every axis.
+        shape: The number of indices along every axis.
+    """
 
     offset: Ints
     shape: Ints
@@ -34,24 +39,29 @@ class Box(NamedTuple):
         return tuple(off + size for off, size in zip(self.offset, self.shape, strict=True))
 
     def moved(self, by: Sequence[int]) -> Box:
-        """The same box with its offset moved."""
+        """Return the same box with ``by`` added to its offset."""
         return Box(tuple(off + step for off, step in zip(self.offset, by, strict=True)), self.shape)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Slices that cut this box out of a tensor that holds the outer one."""
+        """Return the slices that select this box in a tensor that holds the elements of the outer box."""
         starts = (off - base for off, base in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 class FlatPart(NamedTuple):
-    """A box cut out of a flattened block: the box, and where its elements start in the flattened slice."""
+    """A box of a flattened shard.
+
+    Attributes:
+        box: Where it lies in the global tensor.
+        start: The index in the flattened slice at which its elements start.
+    """
 
     box: Box
     start: int
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements that both boxes have, or None."""
+    """Return the box of the elements that both boxes have, or None if there are none."""
     start = tuple(map(max, a.offset, b.offset))
     end = tuple(map(min, a.end, b.end))
     if any(lo >= hi for lo, hi in zip(start, end, strict=True)):
@@ -59,15 +69,20 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(start, tuple(hi - lo for lo, hi in zip(start, end, strict=True)))
 
 
-def flat_parts(shape: Sequence[int], start: int, stop: int) -> list[FlatPart]:
+def cut_flat_range(shape: Sequence[int], start: int, stop: int) -> list[FlatPart]:
     """Cut elements ``start`` to ``stop`` of a row-major flattened block into boxes, at most 2·axes - 1 of them.
 
-    Each part's elements follow each other in the flattened slice, in the box's own row-major order; its ``start``
-    counts from the slice's first element.
+    Args:
+        shape: Shape of the block.
+        start: Index of the first element in the flattened block.
+        stop: Index behind the last element.
+
+    Returns:
+        The boxes in the order of their elements. The elements of each follow each other in the flattened slice, in the
+        box's own row-major order; its ``start`` counts from the slice's first element.
     """
-    parts = _flat_boxes(tuple(shape), start, stop)
     found, position = [], 0
-    for box in parts:
+    for box in _flat_boxes(tuple(shape), start, stop):
         found.append(FlatPart(box, position))
         position += box.volume
     return found
@@ -82,8 +97,9 @@ def _flat_boxes(shape: Ints, start: int, stop: int) -> list[Box]:
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:
         return _in_row(shape, first, start, stop, row)
-    head = start // row + bool(start % row)  # the first whole row
-    tail = stop // row  # behind the last whole row
+    # a range of elements is: the end of a row, complete rows, the beginning of a row; each may be absent
+    head = start // row + bool(start % row)  # the first complete row
+    tail = stop // row  # behind the last complete row
     boxes = _in_row(shape, first, start, head * row, row) if head > first else []
     if tail > head:
         boxes.append(Box((head, *(0,) * (len(shape) - 1)), (tail - head, *shape[1:])))
@@ -95,29 +111,45 @@ def _in_row(shape: Ints, index: int, start: int, stop: int, row: int) -> list[Bo
     return [Box((index, *box.offset), (1, *box.shape)) for box in inner]
 
 
-def whole_box(shard: ShardedTensor) -> Box:
-    """The box of a shard, of the whole block where it is flattened."""
+def unflattened_box(shard: ShardedTensor) -> Box:
+    """Return the box of a shard in its global tensor, or of the block that a flattened shard is a part of."""
     extent = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     return Box(tuple(shard.global_offset), extent)
 
 
 def shard_parts(shard: ShardedTensor) -> list[FlatPart]:
-    """The boxes that a shard fills in its global tensor: one, or several for a flattened shard."""
+    """Return the boxes that a shard fills in its global tensor: one, or several for a flattened shard.
+
+    Example:
+        Copy a shard into a full tensor that has its global shape::
+
+            for part in shard_parts(shard):
+                full[part.box.within(Box((0,) * full.ndim, full.shape))] = part_view(shard, part)
+    """
     lead = shard.prepend_axis_num
-    whole = whole_box(shard)
+    block = unflattened_box(shard)
     part = shard.flattened_range
-    if part is None or not whole.volume:  # a slice of nothing is all of it
-        return [FlatPart(whole, 0)]
+    if part is None or not block.volume:  # a part of an empty block is the block
+        return [FlatPart(block, 0)]
     return [
-        FlatPart(Box((0,) * lead + box.offset, (1,) * lead + box.shape).moved(whole.offset), start)
-        for box, start in flat_parts(shard.local_shape, part.start, part.stop)
+        FlatPart(Box((0,) * lead + box.offset, (1,) * lead + box.shape).moved(block.offset), start)
+        for box, start in cut_flat_range(shard.local_shape, part.start, part.stop)
     ]
 
 
 def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
-    """The shard's elements of one of its :func:`shard_parts`, in the part's shape.
+    """Return the shard's elements of one of its :func:`shard_parts`.
 
-    A view of ``data``, except where that is quantized and of another shape: then a view of its dequantized values.
+    Args:
+        shard: With data.
+        part: One of its parts.
+
+    Returns:
+        A tensor of the shape of the part's box: a view of ``shard.data``, or of its dequantized values if that is
+        quantized and has another shape.
+
+    Raises:
+        ValueError: the shard has no data.
     """
     if shard.data is None:
         raise ValueError(f"ShardedTensor {shard.key!r} has no data")
@@ -131,4 +163,4 @@ def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
     return data.view(part.box.shape) if data.is_contiguous() else data[(None,) * shard.prepend_axis_num]
 
 
-__all__ = ["Box", "FlatPart", "Ints", "flat_parts", "intersect", "part_view", "shard_parts", "whole_box"]
+__all__ = ["Box", "FlatPart", "Ints", "cut_flat_range", "intersect", "part_view", "shard_parts", "unflattened_box"]

@@ -1,4 +1,4 @@
-"""Whether boxes fill a global tensor exactly: nothing twice, nothing left out, nothing outside."""
+"""Check that boxes fill a global tensor exactly: find an overlap of two boxes, or a hole that no box fills."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 class Overlap(NamedTuple):
-    """Two boxes, by their numbers, and what both have."""
+    """Two boxes that overlap.
+
+    Attributes:
+        first: Number of one box in the list.
+        second: Number of the other box, which is larger.
+        common: The elements that both have.
+    """
 
     first: int
     second: int
@@ -21,47 +27,55 @@ class Overlap(NamedTuple):
 
 
 def find_overlap(boxes: Sequence[Box]) -> Overlap | None:
-    """A pair of boxes that share an element, or None."""
+    """Return two boxes that have an element in common, or None if there are none."""
     filled = [number for number, box in enumerate(boxes) if box.volume]
     if len(filled) <= 1:
         return None
     if _is_grid([boxes[number] for number in filled]):
-        return _overlap_in_grid(boxes, filled)
-    return _overlap_by_sweep(boxes, filled)
+        return _find_overlap_in_grid(boxes, filled)
+    return _find_overlap_by_sweep(boxes, filled)
 
 
 def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
-    """A box of the global tensor that no given box reaches, or None if they cover it; boxes must not overlap."""
-    whole = Box((0,) * len(shape), tuple(shape))
-    if sum(box.volume for box in boxes) >= whole.volume:
+    """Find elements of a tensor that no box has.
+
+    Args:
+        shape: Global shape of the tensor.
+        boxes: Boxes inside that shape that do not overlap.
+
+    Returns:
+        A box of such elements, or None if the boxes fill the tensor.
+    """
+    full = Box((0,) * len(shape), tuple(shape))
+    if sum(box.volume for box in boxes) >= full.volume:  # enough, as none overlap
         return None
     filled = [box for box in boxes if box.volume]
     if filled and _is_grid([*filled, Box(tuple(shape), filled[0].shape)]):
-        return _hole_in_grid(whole.shape, filled)
-    return find_uncovered(whole, BoxFinder(filled))
+        return _find_hole_in_grid(full.shape, filled)
+    return find_uncovered(full, BoxFinder(filled))
 
 
 def find_uncovered(wanted: Box, finder: BoxFinder) -> Box | None:
-    """A part of the wanted box that none of the finder's boxes reaches, or None; these may overlap."""
+    """Return a box of elements of the wanted box that no box of the finder has, or None; its boxes may overlap."""
     left = [wanted]
     while left:
         part = left.pop()
         hit = next(finder.touching(part), None)
         if hit is None:
             return part
-        left.extend(_without(part, hit[1]))
+        left.extend(_subtract(part, hit[1]))
     return None
 
 
 def _is_grid(boxes: Sequence[Box]) -> bool:
-    """Whether all boxes are cells of one regular grid: then only equal ones overlap."""
+    """Return whether all boxes are cells of one regular grid; then only equal boxes overlap, which is cheap to find."""
     shape = boxes[0].shape
     return all(
         box.shape == shape and not any(off % size for off, size in zip(box.offset, shape, strict=True)) for box in boxes
     )
 
 
-def _overlap_in_grid(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
+def _find_overlap_in_grid(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
     seen: dict[Ints, int] = {}
     for number in filled:
         first = seen.setdefault(boxes[number].offset, number)
@@ -70,16 +84,16 @@ def _overlap_in_grid(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | N
     return None
 
 
-def _hole_in_grid(shape: Ints, boxes: Sequence[Box]) -> Box | None:
-    """The first cell of the grid that none of its boxes fills."""
+def _find_hole_in_grid(shape: Ints, boxes: Sequence[Box]) -> Box | None:
+    """Return the first cell of the grid that is not among the boxes."""
     have = {box.offset for box in boxes}
     steps = boxes[0].shape
     corners = product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True)))
     return next((Box(corner, steps) for corner in corners if corner not in have), None)
 
 
-def _overlap_by_sweep(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
-    """Go along the axis with the most distinct starts, comparing each box with those that reach into its start."""
+def _find_overlap_by_sweep(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
+    """Compare each box with those that contain its start along one axis: the axis with the most different starts."""
     axis = max(range(len(boxes[0].shape)), key=lambda a: len({boxes[number].offset[a] for number in filled}))
     live: list[int] = []
     for number in sorted(filled, key=lambda n: boxes[n].offset[axis]):
@@ -93,8 +107,8 @@ def _overlap_by_sweep(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | 
     return None
 
 
-def _without(part: Box, taken: Box) -> Iterator[Box]:
-    """The part without a box inside it, cut into at most two boxes an axis."""
+def _subtract(part: Box, taken: Box) -> Iterator[Box]:
+    """Yield boxes that fill ``part`` except for ``taken``, which lies inside it: at most two per axis."""
     low, size = list(part.offset), list(part.shape)
     for axis in range(len(size)):
         before = taken.offset[axis] - low[axis]

@@ -1,4 +1,4 @@
-"""Whether stored values can be loaded into wanted tensors of another dtype, and what of them is lost."""
+"""Check whether stored values can be loaded into tensors of another dtype, and what a cast would lose."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check_dtypes(wanted: Iterable[ShardedBase], stored: Mapping[str, torch.dtype
 
     Args:
         wanted: Shards.
-        stored: Dtype by key; keys that it lacks are not checked.
+        stored: Dtype by key; shards of other keys are not checked.
         allow_cast: Whether a cast may lose more than precision.
 
     Returns:
-        The casts that a load has to make.
+        The casts that a load has to make: keys by stored and wanted dtype.
 
     Raises:
         DtypeMismatchError: a cast would lose more than precision; names all such tensors, with both dtypes.
@@ -51,13 +51,16 @@ def check_dtypes(wanted: Iterable[ShardedBase], stored: Mapping[str, torch.dtype
 
 
 def refuse_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
-    """As :func:`check_dtypes` for one tensor."""
+    """Raise :class:`DtypeMismatchError` if a cast of one tensor would lose more than precision."""
     if stored is not wanted:
         check_dtypes([ShardedTensor.whole(key, wanted, ())], {key: stored}, allow_cast=False)
 
 
 def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast keeps every value, or its nearest one in a float or complex dtype; the table is in ``load``."""
+    """Return whether a cast loses no more than precision: the table is in :func:`shardckpt.dist_checkpointing.load`.
+
+    Values stay what they are, or become the nearest value of a float or complex dtype.
+    """
     if wanted.is_complex or stored == torch.bool:
         return True
     if stored.is_complex or wanted == torch.bool:
@@ -68,14 +71,18 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast that keeps the meaning keeps every value, too: a number of more bytes has digits to spare."""
+    """Return whether a cast that :func:`keeps_meaning` also keeps every value exactly.
+
+    A float of more bytes holds every value of a number of fewer bytes. Of equal sizes this says no, also where a few
+    casts would be exact: it decides how loudly a load logs, not what it loads.
+    """
     if stored == torch.bool or not (wanted.is_floating_point or wanted.is_complex):
         return True
     return stored.itemsize < wanted.itemsize // (2 if wanted.is_complex and not stored.is_complex else 1)
 
 
-def casts_text(casts: Casts) -> str:
-    """What a log says of casts: dtypes, how many tensors, and the first of them."""
+def describe_casts(casts: Casts) -> str:
+    """Return casts as text for a log: the dtypes, the number of tensors, and the first of them."""
     found = sorted((str(stored), str(wanted), keys) for (stored, wanted), keys in casts.items())
     return ", ".join(f"{stored} to {wanted} ({len(set(keys))}: {min(keys)!r}, ...)" for stored, wanted, keys in found)
 
@@ -88,4 +95,4 @@ def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
     return outer.min <= inner.min and inner.max <= outer.max
 
 
-__all__ = ["Casts", "casts_text", "check_dtypes", "is_exact", "keeps_meaning", "refuse_cast"]
+__all__ = ["Casts", "check_dtypes", "describe_casts", "is_exact", "keeps_meaning", "refuse_cast"]

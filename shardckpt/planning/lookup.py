@@ -1,4 +1,4 @@
-"""Finding the stored boxes that a wanted box needs, without looking at all of them."""
+"""Find the boxes that overlap a given one, without a comparison with every box."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class BoxFinder:
-    """Boxes of one tensor, ordered along the axis that tells them apart best.
+    """Boxes of one tensor, ordered along the axis with the most different offsets.
 
     Args:
-        boxes: Boxes of equal dimension that do not overlap.
+        boxes: Boxes with the same number of axes. If they may overlap, see :meth:`touching`.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -31,11 +31,17 @@ class BoxFinder:
         self._longest = max(box.shape[axis] for box in boxes)
 
     def box(self, number: int) -> Box:
-        """One of the boxes."""
+        """Return the box with this number, its index in the list that was given."""
         return self._boxes[number]
 
     def touching(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """(number, common box) of the boxes that share elements with the wanted one."""
+        """Yield the boxes that have elements in common with the wanted one.
+
+        If one of the boxes equals the wanted one, only that is yielded: it has all its elements.
+
+        Yields:
+            The number of a box, and the box of the common elements.
+        """
         exact = self._exact.get(wanted)
         if exact is not None:
             yield exact, wanted

@@ -1,4 +1,4 @@
-"""Whether wanted tensors have the global shapes that are stored, and the likeliest reason where they do not."""
+"""Check that tensors have the global shapes that are stored, and name the likeliest reason if they do not."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def check_shapes(wanted: Iterable[ShardedBase], stored: Mapping[str, Ints]) -> N
 
     Args:
         wanted: Shards; tensors with ``allow_shape_mismatch`` need the same number of axes only.
-        stored: Global shape by key; keys that it lacks are not checked.
+        stored: Global shape by key; shards of other keys are not checked.
 
     Raises:
-        ShapeMismatchError: some differ; names all of them, with both shapes and a hint.
+        ShapeMismatchError: some shapes differ; it names all such tensors, with both shapes and a hint.
     """
     faults = {
         f"{shard.key!r}: stored {stored[shard.key]}, wanted {tuple(shard.global_shape)}"
@@ -48,7 +48,7 @@ def _hint(stored: Ints, wanted: Ints, prepended: int) -> str:
     if len(stored) > 1 and stored[::-1] == wanted:
         return " (transposed?)"
     if len(stored) == len(wanted) > 2 and sum(map(ne, stored, wanted)) == 1:  # noqa: PLR2004 - experts, layers, heads
-        return " (a rank's part of it? then it must be described as a shard: a DTensor, or a layout of experts)"
+        return " (is it one rank's part? Describe it as a shard: a DTensor, or a layout of experts)"
     if len(stored) == len(wanted) and stored[1:] == wanted[1:]:
         return " (another padding of the vocabulary? allow_shape_mismatch=True loads the common rows)"
     return ""

@@ -1,4 +1,4 @@
-"""Copies of a shard on several ranks: what they have in common, which ranks hold them, and which one does the work."""
+"""Copies of a shard on several ranks: their common id, the ranks that hold them, and the rank that does the work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
     from shardckpt.planning.boxes import Ints
 
-#: Bytes that an object counts for: its size is not known before it is pickled or read.
+#: Bytes that an object counts as: its size is not known before it is pickled or read.
 OBJECT_BYTES = 4096
 
 #: Kind, key, global offset, extent, and start and stop of the flattened range if there is one. A plain tuple: it is
@@ -25,11 +25,11 @@ _K = TypeVar("_K", bound="Hashable")
 
 
 class ShardCopy(NamedTuple):
-    """A rank's copy of a shard, as other ranks need to know it.
+    """What other ranks need to know of a rank's copy of a shard.
 
     Attributes:
         shard: The id of the shard, which can be hashed.
-        nbytes: Its size; :data:`OBJECT_BYTES` for an object.
+        nbytes: Its bytes; :data:`OBJECT_BYTES` for an object.
         is_main: Whether this copy is the main replica.
     """
 
@@ -39,16 +39,21 @@ class ShardCopy(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The rank that reads or writes a shard, and all ranks that hold a copy of it, ascending."""
+    """Who reads or writes a shard.
+
+    Attributes:
+        rank: The rank that does.
+        holders: All ranks that hold a copy of the shard, ascending.
+    """
 
     rank: int
     holders: tuple[int, ...]
 
 
 def shard_id(shard: ShardedBase) -> ShardId:
-    """Return what all copies of a shard have in common, and no other shard has.
+    """Return the id of a shard: all its copies have the same, and no other shard has it.
 
-    The extent belongs to it: an empty shard may have the offset of another one.
+    The extent is a part of it, because an empty shard may have the offset of another shard.
     """
     if isinstance(shard, ShardedTensor):
         part = shard.flattened_range
@@ -73,7 +78,7 @@ def find_holders(items_by_rank: Iterable[Iterable[_K]]) -> dict[_K, tuple[int, .
     """Return the ranks that list each item, ascending; items stand in the order in which they are first listed.
 
     Args:
-        items_by_rank: The shard ids (or the like) of every rank, in rank order; a rank may list one twice.
+        items_by_rank: Shard ids or other hashable items of every rank, in rank order; a rank may list one twice.
     """
     holders: dict[_K, list[int]] = {}
     for rank, items in enumerate(items_by_rank):
@@ -89,8 +94,8 @@ def assign_shards(copies_by_rank: Sequence[Sequence[ShardCopy]], *, main_only: b
 
     Args:
         copies_by_rank: The copies of every rank, in rank order.
-        main_only: Leave out shards of which these ranks hold no main replica. Otherwise these come last: the loads of
-            all others are known by then.
+        main_only: Leave out shards of which these ranks hold no main replica. Otherwise these are assigned last, when
+            the loads of all others are known.
 
     Returns:
         The assignment of every shard by its id; the same on every rank that has the same arguments.
@@ -108,13 +113,13 @@ def assign_shards(copies_by_rank: Sequence[Sequence[ShardCopy]], *, main_only: b
 def assign_holders(holders: Sequence[tuple[int, ...]], sizes: Sequence[int], late: Collection[int] = ()) -> list[int]:
     """Choose one of its holders for every item: the least loaded, the scarcest and largest items first.
 
-    The result depends on the arguments alone, so ranks that know them agree without talking. Ranks with the same set of
-    holders share a heap: S items on N ranks take O(S log N) steps.
+    The result depends on the arguments alone, so ranks with the same arguments get the same result without
+    communication. Items with the same set of holders share a heap: S items on N ranks take O(S log N) steps.
 
     Args:
         holders: The ranks (or files) that may take each item, ascending; none is empty.
         sizes: Bytes of each item.
-        late: Numbers of items that are assigned when all others are.
+        late: Numbers of items that are assigned after all others.
 
     Returns:
         The chosen holder of each item.
@@ -125,7 +130,7 @@ def assign_holders(holders: Sequence[tuple[int, ...]], sizes: Sequence[int], lat
     chosen = [0] * len(holders)
     for number in sorted(range(len(holders)), key=lambda n: (n in late, len(holders[n]), -sizes[n], n)):
         heap = heap_of[number]
-        while heap[0][0] != loads[heap[0][1]]:  # another set of holders has loaded that rank meanwhile
+        while heap[0][0] != loads[heap[0][1]]:  # out of date: an item of another heap went to that rank
             heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
         rank = heap[0][1]
         chosen[number] = rank

@@ -1,4 +1,4 @@
-"""Boxes of many tensors in columns: one row a box, so that a million of them are compared and checked by arithmetic."""
+"""Boxes of many tensors in columns, one row per box: a million of them are compared by a few tensor operations."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ if TYPE_CHECKING:
 
     from shardckpt.planning.boxes import Ints
 
-#: Of a prime field whose products fit into an int64.
+#: Order of a prime field. It is below 2^31, so that the product of two elements fits into an int64.
 PRIME = (1 << 31) - 1
-#: Sums that are compared; one alone errs once in 2^31 / axes.
+#: Independent sums that are compared. One alone misses an error once in 2^31 / axes; both do once in the square.
 LANES = 2
-#: Boxes whose products are computed at a time, in the cache of a core.
+#: Boxes whose products are computed at a time: few enough for the cache of a core.
 _ROWS = 1 << 14
+#: Shifts and factors of splitmix64, and its increment, as signed 64-bit integers.
 _MIX = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))
 _STEP = -0x61C8864680B583EB
 
 
-class Whole(NamedTuple):
-    """What a box is a part of: all that its holders must agree on."""
+class TensorSpec(NamedTuple):
+    """A global tensor or object: all that the ranks that have shards of it must agree on.
+
+    Attributes:
+        kind: ``"tensor"`` or ``"object"``.
+        key: Its name.
+        dtype: Its dtype as text; ``"None"`` for an object.
+        shape: Its global shape.
+    """
 
     kind: str
     key: str
@@ -37,98 +45,109 @@ class Whole(NamedTuple):
 
 @dataclass
 class Boxes:
-    """Rows that are being collected."""
+    """A :class:`Table` under construction, in lists.
 
-    whole: list[int] = field(default_factory=list)
+    Attributes:
+        spec: The number of every box's tensor.
+        offsets: The global offset of every box.
+        extents: The extent of every box.
+    """
+
+    spec: list[int] = field(default_factory=list)
     offsets: list[Ints] = field(default_factory=list)
     extents: list[Ints] = field(default_factory=list)
 
-    def add(self, whole: int, offset: Ints, extent: Ints) -> None:
-        """A box of the whole with that number."""
-        self.whole.append(whole)
+    def add(self, spec: int, offset: Ints, extent: Ints) -> None:
+        """Add a box of the tensor with number ``spec``."""
+        self.spec.append(spec)
         self.offsets.append(offset)
         self.extents.append(extent)
 
     def table(self) -> Table:
-        """The rows as columns."""
+        """Return the boxes in columns, with as many axes as the widest has."""
         axes = max(map(len, self.offsets), default=0)
-        return Table(integers(self.whole), matrix(self.offsets, axes, 0), matrix(self.extents, axes, 1))
+        return Table(make_column(self.spec), make_matrix(self.offsets, axes, 0), make_matrix(self.extents, axes, 1))
 
 
 class Table(NamedTuple):
     """Boxes in columns.
 
     Attributes:
-        whole: int64 of shape (n,): numbers of what the boxes are parts of.
-        offset: int64 of shape (n, axes): their offsets; 0 along axes that a whole does not have.
-        extent: int64 of shape (n, axes): their extents; 1 along those.
+        spec: int64 of shape (n,): the number of each box's tensor in a list of :class:`TensorSpec` or the like.
+        offset: int64 of shape (n, axes): global offsets; 0 along axes that a tensor does not have.
+        extent: int64 of shape (n, axes): extents; 1 along axes that a tensor does not have.
     """
 
-    whole: torch.Tensor
+    spec: torch.Tensor
     offset: torch.Tensor
     extent: torch.Tensor
 
     def volume(self) -> torch.Tensor:
-        """Elements of every box."""
+        """Return the number of elements of every box: int64 of shape (n,)."""
         return self.extent.prod(1)
 
     def rows(self, which: torch.Tensor | slice) -> Table:
-        """Some of the rows."""
-        return Table(self.whole[which], self.offset[which], self.extent[which])
+        """Return some of the boxes, by row numbers, a mask or a slice."""
+        return Table(self.spec[which], self.offset[which], self.extent[which])
 
-    def widened(self, axes: int) -> Table:
-        """The same boxes with at least so many axes."""
-        return Table(self.whole, _widened(self.offset, axes, 0), _widened(self.extent, axes, 1))
+    def pad_axes(self, axes: int) -> Table:
+        """Return the same boxes with at least ``axes`` axes."""
+        return Table(self.spec, _pad_column(self.offset, axes, 0), _pad_column(self.extent, axes, 1))
 
-    def narrowed(self, axes: int) -> Table:
-        """The same boxes with their first axes alone."""
-        return Table(self.whole, self.offset[:, :axes], self.extent[:, :axes])
+    def take_axes(self, axes: int) -> Table:
+        """Return the same boxes without the axes from number ``axes`` on."""
+        return Table(self.spec, self.offset[:, :axes], self.extent[:, :axes])
 
     def hashes(self) -> torch.Tensor:
-        """A number a row, equal where rows are: for sorting and matching, not for trust."""
-        found = _mixed(self.whole)
+        """Return a hash of every row, int64 of shape (n,). Rows with equal hashes must still be compared."""
+        found = _mix(self.spec)
         for axis in range(self.offset.shape[1]):
-            found = _mixed(found + _mixed(self.offset[:, axis]) * 3 + _mixed(self.extent[:, axis] + axis))
+            found = _mix(found + _mix(self.offset[:, axis]) * 3 + _mix(self.extent[:, axis] + axis))
         return found
 
 
-def joined(tables: list[Table]) -> Table:
-    """The rows of all tables, with as many axes as the widest has."""
+def concat_tables(tables: list[Table]) -> Table:
+    """Return the rows of all tables in one, with as many axes as the widest has."""
     axes = max((table.offset.shape[1] for table in tables), default=0)
-    wide = [table.widened(axes) for table in tables]
+    wide = [table.pad_axes(axes) for table in tables]
     return Table(
-        torch.cat([table.whole for table in wide]),
+        torch.cat([table.spec for table in wide]),
         torch.cat([table.offset for table in wide]),
         torch.cat([table.extent for table in wide]),
     )
 
 
-def integers(values: list[int]) -> torch.Tensor:
-    """A column of the values."""
+def make_column(values: list[int]) -> torch.Tensor:
+    """Return the values as an int64 tensor of shape (n,) on the CPU."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else _empty(0)
 
 
-def distinct(column: torch.Tensor) -> torch.Tensor:
-    """The values of a column, ascending, each once."""
+def sort_unique(column: torch.Tensor) -> torch.Tensor:
+    """Return the different values of a column, ascending."""
     return column.unique()  # type: ignore[no-untyped-call,no-any-return]
 
 
-def spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Every value as often as its count says."""
-    return values[numbered(counts.cumsum(0))]
+def repeat_values(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return each value as often as its count says, in their order."""
+    return values[number_groups(counts.cumsum(0))]
 
 
-def numbered(ends: torch.Tensor) -> torch.Tensor:
-    """For every row, the number of the run that it is in, by the rows at which the runs end.
+def number_groups(ends: torch.Tensor) -> torch.Tensor:
+    """Return the number of the group that each row belongs to.
 
-    (``repeat_interleave`` wakes torch's threads for a handful already.)
+    Args:
+        ends: int64 of shape (groups,): the row behind the last one of each group, ascending.
+
+    Returns:
+        int64 of shape (rows,): ``[0, 0, 1, 2, 2]`` for the ends ``[2, 3, 5]``.
     """
+    # not repeat_interleave: it starts torch's threads even for a handful of rows
     total = int(ends[-1]) if len(ends) else 0
     return torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)
 
 
-def matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
-    """Rows of at most ``axes`` values as a matrix, shorter ones filled up."""
+def make_matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
+    """Return rows of at most ``axes`` values as int64 of shape (rows, axes); shorter rows end with the filler."""
     if not rows or not axes:
         return _empty(len(rows), axes)
     if min(map(len, rows)) != axes:
@@ -137,9 +156,13 @@ def matrix(rows: Sequence[Ints], axes: int, filler: int) -> torch.Tensor:
     return torch.frombuffer(array("q", chain.from_iterable(rows)), dtype=torch.int64).view(-1, axes)
 
 
-def weigh(wholes: list[Whole]) -> torch.Tensor:
-    """A random element of the field for every whole and lane, the same on every rank: int64 of shape (n, lanes)."""
-    texts = (f"{kind}\0{key}\0{dtype}\0{shape}" for kind, key, dtype, shape in wholes)
+def compute_weights(specs: list[TensorSpec]) -> torch.Tensor:
+    """Return a pseudorandom element of the field, not 0, for every tensor and lane; the same on every rank.
+
+    Returns:
+        int64 of shape (n, LANES), a hash of each spec.
+    """
+    texts = (f"{kind}\0{key}\0{dtype}\0{shape}" for kind, key, dtype, shape in specs)
     digests = [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest() for text in texts]
     if not digests:
         return _empty(0, LANES)
@@ -148,45 +171,57 @@ def weigh(wholes: list[Whole]) -> torch.Tensor:
 
 
 def fingerprint(table: Table, weights: torch.Tensor) -> list[int]:
-    """Sums that are those of :func:`expected` if, but for odds of 1 in 10^16, the boxes fill their wholes exactly.
+    """Return sums that equal those of :func:`fingerprint_specs` if the boxes fill their tensors exactly.
 
-    A box is the product over its axes of (end - start). With every coordinate replaced by a random element of a prime
-    field, the products of boxes add up to that of the whole only where all inner faces cancel: nothing is missing,
-    nothing twice (Schwartz-Zippel). Sums of ranks add up as those of rows do, so that no rank needs another's boxes.
-    It finds mistakes, not malice: who knows the elements could make boxes that deceive it.
+    If they do not, the sums are equal with odds of 1 in 10^16. A box is the product over its axes of (end - start).
+    With every coordinate replaced by a random element of a prime field, the products of boxes add up to that of the
+    global tensor only where all inner faces cancel: nothing is missing, nothing is there twice (Schwartz-Zippel). The
+    sums of ranks add up as those of rows do, so no rank needs the boxes of another. It finds mistakes, not malice:
+    somebody who knows the elements could construct boxes that pass.
 
     Args:
         table: Boxes.
-        weights: Of their wholes, by :func:`weigh`.
+        weights: Of their tensors, by :func:`compute_weights`.
+
+    Returns:
+        An element of the field per lane.
     """
-    return ((_products(table) * weights[table.whole] % PRIME).sum(0) % PRIME).tolist()
+    return ((_products(table) * weights[table.spec] % PRIME).sum(0) % PRIME).tolist()
 
 
-def misfits(table: Table, shapes: list[Ints]) -> list[int]:
-    """Numbers of the wholes, of these shapes, that their boxes do not fill exactly."""
+def find_untiled(table: Table, shapes: list[Ints]) -> list[int]:
+    """Find the tensors that their boxes do not fill exactly, with the odds of :func:`fingerprint`.
+
+    Args:
+        table: All boxes of the tensors.
+        shapes: The global shape of every tensor.
+
+    Returns:
+        The numbers of these tensors, ascending.
+    """
     sums = torch.zeros(len(shapes), LANES, dtype=torch.int64, device="cpu")
-    sums.index_add_(0, table.whole, _products(table))
-    wrong = sums % PRIME != _products(_filled(shapes))
+    sums.index_add_(0, table.spec, _products(table))
+    wrong = sums % PRIME != _products(_full_boxes(shapes))
     return wrong.any(1).nonzero().view(-1).tolist()
 
 
-def expected(wholes: list[Whole], weights: torch.Tensor) -> list[int]:
-    """The :func:`fingerprint` of boxes that fill all wholes."""
-    return fingerprint(_filled([whole.shape for whole in wholes]), weights)
+def fingerprint_specs(specs: list[TensorSpec], weights: torch.Tensor) -> list[int]:
+    """Return the :func:`fingerprint` of boxes that fill all tensors exactly."""
+    return fingerprint(_full_boxes([spec.shape for spec in specs]), weights)
 
 
-def same(found: list[int], wanted: list[int]) -> bool:
-    """Whether sums of fingerprints are equal in their field."""
+def are_equal_in_field(found: list[int], wanted: list[int]) -> bool:
+    """Return whether two fingerprints, or sums of some, are equal modulo :data:`PRIME`."""
     return all((one - other) % PRIME == 0 for one, other in zip(found, wanted, strict=True))
 
 
-def _widened(column: torch.Tensor, axes: int, filler: int) -> torch.Tensor:
+def _pad_column(column: torch.Tensor, axes: int, filler: int) -> torch.Tensor:
     more = axes - column.shape[1]
     return torch.cat([column, column.new_full((len(column), more), filler)], 1) if more > 0 else column
 
 
-def _filled(shapes: list[Ints]) -> Table:
-    """One box for every whole."""
+def _full_boxes(shapes: list[Ints]) -> Table:
+    """Return one box per tensor, which fills it."""
     boxes = Boxes()
     for number, shape in enumerate(shapes):
         boxes.add(number, (0,) * len(shape), shape)
@@ -194,10 +229,10 @@ def _filled(shapes: list[Ints]) -> Table:
 
 
 def _products(table: Table) -> torch.Tensor:
-    """The product of every box in the field, in every lane; an axis of offset 0 and extent 1 counts as 1, as none."""
+    """Return the products of all boxes in the field, of shape (n, LANES); an axis from 0 to 1 counts as 1."""
     axes = table.offset.shape[1]
-    salts, scales = _faces(axes)
-    found = torch.ones(len(table.whole), LANES, dtype=torch.int64, device="cpu")
+    salts, scales = _face_constants(axes)
+    found = torch.ones(len(table.spec), LANES, dtype=torch.int64, device="cpu")
     for first in range(0, len(found), _ROWS):
         rows = slice(first, first + _ROWS)
         low, high = table.offset[rows, :, None], (table.offset[rows] + table.extent[rows])[:, :, None]
@@ -208,21 +243,21 @@ def _products(table: Table) -> torch.Tensor:
 
 
 @functools.cache
-def _faces(axes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every axis and lane, what tells its elements apart, and what makes the face from 0 to 1 count as 1."""
-    salts = _mixed(torch.arange(axes, device="cpu")[:, None] + 1000 * torch.arange(LANES, device="cpu"))
+def _face_constants(axes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return salts for coordinates, and factors by which a face from 0 to 1 counts as 1: of shape (axes, LANES)."""
+    salts = _mix(torch.arange(axes, device="cpu")[:, None] + 1000 * torch.arange(LANES, device="cpu"))
     start, end = (_elements(torch.tensor(place, device="cpu"), salts) for place in (0, 1))
     scales = [[pow(face, -1, PRIME) for face in row] for row in (end - start).tolist()]
     return salts, torch.tensor(scales, dtype=torch.int64, device="cpu").view(axes, LANES)
 
 
 def _elements(values: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
-    """A random element of the field for every value and salt."""
-    return (_mixed(values ^ salts) & ((1 << 62) - 1)) % PRIME
+    """Return a pseudorandom element of the field for every value and salt."""
+    return (_mix(values ^ salts) & ((1 << 62) - 1)) % PRIME
 
 
-def _mixed(values: torch.Tensor) -> torch.Tensor:
-    """The finalizer of splitmix64 (https://prng.di.unimi.it/splitmix64.c), in wrapping int64."""
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    """Apply the finalizer of splitmix64 (https://prng.di.unimi.it/splitmix64.c), in wrapping int64."""
     found = values * _STEP + _STEP
     for shift, factor in _MIX:
         found = (found ^ ((found >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -238,16 +273,16 @@ __all__ = [
     "PRIME",
     "Boxes",
     "Table",
-    "Whole",
-    "distinct",
-    "expected",
+    "TensorSpec",
+    "are_equal_in_field",
+    "compute_weights",
+    "concat_tables",
+    "find_untiled",
     "fingerprint",
-    "integers",
-    "joined",
-    "matrix",
-    "misfits",
-    "numbered",
-    "same",
-    "spread",
-    "weigh",
+    "fingerprint_specs",
+    "make_column",
+    "make_matrix",
+    "number_groups",
+    "repeat_values",
+    "sort_unique",
 ]

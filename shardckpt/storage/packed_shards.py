@@ -6,7 +6,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.mapping import ShardedObject
-from shardckpt.planning import Boxes, Table, Whole, integers, joined, matrix
+from shardckpt.planning import Boxes, Table, TensorSpec, concat_tables, make_column, make_matrix
 from shardckpt.storage.columns import Column, Columns, pack
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ class PackedShards(NamedTuple):
     """Boxes of tensors, and objects.
 
     Attributes:
-        wholes: The tensors' keys, dtypes and global shapes; alike on many ranks.
+        specs: The tensors' keys, dtypes and global shapes; alike on many ranks.
         boxes: The boxes, and the objects' unique keys.
         size: How many boxes and objects there are.
     """
 
-    wholes: bytes
+    specs: bytes
     boxes: bytes
     size: int
 
@@ -51,14 +51,14 @@ class PackedShards(NamedTuple):
             objects: Unique keys of objects.
         """
         axes = [len(shape) for shape in shapes]
-        wholes: dict[str, Column] = {
+        specs: dict[str, Column] = {
             "keys": keys,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
-            "axes": integers(axes),
-            "shapes": matrix(shapes, max(axes, default=0), 1),
+            "axes": make_column(axes),
+            "shapes": make_matrix(shapes, max(axes, default=0), 1),
         }
         boxes = _pack_boxes(table, list(objects))
-        return cls(pack(wholes), boxes, len(table.whole) + len(objects))
+        return cls(pack(specs), boxes, len(table.spec) + len(objects))
 
     def rows(self) -> tuple[Table, list[str]]:
         """The boxes of the tensors, and the objects' unique keys."""
@@ -70,26 +70,26 @@ class PackedShards(NamedTuple):
         """Some of the boxes, by their numbers, and of the objects."""
         table, keys = self.rows()
         kept = [key for key in keys if key in objects]
-        return PackedShards(self.wholes, _pack_boxes(table.rows(integers([*rows])), kept), len(rows) + len(kept))
+        return PackedShards(self.specs, _pack_boxes(table.rows(make_column([*rows])), kept), len(rows) + len(kept))
 
-    def unpack(self) -> tuple[list[Whole], Table]:
+    def unpack(self) -> tuple[list[TensorSpec], Table]:
         """What the boxes are parts of, and all boxes, an object's among them."""
-        columns = Columns(self.wholes, _SOURCE)
+        columns = Columns(self.specs, _SOURCE)
         dtypes = map("torch.{}".format, columns.texts("dtypes"))
         padded = zip(columns.integers("axes").tolist(), columns.integers("shapes").tolist(), strict=True)
         shapes = [tuple(shape[:axes]) for axes, shape in padded]
-        wholes = list(map(Whole, repeat("tensor"), columns.texts("keys"), dtypes, shapes))
+        specs = list(map(TensorSpec, repeat("tensor"), columns.texts("keys"), dtypes, shapes))
         table, objects = self.rows()
         boxes = Boxes()
         for key in objects:
             shard = ShardedObject.empty_from_unique_key(key)
-            boxes.add(len(wholes), tuple(shard.global_offset), (1,) * len(shard.global_shape))
-            wholes.append(Whole("object", shard.key, str(None), tuple(shard.global_shape)))
-        return wholes, joined([table, boxes.table()])
+            boxes.add(len(specs), tuple(shard.global_offset), (1,) * len(shard.global_shape))
+            specs.append(TensorSpec("object", shard.key, str(None), tuple(shard.global_shape)))
+        return specs, concat_tables([table, boxes.table()])
 
 
 def _pack_boxes(table: Table, objects: Sequence[str]) -> bytes:
-    return pack({"whole": table.whole, "offset": table.offset, "extent": table.extent, "objects": objects})
+    return pack({"whole": table.spec, "offset": table.offset, "extent": table.extent, "objects": objects})
 
 
 __all__ = ["PackedShards"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from shardckpt.planning import Box, flat_parts, intersect
+from shardckpt.planning import Box, cut_flat_range, intersect
 from shardckpt.storage.spans import Elements
 from shardckpt.tensors import copy_values, is_plain, tensor_bytes
 
@@ -105,7 +105,7 @@ class _Scatter:
         values = torch.frombuffer(memory, dtype=torch.uint8).view(self.stored.dtype)
         later = self.target.device.type == "cuda"  # which is waited for; other devices' copies are not
         first = (position - self.stored.offset) // self.stored.dtype.itemsize
-        for box, begin in flat_parts(self.stored.shape, first, first + values.numel()):
+        for box, begin in cut_flat_range(self.stored.shape, first, first + values.numel()):
             common = intersect(box, self.wanted)
             if common is not None:
                 part = values[begin : begin + box.volume].view(box.shape)

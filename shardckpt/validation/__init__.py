@@ -6,27 +6,27 @@ from shardckpt.validation.keys import (
     StrictHandling,
     compare_common,
     compare_keys,
-    mismatch_text,
+    describe_mismatch,
     parse_strict_flag,
     stored_key,
     validate_shards,
 )
-from shardckpt.validation.replicas import Replicas, find_replicas, settle_replicas
-from shardckpt.validation.sharding import describe_shards, refuse_misfits
+from shardckpt.validation.replicas import Replicas, choose_main_replicas, find_replicas
+from shardckpt.validation.sharding import describe_shards, validate_shards_by_rank
 
 __all__ = [
     "GivenShards",
     "KeyMismatch",
     "Replicas",
     "StrictHandling",
+    "choose_main_replicas",
     "compare_common",
     "compare_keys",
+    "describe_mismatch",
     "describe_shards",
     "find_replicas",
-    "mismatch_text",
     "parse_strict_flag",
-    "refuse_misfits",
-    "settle_replicas",
     "stored_key",
     "validate_shards",
+    "validate_shards_by_rank",
 ]

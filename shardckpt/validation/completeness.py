@@ -1,4 +1,4 @@
-"""Whether a strategy stored every shard that it was given, on whichever rank and in whatever pieces."""
+"""Check that a strategy stored every shard that it was given, on any rank and in boxes of any size."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardckpt.planning import (
     BoxFinder,
     Ints,
     Table,
-    Whole,
+    TensorSpec,
+    are_equal_in_field,
+    compute_weights,
+    concat_tables,
     find_uncovered,
     fingerprint,
-    joined,
-    same,
-    weigh,
 )
 from shardckpt.storage import PackedShards
-from shardckpt.validation.sharding import describe_shards, region
+from shardckpt.validation.sharding import describe_shards, format_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,86 +32,86 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedBase
     from shardckpt.validation.sharding import Described
 
-_Columns: TypeAlias = "tuple[list[Whole], Table]"
-#: Kind and key.
+_Columns: TypeAlias = "tuple[list[TensorSpec], Table]"
+#: Kind and key of a tensor or object.
 _Name: TypeAlias = "tuple[str, str]"
 
 
 class GivenShards:
     """The shards of this rank that a strategy was given, without data.
 
-    Ranks compare sums over their boxes (see :func:`shardckpt.planning.table.fingerprint`). The sums do not depend on
-    which rank stores a box, nor on the pieces in which it is stored. If they differ, the boxes go to the main rank,
-    which decides and names what is missing: one copy too many, or another dtype, is no error.
+    Ranks compare fingerprints of their boxes (see :func:`shardckpt.planning.table.fingerprint`). These do not depend on
+    which rank stores a box, nor on the smaller boxes that it is stored as. If they differ, all boxes go to the main
+    rank, which names what is missing. A second copy of a shard, or another dtype, is no error.
 
     Args:
-        described: The main replicas among the rank's shards, which a strategy must store.
-        strategy: The strategy, named in errors.
+        described: This rank's main replicas, which the strategy must store.
+        strategy: The class of the strategy, which errors name.
     """
 
     def __init__(self, described: Described, strategy: object) -> None:
-        #: Main replicas.
+        #: This rank's main replicas.
         self.described = described
         self._strategy = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
-        self._numbers: dict[Whole, int] = {}
-        self._sums = _with_empty(*described)
-        #: What was recorded the last time, and by how much its sums differed: another save of the same is not summed.
+        self._numbers: dict[TensorSpec, int] = {}
+        self._sums = _count_empty(*described)
+        #: What was recorded last time, and its difference: a training loop records the same shards at every step.
         self._last: tuple[list[PackedShards], list[int]] = ([], [])
 
     def compare(self, recorded: Sequence[ShardedBase | PackedShards], comm: Comm) -> None:
-        """Collective: compare them with what the strategy recorded as stored.
+        """Collective: compare the shards with those that the strategy recorded as stored.
 
         Args:
             recorded: The shards that the files of this rank hold.
-            comm: The ranks that save, all of which call.
+            comm: The ranks that save.
 
         Raises:
             PluginError: on every rank; it names the first shards that were given and not stored, or stored and not
                 given.
         """
-        with comm.local_phase("summing up what was stored"):
+        with comm.local_phase("describing what was stored"):
             difference = self._difference(recorded)
-        if same(comm.total(*difference), [0] * LANES):
+        if are_equal_in_field(comm.total(*difference), [0] * LANES):
             return
-        everyone = comm.gather((self.described[:2], _columns(recorded)))
+        everyone = comm.gather((self.described[:2], _join_columns(recorded)))
         with comm.collective_phase("comparing what was stored with what was given"):
             if comm.is_main:
                 _refuse([given for given, _ in everyone], [stored for _, stored in everyone], self._strategy)
 
     def _difference(self, recorded: Sequence[ShardedBase | PackedShards]) -> list[int]:
         packed = [part for part in recorded if isinstance(part, PackedShards)]
-        again = len(packed) == len(recorded) > 0
-        if again and packed == self._last[0]:
+        is_packed = len(packed) == len(recorded) > 0  # only then it is cheap to compare
+        if is_packed and packed == self._last[0]:
             return self._last[1]
-        wholes, table = _columns(recorded)
-        weights = self._weights(wholes)
-        sums = _with_empty(wholes, table, weights, fingerprint(table, weights))
+        specs, table = _join_columns(recorded)
+        weights = self._weights(specs)
+        sums = _count_empty(specs, table, weights, fingerprint(table, weights))
         difference = [(found - given) % PRIME for found, given in zip(sums, self._sums, strict=True)]
-        if again:
+        if is_packed:
             self._last = packed, difference
         return difference
 
-    def _weights(self, wholes: list[Whole]) -> torch.Tensor:
-        """As :func:`shardckpt.planning.table.weigh`, which takes longer than to look them up."""
-        if wholes == self.described.wholes:
+    def _weights(self, specs: list[TensorSpec]) -> torch.Tensor:
+        """Return the weights of the specs; most are known already, and hashing takes longer than a lookup."""
+        if specs == self.described.specs:
             return self.described.weights
-        self._numbers = self._numbers or {whole: number for number, whole in enumerate(self.described.wholes)}
+        self._numbers = self._numbers or {spec: number for number, spec in enumerate(self.described.specs)}
         try:
-            return self.described.weights[list(map(self._numbers.__getitem__, wholes))]
+            return self.described.weights[list(map(self._numbers.__getitem__, specs))]
         except KeyError:
-            return weigh(wholes)
+            return compute_weights(specs)
 
 
 class _Part(NamedTuple):
-    """A box, with its global shape and the rank that has it."""
+    """A box, with the rank that has it and the global shape that the rank gives."""
 
     rank: int
     shape: Ints
     box: Box
 
 
-def _columns(recorded: Iterable[ShardedBase | PackedShards]) -> _Columns:
-    """What was recorded in one table."""
+def _join_columns(recorded: Iterable[ShardedBase | PackedShards]) -> _Columns:
+    """Return all that was recorded in one table."""
     packed: list[_Columns] = []
     shards: list[ShardedBase] = []
     for part in recorded:
@@ -121,56 +121,56 @@ def _columns(recorded: Iterable[ShardedBase | PackedShards]) -> _Columns:
             shards.append(part)
     if not shards and len(packed) == 1:
         return packed[0]
-    wholes: list[Whole] = []
+    specs: list[TensorSpec] = []
     tables = []
-    for more, table in [*packed, describe_shards(shards, copies=True)[:2]]:
-        tables.append(table._replace(whole=table.whole + len(wholes)))
-        wholes += more
-    return wholes, joined(tables)
+    for part_specs, table in [*packed, describe_shards(shards, copies=True)[:2]]:
+        tables.append(table._replace(spec=table.spec + len(specs)))
+        specs += part_specs
+    return specs, concat_tables(tables)
 
 
-def _with_empty(wholes: list[Whole], table: Table, weights: torch.Tensor, sums: list[int]) -> list[int]:
-    """A fingerprint in which the boxes of empty tensors count as well, which fill nothing."""
-    empty = [number for number, whole in enumerate(wholes) if 0 in whole.shape]
+def _count_empty(specs: list[TensorSpec], table: Table, weights: torch.Tensor, sums: list[int]) -> list[int]:
+    """Return a fingerprint that also counts the boxes of empty tensors, whose product is 0."""
+    empty = [number for number, spec in enumerate(specs) if 0 in spec.shape]
     if not empty:
         return sums
-    counts = torch.bincount(table.whole, minlength=len(wholes))[empty, None]
-    return [(one + more) % PRIME for one, more in zip(sums, (counts * weights[empty]).sum(0).tolist(), strict=True)]
+    counts = torch.bincount(table.spec, minlength=len(specs))[empty, None]
+    return [(one + extra) % PRIME for one, extra in zip(sums, (counts * weights[empty]).sum(0).tolist(), strict=True)]
 
 
 def _refuse(given: list[_Columns], stored: list[_Columns], strategy: str) -> None:
-    """Raise if what all ranks were given is not what all have stored."""
-    was_given, was_stored = _by_name(given), _by_name(stored)
+    """Raise if the ranks have not stored what they were given; one entry per rank, in rank order."""
+    was_given, was_stored = _group_by_name(given), _group_by_name(stored)
     if was_given and not was_stored:
         raise PluginError(
             f"{strategy} has not said what it stored of {len(was_given)} tensors and objects: call "
-            "context.writer.record_shards(shards) with those that a rank's files hold, on every rank"
+            "context.writer.record_shards(shards) on every rank, with the shards that the rank's files hold"
         )
     faults = [
         f"{kind} {key!r}: {fault}"
         for kind, key in sorted(was_given.keys() | was_stored.keys())
-        for fault in _faults(was_given.get((kind, key), []), was_stored.get((kind, key), []))
+        for fault in _find_faults(was_given.get((kind, key), []), was_stored.get((kind, key), []))
     ]
     if faults:
         raise PluginError(
-            f"{strategy} has not stored what it was given, as its calls of context.writer.record_shards say:\n  "
+            f"{strategy} has not stored what it was given, by its calls of context.writer.record_shards:\n  "
             + listed(faults, "\n  ")
         )
 
 
-def _by_name(columns: Iterable[_Columns]) -> dict[_Name, list[_Part]]:
+def _group_by_name(columns: Iterable[_Columns]) -> dict[_Name, list[_Part]]:
     found: dict[_Name, list[_Part]] = defaultdict(list)
-    for rank, (wholes, table) in enumerate(columns):
-        corners = zip(table.whole.tolist(), table.offset.tolist(), table.extent.tolist(), strict=True)
+    for rank, (specs, table) in enumerate(columns):
+        corners = zip(table.spec.tolist(), table.offset.tolist(), table.extent.tolist(), strict=True)
         for number, offset, extent in corners:
-            kind, key, _, shape = wholes[number]
+            kind, key, _, shape = specs[number]
             axes = len(shape)
             found[kind, key].append(_Part(rank, shape, Box(tuple(offset[:axes]), tuple(extent[:axes]))))
     return dict(found)
 
 
-def _faults(given: list[_Part], stored: list[_Part]) -> Iterator[str]:
-    """What is wrong with one tensor or object: the first of it."""
+def _find_faults(given: list[_Part], stored: list[_Part]) -> Iterator[str]:
+    """Yield the first fault of one tensor or object, if it has any."""
     if not given:
         yield f"rank {stored[0].rank} has stored it, and no rank was given it"
     elif not stored:
@@ -182,7 +182,7 @@ def _faults(given: list[_Part], stored: list[_Part]) -> Iterator[str]:
         for part in given:
             missing = find_uncovered(part.box, finder) if part.box.volume else None
             if missing is not None:
-                yield f"rank {part.rank} was given {region(missing)}, which no rank has stored"
+                yield f"rank {part.rank} was given {format_box(missing)}, which no rank has stored"
                 return
 
 

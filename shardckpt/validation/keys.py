@@ -1,4 +1,4 @@
-"""What must hold across ranks before bytes move: shards agree, cover their tensors exactly, and keys are as wanted."""
+"""Compare the keys of a load with those of the checkpoint, and the common state of ranks: Megatron's strict modes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class StrictHandling(Enum):
 
     Megatron's words are the reverse of torch's: *unexpected* keys are wanted and not in the checkpoint (torch:
     missing); *missing* keys are in the checkpoint and wanted by no rank (torch: unexpected).
+
+    ``ASSUME_OK_UNEXPECTED``, the default, raises if keys are unexpected, and does not look for missing ones. The others
+    log, raise, return or ignore: ``*_UNEXPECTED`` the unexpected keys, ``*_ALL`` both.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
@@ -42,32 +45,42 @@ class StrictHandling(Enum):
 
     @property
     def checks_all(self) -> bool:
-        """Whether keys that no rank wants matter too: needs every rank's keys."""
+        """Whether missing keys matter, too: then the ranks exchange what they want."""
         return self in (self.LOG_ALL, self.RAISE_ALL, self.RETURN_ALL)
 
     @property
     def returns_keys(self) -> bool:
-        """Whether load returns the mismatched keys beside the state dict."""
+        """Whether a load returns the keys that do not match, together with the state dict."""
         return self in (self.RETURN_UNEXPECTED, self.RETURN_ALL)
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Whether the mode looks at the checkpoint's keys before it loads (Megatron's name)."""
+        """Return whether the mode compares keys before it loads (Megatron's name)."""
         return val is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Whether the mode needs every rank's keys (Megatron's name)."""
+        """Return whether the mode needs every rank's keys (Megatron's name)."""
         return val.checks_all
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Whether load returns the mismatched keys beside the state dict (Megatron's name)."""
+        """Return whether a load returns the keys that do not match (Megatron's name)."""
         return val.returns_keys
 
 
 def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
-    """The mode that a caller's flag means: True raises on every mismatch, False logs it."""
+    """Parse the ``strict`` argument of a load.
+
+    Args:
+        strict: A mode or its value; True raises on every mismatch, False logs it.
+
+    Returns:
+        The mode.
+
+    Raises:
+        CheckpointingException: there is no such mode.
+    """
     if isinstance(strict, bool):
         return StrictHandling.RAISE_ALL if strict else StrictHandling.LOG_ALL
     if isinstance(strict, StrictHandling):
@@ -81,59 +94,67 @@ def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
 
 @dataclass(frozen=True)
 class KeyMismatch:
-    """Keys of a load that do not match, in Megatron's words (see :class:`StrictHandling`)."""
+    """Keys of a load that do not match, in Megatron's words (see :class:`StrictHandling`).
+
+    Attributes:
+        missing: Keys in the checkpoint that no rank wants; empty if the mode does not look for them.
+        unexpected: Keys that this rank wants and the checkpoint has not.
+    """
 
     missing: frozenset[str]
     unexpected: frozenset[str]
 
 
 def stored_key(shard: ShardedBase) -> str:
-    """The name under which a shard is stored: a tensor's key, an object's unique key."""
+    """Return the name under which a shard is stored: a tensor's key, an object's unique key."""
     return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
 
 
 def compare_keys(
     wanted: Sequence[ShardedBase], stored: Iterable[str], strict: StrictHandling, comm: Comm
 ) -> KeyMismatch:
-    """Apply the strictness mode; the same verdict on every rank.
+    """Collective: compare the keys of a load with those of the checkpoint, and do what the mode says.
 
     Args:
         wanted: This rank's shards.
-        stored: Keys in the checkpoint, common state left out.
-        strict: What to do about a mismatch.
+        stored: Keys in the checkpoint, without those of the common state; the same on every rank.
+        strict: What to do about a mismatch; the same on every rank.
         comm: The ranks that load.
 
+    Returns:
+        The keys that do not match.
+
     Raises:
-        KeyMismatchError: some rank's keys do not match and the mode forbids it.
+        KeyMismatchError: on every rank: some rank's keys do not match, and the mode forbids it.
     """
     have = frozenset(stored)
     mine = frozenset(map(stored_key, wanted))
     unexpected = mine - have
     missing: frozenset[str] = frozenset()
     if strict.checks_all:
-        ordered = sorted(have)
+        ordered = sorted(have)  # the same order on every rank: only one flag per key is sent
         wanted_by_any = comm.largest(*(key in mine for key in ordered))
         missing = frozenset(key for key, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted)
     with comm.local_phase("comparing keys"):
         if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL) and (unexpected or missing):
-            raise KeyMismatchError(mismatch_text(missing, unexpected))
+            raise KeyMismatchError(describe_mismatch(missing, unexpected))
         if strict is StrictHandling.ASSUME_OK_UNEXPECTED and unexpected:
             raise KeyMismatchError(
-                mismatch_text(missing, unexpected) + "\nTo load the rest, pass strict='log_unexpected'."
+                describe_mismatch(missing, unexpected) + "\nTo load the rest, pass strict='log_unexpected'."
             )
     if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
-        logger.warning("%s", mismatch_text(missing, unexpected))
+        logger.warning("%s", describe_mismatch(missing, unexpected))
     return KeyMismatch(missing, unexpected)
 
 
 def compare_common(
     common: CommonStateDict, preprocess: Callable[[CommonStateDict], CommonStateDict] | None, comm: Comm
 ) -> None:
-    """Warn, on every rank that differs, where its common state is not the main rank's, which is the one that is stored.
+    """Collective: warn on every rank whose common state is not the main rank's, which is the one that is stored.
 
     Args:
         common: This rank's common state.
-        preprocess: Takes out what may differ; gets a copy.
+        preprocess: Returns the state without what may differ; gets a copy.
         comm: The ranks that save.
     """
     if comm.world_size == 1:
@@ -141,9 +162,9 @@ def compare_common(
     with comm.local_phase("preparing the common state"):
         mine = dict_list_map_outplace(lambda leaf: leaf, common)
         mine = mine if preprocess is None else preprocess(mine)
-    if comm.all_alike(pickled(mine) or os.urandom(8)):
+    if comm.all_alike(pickled(mine) or os.urandom(8)):  # what cannot be pickled is compared below: random bytes differ
         return
-    stored = comm.broadcast_or(mine, None)  # what cannot travel may still be stored: its strategy says
+    stored = comm.broadcast_or(mine, None)  # None if it cannot be pickled: the strategy may store it even so
     places = ([], [], []) if stored is None else diff(stored, mine)
     if any(places):
         only_main, only_here, different = places
@@ -157,8 +178,8 @@ def compare_common(
         )
 
 
-def mismatch_text(missing: frozenset[str], unexpected: frozenset[str]) -> str:
-    """Which keys do not match, in Megatron's words and in torch's."""
+def describe_mismatch(missing: frozenset[str], unexpected: frozenset[str]) -> str:
+    """Return which keys do not match as text, in Megatron's words and in torch's; empty if all match."""
     parts = []
     if unexpected:
         parts.append(
@@ -178,7 +199,7 @@ __all__ = [
     "StrictHandling",
     "compare_common",
     "compare_keys",
-    "mismatch_text",
+    "describe_mismatch",
     "parse_strict_flag",
     "stored_key",
     "validate_shards",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.adapters import splits_of
 from shardckpt.errors import ShardingError
-from shardckpt.planning import Box, Piece, Split, empty_box, local_shape, pieces
+from shardckpt.planning import Box, HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, local_of, mesh_dim, replica_inside, replica_outside
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class ExpertLayout:
     @property
     def local_shape(self) -> Ints:
         """Shape of this rank's tensor."""
-        return local_shape(self.block.shape, self.splits)
+        return compute_local_shape(self.block.shape, self.splits)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[HeldBox]:
         """Return the boxes of the tensor of all experts that this rank holds.
 
         Returns:
@@ -73,13 +73,13 @@ class ExpertLayout:
         """
         if not self.inside:
             return []
-        found = pieces(self.block.shape, self.splits)
-        return [Piece(piece.box.moved(self.block.offset), piece.place) for piece in found]
+        found = list_held_boxes(self.block.shape, self.splits)
+        return [HeldBox(piece.box.moved(self.block.offset), piece.place) for piece in found]
 
-    def empty(self) -> Piece:
+    def empty(self) -> HeldBox:
         """Return the box that describes a local tensor without elements: an empty one inside the global shape."""
-        box = empty_box(self.block.shape, self.splits).moved(self.block.offset)
-        return Piece(box, (0,) * len(box.shape))
+        box = make_empty_box(self.block.shape, self.splits).moved(self.block.offset)
+        return HeldBox(box, (0,) * len(box.shape))
 
     def of_state(self, shape: Ints) -> ExpertLayout | None:
         """Return the layout of a parameter's optimizer state.
@@ -289,8 +289,8 @@ class _ExpertSplit:
             )
         if self._counts is None:
             split = Split(self.axis, self._ranks, self._rank)
-            found = pieces(shape, [split])
-            return shape, found[0].box if found else empty_box(shape, [split])  # fewer experts than ranks
+            found = list_held_boxes(shape, [split])
+            return shape, found[0].box if found else make_empty_box(shape, [split])  # fewer experts than ranks
         starts = list(accumulate(self._counts, initial=0))
         offset = _with_size((0,) * len(shape), self.axis, starts[self._rank])
         return shape, Box(offset, _with_size(shape, self.axis, self._counts[self._rank]))

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 from shardckpt.errors import CorruptCheckpointError, ShapeMismatchError
-from shardckpt.planning import Box, find_hole, find_overlap
+from shardckpt.planning import Box, HeldBox, find_hole, find_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
 
-    from shardckpt.planning import Piece
     from shardckpt_ep.layout import ExpertLayout
 
 
@@ -70,7 +69,7 @@ def expert_read_items(key: str, layout: ExpertLayout, stored: TensorStorageMetad
     return [_to_local(item, pieces) for item in items]
 
 
-def _to_local(item: ReadItem, pieces: Sequence[Piece]) -> ReadItem:
+def _to_local(item: ReadItem, pieces: Sequence[HeldBox]) -> ReadItem:
     """Return the item with offsets in the rank's tensor instead of in one of its boxes."""
     place = pieces[item.dest_index.index or 0].place
     offsets = torch.Size(start + step for start, step in zip(place, item.dest_offsets, strict=True))

@@ -10,7 +10,7 @@ import torch
 
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME
-from shardckpt.planning import integers
+from shardckpt.planning import make_column
 from shardckpt.strategy import StoredFile
 from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, Archive
 from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, Item, needs_common_file, read_index
@@ -46,7 +46,7 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
 def _list_data_files(index: StoredIndex) -> Iterator[StoredFile]:
     """Yield the data files in the order of their names, each with its keys and the end of its last item."""
     chunks = index.chunks
-    pairs = sorted(set(zip(chunks.file.tolist(), chunks.box.whole.tolist(), strict=True)))
+    pairs = sorted(set(zip(chunks.file.tolist(), chunks.box.spec.tolist(), strict=True)))
     last = torch.zeros(len(index.files), dtype=torch.int64, device="cpu")
     last.scatter_reduce_(0, chunks.file, chunks.start + chunks.length, "amax")
     ends = dict(zip(index.files, last.tolist(), strict=True))
@@ -107,8 +107,8 @@ def _list_archives(index: StoredIndex, name: str) -> list[_Stored]:
     """Return the archives of a file in order; an archive with several boxes (of a flattened shard) is listed once."""
     found: dict[Item, _Stored] = {}
     chunks = index.chunks
-    rows = (chunks.file == index.files.index(name)).nonzero().view(-1) if name in index.files else integers([])
-    columns = (chunks.start, chunks.length, chunks.box.whole, chunks.volume)
+    rows = (chunks.file == index.files.index(name)).nonzero().view(-1) if name in index.files else make_column([])
+    columns = (chunks.start, chunks.length, chunks.box.spec, chunks.volume)
     for start, length, tensor, volume in zip(*(column[rows].tolist() for column in columns), strict=True):
         item = Item(name, start, length)
         found[item] = _Stored(index.keys[tensor], item, index.dtypes[tensor], volume)
@@ -163,7 +163,7 @@ def _check_tail(reader: CheckpointReader, file: StoredFile, size: int, *, aligne
 def _check_coverage(index: StoredIndex, source: str) -> None:
     """Check that the chunks of each tensor have as many elements as its shape."""
     volumes = torch.zeros(len(index.keys), dtype=torch.float64, device="cpu")
-    volumes.index_add_(0, index.chunks.box.whole, index.chunks.box.volume().double())
+    volumes.index_add_(0, index.chunks.box.spec, index.chunks.box.volume().double())
     for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):
         if volume < math.prod(shape):
             raise CorruptCheckpointError(

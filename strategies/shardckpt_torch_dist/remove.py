@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning import Table, integers, spread
+from shardckpt.planning import Table, make_column, repeat_values
 from shardckpt.storage import SMALL_RECORD, KeptItem
 from shardckpt.strategy import Removal
 from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, load_metadata
@@ -86,7 +86,7 @@ def _archives_by_file(index: StoredIndex) -> dict[str, dict[Item, str]]:
     """Return the archives of each file with their keys, for our own index: each archive has one key."""
     found: dict[str, dict[Item, str]] = {name: {} for name in index.files}
     chunks = index.chunks
-    columns = (chunks.file, chunks.start, chunks.length, chunks.box.whole)
+    columns = (chunks.file, chunks.start, chunks.length, chunks.box.spec)
     for file, start, length, tensor in zip(*(column.tolist() for column in columns), strict=True):
         name = index.files[file]
         found[name][Item(name, start, length)] = index.keys[tensor]
@@ -125,7 +125,7 @@ def _digest_boundaries(index: StoredIndex, name: str) -> dict[Item, tuple[int, .
     if name not in index.files:
         return found
     rows = ((chunks.file == index.files.index(name)) & (chunks.length > SMALL_RECORD)).nonzero().view(-1)
-    for number in set(chunks.box.whole[rows].tolist()):
+    for number in set(chunks.box.spec[rows].tolist()):
         for chunk in index.tensor(number).chunks.values():
             ours = build_own_archive(index.dtypes[number], chunk.box.shape, chunk.item.length)
             if ours is not None:
@@ -139,14 +139,14 @@ def _with_new_offsets(index: StoredIndex, rewritten: Mapping[str, list[KeptItem]
     rows = zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True)
     starts = [offsets.get((index.files[file], start, length), start) for file, start, length in rows]
     objects = {key: item._replace(offset=offsets.get(item, item.offset)) for key, item in index.objects.items()}
-    return replace(index, chunks=replace(chunks, start=integers(starts)), objects=objects)
+    return replace(index, chunks=replace(chunks, start=make_column(starts)), objects=objects)
 
 
 def without(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
     """Return the index without some tensors and objects, and without the files that hold nothing else."""
     kept = [key not in keys for key in index.keys]
     stays, counts = torch.tensor(kept, dtype=torch.bool, device="cpu"), index.bounds.diff()
-    rows = spread(stays, counts).nonzero().view(-1)
+    rows = repeat_values(stays, counts).nonzero().view(-1)
     objects = {key: item for key, item in index.objects.items() if key not in keys}
     numbers = set(index.chunks.file[rows].tolist())
     needed = {item.file for item in objects.values()}.union(index.files[number] for number in numbers)
@@ -163,8 +163,8 @@ def without(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
 
 def _select_chunks(chunks: Chunks, rows: torch.Tensor, renumbered: torch.Tensor, needed: list[bool]) -> Chunks:
     """Return some of the chunks, with the new numbers of their tensors and of their files."""
-    box, files = chunks.box.rows(rows), integers(list(accumulate(needed)))
-    box = Table(renumbered[box.whole], box.offset, box.extent)
+    box, files = chunks.box.rows(rows), make_column(list(accumulate(needed)))
+    box = Table(renumbered[box.spec], box.offset, box.extent)
     others = (column[rows] for column in (chunks.start, chunks.length, chunks.first, chunks.volume))
     return Chunks(box, files[chunks.file[rows]] - 1, *others)
 

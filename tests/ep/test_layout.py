@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from shardckpt.compat.mindspeed import restore_ep_dim
 from shardckpt.errors import ShardingError
 from shardckpt.planning.boxes import Box
-from shardckpt.planning.placements import Piece, Split
+from shardckpt.planning.placements import HeldBox, Split
 from shardckpt_ep import ExpertLayout, gather_experts_per_rank
 from tests.ep.live import from_local, mesh_of
 
@@ -180,7 +180,7 @@ def test_state_reduced_along_an_axis_that_nobody_cuts_has_a_layout() -> None:
 
     assert rows is not None
     assert rows.global_shape == (8, 6, 1)
-    assert rows.pieces() == [Piece(Box((2, 3, 0), (2, 3, 1)), (0, 0, 0))]
+    assert rows.pieces() == [HeldBox(Box((2, 3, 0), (2, 3, 1)), (0, 0, 0))]
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4), (1, 3, 4), (), (1,), (2, 3), (2, 3, 5)])

@@ -19,7 +19,7 @@ from shardckpt.errors import KeyMismatchError, RefusedByPolicyError, ShardingErr
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
 from shardckpt.state_dict import nested_values, split_for_save
-from shardckpt.validation.replicas import settle_replicas
+from shardckpt.validation.replicas import choose_main_replicas
 from shardckpt_ep import (
     EPLoadStrategy,
     EPSaveStrategy,
@@ -249,7 +249,7 @@ def _compared(different: bool) -> Any:
         held[FQN] *= mesh.get_local_rank("replicate")
     nest, _ = split_for_save(expert_sharded_state_dict(held, given, check_replicas=True))
     shards = list(nested_values(nest))
-    return [shard.replica_id for shard in settle_replicas(shards, Comm(), compare=True)]
+    return [shard.replica_id for shard in choose_main_replicas(shards, Comm(), compare=True)]
 
 
 def test_copies_of_experts_are_compared_where_asked_for(ranks: RankPool) -> None:

@@ -36,8 +36,8 @@ def test_cliques_are_a_jump_apart(ranks: RankPool) -> None:
         (4, 2, "with factor=2 jump may be 1, 2"),
         (3, 3, "jump=1 with factor=4 fits"),
         (0, 2, "at least 1"),
-        (1, 1, "leave replication out"),
-        (1, 2.0, "whole number"),
+        (1, 1, "pass no replication"),
+        (1, 2.0, "an integer"),
     ],
 )
 def test_other_cliques_are_refused(ranks: RankPool, jump: int, factor: Any, expected: str) -> None:
@@ -59,7 +59,7 @@ def test_ranks_agree_on_their_cliques(ranks: RankPool) -> None:
 
 def test_one_process_has_no_clique() -> None:
     """A single rank cannot keep copies anywhere, and is told to leave them out."""
-    with pytest.raises(CheckpointingException, match="leave replication out"):
+    with pytest.raises(CheckpointingException, match="pass no replication"):
         CliqueReplication(1, 2)
 
 

@@ -239,7 +239,7 @@ def test_a_lost_clique_is_named(ranks: RankPool, tmp_path: Path) -> None:
     (latest, logged), *others = ranks.run(4, _latest, str(tmp_path), (2, 2))
     assert latest is None
     assert logged == [
-        "local checkpoints: step 5 is incomplete: on no disk is a whole part of ranks 0, 2; it is left out"
+        "local checkpoints: step 5 is incomplete: no disk has an undamaged part of ranks 0, 2; it is ignored"
     ]
     assert others == [(None, [])] * 3
     for step in (None, 5):
@@ -434,7 +434,7 @@ def test_another_number_of_ranks_is_refused(ranks: RankPool, tmp_path: Path) -> 
     ranks.run(4, _save, str(tmp_path), None, [6])
     (latest, logged), _ = ranks.run(2, _latest, str(tmp_path))
     assert latest is None
-    assert logged == ["local checkpoints: step 6 was saved by 4 ranks, and there are 2: it is left out"]
+    assert logged == ["local checkpoints: step 6 was saved by 4 ranks, and there are 2: it is ignored"]
     for outcome in ranks.outcomes(2, _load, str(tmp_path), None, 6):
         assert outcome.kind == "CannotLoadError"
         assert "step 6 was saved by 4 ranks, and there are 2" in outcome.message
@@ -501,11 +501,11 @@ def _alone() -> Any:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("keep", "keep=0: at least 1"),
-        ("group", "give both the same process_group"),
+        ("keep", "keep=0: expected an integer of at least 1"),
+        ("group", "pass both the same process_group"),
         ("url", "takes a directory of this machine"),
         ("steps", "ranks disagree on step: 1 on rank 0, 2 on rank 1"),
-        ("negative", "step=-1: expected a whole number"),
+        ("negative", "step=-1: expected an integer"),
         ("load", "ranks disagree on step: 0 on rank 0, 1 on rank 1"),
         ("hollow", "the tensors are out"),
     ],
@@ -519,11 +519,11 @@ def test_arguments_are_checked(ranks: RankPool, tmp_path: Path, case: str, expec
 def _carried(base: str) -> tuple[dict[Route, str], list[tuple[int, int]]]:
     """Copies of both parts to the other rank, and of a part that is not there."""
     folder = PartFolder(_root(base))
-    (mine,) = folder.look().parts
+    (mine,) = folder.list_parts().parts
     save = mine.save
     routes = [Route(PartId(save, 0), 0, 1), Route(PartId(save, 1), 1, 0), Route(PartId(save, 9), 0, 1)]
     faults = transfer_parts(routes, folder, Comm())
-    assert not folder.look().leftovers
+    assert not folder.list_parts().leftovers
     return faults, _names(base)
 
 
@@ -543,7 +543,7 @@ def test_one_copy_that_fails_leaves_the_others_alone(ranks: RankPool, tmp_path: 
 
 def test_what_is_no_part_is_named(tmp_path: Path) -> None:
     """What from_state_dict gives is a part and more: save says which of both it takes."""
-    with pytest.raises(CheckpointingException, match="save takes the part"):
+    with pytest.raises(CheckpointingException, match="pass the first of the two values"):
         LocalCheckpointManager(tmp_path).save(TensorAwareStateDict.from_state_dict({"step": 1}), 1)  # type: ignore[arg-type]
 
 
@@ -554,7 +554,7 @@ def test_what_vanishes_while_it_is_listed_is_not_there(
     """A part that another rank of the node removes at that moment is left out; one that loses a file is damaged."""
     ranks.run(1, _save, str(tmp_path), None, [1])
     folder = PartFolder(tmp_path / "node0")
-    (part,) = folder.look().parts
+    (part,) = folder.list_parts().parts
 
     def reading_late(path: Path, host: Any) -> Any:
         if what == "the part":
@@ -564,6 +564,6 @@ def test_what_vanishes_while_it_is_listed_is_not_there(
         return read_manifest(path, host)
 
     monkeypatch.setattr(parts, "read_manifest", reading_late)
-    found = folder.look().parts
+    found = folder.list_parts().parts
     assert list(found) == ([] if what == "the part" else [part])
     assert all(found.values())

@@ -349,7 +349,7 @@ def test_what_is_no_local_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError):
         load_local(tmp_path / "none")
     dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", _whole(1))}, tmp_path / "whole")
-    with pytest.raises(CheckpointingException, match="no local checkpoint"):
+    with pytest.raises(CheckpointingException, match="not a local checkpoint"):
         load_local(tmp_path / "whole")
     part = _saved(tmp_path / "0")
     part.pop_tensors()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from shardckpt.planning import box_overlaps, boxes
-from shardckpt.planning.box_overlaps import overlaps, rows_of
+from shardckpt.planning.box_overlaps import find_overlaps, list_rows
 from shardckpt.planning.boxes import Box
-from shardckpt.planning.table import Boxes, integers
+from shardckpt.planning.table import Boxes, make_column
 from tests.planning.cuts import random_cut
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def test_overlaps_are_those_of_every_pair(seed: int, pairs: int, monkeypatch: py
     stored = [random_cut(rng) for _ in range(rng.randint(1, 6))]
     pieces = _pieces(stored)
     counts = [len(cut.boxes) for cut in stored]
-    bounds = integers([sum(counts[:number]) for number in range(len(counts) + 1)])
+    bounds = make_column([sum(counts[:number]) for number in range(len(counts) + 1)])
     wanted = [piece for piece in pieces if rng.random() < 0.4]
     for number, cut in enumerate(stored):
         corner = tuple(rng.randint(0, size) for size in cut.shape)
@@ -55,7 +55,7 @@ def test_overlaps_are_those_of_every_pair(seed: int, pairs: int, monkeypatch: py
             (number, Box(corner, tuple(rng.randint(0, s - c) for s, c in zip(cut.shape, corner, strict=True))))
         )
     rng.shuffle(wanted)
-    found = overlaps(_boxes(wanted).table(), _boxes(pieces).table(), bounds)
+    found = find_overlaps(_boxes(wanted).table(), _boxes(pieces).table(), bounds)
     rows = zip(*(column.tolist() for column in found), strict=True)
     got = [(one, other, tuple(offset), tuple(extent)) for one, other, offset, extent in rows if 0 not in extent]
     assert set(got) == _brute(wanted, pieces, found.offset.shape[1])
@@ -64,6 +64,6 @@ def test_overlaps_are_those_of_every_pair(seed: int, pairs: int, monkeypatch: py
 
 def test_rows_of_wholes_follow_each_other() -> None:
     """Wholes without rows have none, and the others theirs in order."""
-    bounds = integers([0, 2, 2, 5])
-    assert rows_of(torch.tensor([2, 1, 0]), bounds).tolist() == [2, 3, 4, 0, 1]
-    assert rows_of(torch.tensor([1]), bounds).tolist() == []
+    bounds = make_column([0, 2, 2, 5])
+    assert list_rows(torch.tensor([2, 1, 0]), bounds).tolist() == [2, 3, 4, 0, 1]
+    assert list_rows(torch.tensor([1]), bounds).tolist() == []

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.mapping import ShardedTensor
-from shardckpt.planning.boxes import Box, flat_parts, intersect, part_view, shard_parts
+from shardckpt.planning.boxes import Box, cut_flat_range, intersect, part_view, shard_parts
 
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple)
 
@@ -19,7 +19,7 @@ def test_flat_parts_are_the_slice(shape: tuple[int, ...], data: st.DataObject) -
     start = data.draw(st.integers(0, volume))
     stop = data.draw(st.integers(start, volume))
     block = torch.arange(volume).reshape(shape)
-    parts = flat_parts(shape, start, stop)
+    parts = cut_flat_range(shape, start, stop)
     assert len(parts) <= max(1, 2 * len(shape) - 1)
     found: list[int] = []
     for box, first in parts:

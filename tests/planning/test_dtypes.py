@@ -5,7 +5,7 @@ import torch
 
 from shardckpt.errors import DtypeMismatchError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.planning.dtypes import casts_text, check_dtypes, is_exact, keeps_meaning
+from shardckpt.planning.dtypes import check_dtypes, describe_casts, is_exact, keeps_meaning
 
 FLOATS = (torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -63,7 +63,9 @@ def test_faults_are_named_with_both_dtypes() -> None:
         (torch.uint8, torch.bool): ["b"],
         (torch.float32, torch.bfloat16): ["c"],
     }
-    assert casts_text(casts).startswith("torch.float32 to torch.bfloat16 (1: 'c', ...), torch.float32 to torch.int32")
+    assert describe_casts(casts).startswith(
+        "torch.float32 to torch.bfloat16 (1: 'c', ...), torch.float32 to torch.int32"
+    )
 
 
 def test_what_is_not_stored_is_not_compared() -> None:

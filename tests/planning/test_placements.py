@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from shardckpt.errors import ShardingError
-from shardckpt.planning.placements import Split, empty_box, held_runs, local_shape, pieces
+from shardckpt.planning.placements import Split, compute_local_shape, find_held_runs, list_held_boxes, make_empty_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +36,8 @@ def _chains(dims: tuple[int, ...]) -> Iterator[list[Split]]:
 def _assembled(whole: torch.Tensor, splits: list[Split]) -> torch.Tensor:
     """The local tensor, put together from the pieces."""
     shape = tuple(whole.shape)
-    local = torch.full(local_shape(shape, splits), -1)
-    for piece in pieces(shape, splits):
+    local = torch.full(compute_local_shape(shape, splits), -1)
+    for piece in list_held_boxes(shape, splits):
         assert 0 not in piece.box.shape
         here = tuple(slice(a, a + n) for a, n in zip(piece.place, piece.box.shape, strict=True))
         local[here] = whole[tuple(slice(a, a + n) for a, n in zip(piece.box.offset, piece.box.shape, strict=True))]
@@ -58,14 +58,14 @@ def test_the_pieces_are_what_torch_cuts(size: int, dims: tuple[int, ...]) -> Non
 
 def test_runs_that_follow_each_other_are_one() -> None:
     """FSDP2 over tensor parallelism, strided and then plain, is one run a rank, as is any split that cuts nothing."""
-    assert held_runs((8,), [Split(0, 2, 1, factor=2)]) == (((2, 4), (6, 8)),)
-    assert held_runs((8,), [Split(0, 2, 1, factor=2), Split(0, 2, 1)]) == (((6, 8),),)
-    assert held_runs((8, 3), [Split(0, 1, 0, factor=4)]) == (((0, 8),), ((0, 3),))
+    assert find_held_runs((8,), [Split(0, 2, 1, factor=2)]) == (((2, 4), (6, 8)),)
+    assert find_held_runs((8,), [Split(0, 2, 1, factor=2), Split(0, 2, 1)]) == (((6, 8),),)
+    assert find_held_runs((8, 3), [Split(0, 1, 0, factor=4)]) == (((0, 8),), ((0, 3),))
 
 
 def test_strides_along_two_axes_are_a_grid_of_boxes() -> None:
     """Pieces come in the order of the local tensor's elements, each with its place there."""
-    found = pieces((4, 4), [Split(0, 2, 1, factor=2), Split(1, 2, 0, factor=2)])
+    found = list_held_boxes((4, 4), [Split(0, 2, 1, factor=2), Split(1, 2, 0, factor=2)])
 
     assert [(piece.box.offset, piece.place) for piece in found] == [
         ((1, 0), (0, 0)),
@@ -78,14 +78,14 @@ def test_strides_along_two_axes_are_a_grid_of_boxes() -> None:
 
 def test_a_scalar_is_one_piece_and_an_empty_tensor_none() -> None:
     """0-D tensors have a box without axes; a box inside the global shape stands for an empty local tensor."""
-    assert [(piece.box.shape, piece.place) for piece in pieces((), [])] == [((), ())]
-    assert pieces((2, 3), [Split(0, 4, 3)]) == []
-    assert empty_box((2, 3), [Split(0, 4, 3)]) == ((2, 0), (0, 3))
-    assert empty_box((5, 0), [Split(0, 2, 1)]) == ((3, 0), (2, 0))
+    assert [(piece.box.shape, piece.place) for piece in list_held_boxes((), [])] == [((), ())]
+    assert list_held_boxes((2, 3), [Split(0, 4, 3)]) == []
+    assert make_empty_box((2, 3), [Split(0, 4, 3)]) == ((2, 0), (0, 3))
+    assert make_empty_box((5, 0), [Split(0, 2, 1)]) == ((3, 0), (2, 0))
 
 
 @pytest.mark.parametrize("split", [Split(1, 2, 0), Split(-1, 2, 0), Split(0, 2, 2), Split(0, 2, -1), Split(0, 2, 0, 0)])
 def test_a_step_that_does_not_exist_is_refused(split: Split) -> None:
     """An axis that the tensor lacks, a shard behind the last, or no block at all is an error that says which."""
     with pytest.raises(ShardingError, match=rf"Split\(dim={split.dim}"):
-        pieces((4,), [split])
+        list_held_boxes((4,), [split])

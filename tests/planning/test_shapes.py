@@ -19,7 +19,7 @@ def _wanted(shape: tuple[int, ...], **fields: bool) -> ShardedTensor:
         ((128, 8), (130, 8), "allow_shape_mismatch=True"),
         ((4, 2, 3), (2, 3), "1 prepended axes"),
         ((2, 3), (4, 2, 3), "without prepended axes"),
-        ((8, 5, 6), (2, 5, 6), "a rank's part of it"),
+        ((8, 5, 6), (2, 5, 6), "one rank's part"),
         ((2, 3), (5, 7), r"wanted \(5, 7\)$"),
     ],
 )

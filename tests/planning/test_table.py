@@ -5,7 +5,17 @@ import random
 import pytest
 import torch
 
-from shardckpt.planning.table import Boxes, Table, Whole, expected, fingerprint, joined, misfits, same, weigh
+from shardckpt.planning.table import (
+    Boxes,
+    Table,
+    TensorSpec,
+    are_equal_in_field,
+    compute_weights,
+    concat_tables,
+    find_untiled,
+    fingerprint,
+    fingerprint_specs,
+)
 from tests.planning.cuts import Cut, random_cut
 
 
@@ -17,8 +27,8 @@ def _table(cuts: list[Cut]) -> Table:
     return boxes.table()
 
 
-def _wholes(cuts: list[Cut]) -> list[Whole]:
-    return [Whole("tensor", f"k{number}", "float32", cut.shape) for number, cut in enumerate(cuts)]
+def _specs(cuts: list[Cut]) -> list[TensorSpec]:
+    return [TensorSpec("tensor", f"k{number}", "float32", cut.shape) for number, cut in enumerate(cuts)]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -26,13 +36,15 @@ def test_boxes_that_fill_their_wholes_have_the_expected_sums(seed: int) -> None:
     """However tensors of 0 to 4 axes are cut, and the boxes spread over ranks, the ranks' sums add up to those."""
     rng = random.Random(seed)
     cuts = [random_cut(rng) for _ in range(rng.randint(0, 12))]
-    wholes = _wholes(cuts)
+    specs = _specs(cuts)
     table = _table(cuts)
-    rank = torch.tensor([rng.randrange(3) for _ in table.whole], dtype=torch.int64)
-    parts = [fingerprint(table.rows(rank == number), weigh(wholes)) for number in range(3)]
-    parts[0] = fingerprint(table.rows(rank == 0).widened(7), weigh(wholes))
-    assert same([sum(lane) for lane in zip(*parts, strict=True)], expected(wholes, weigh(wholes)))
-    assert misfits(table, [cut.shape for cut in cuts]) == []
+    rank = torch.tensor([rng.randrange(3) for _ in table.spec], dtype=torch.int64)
+    parts = [fingerprint(table.rows(rank == number), compute_weights(specs)) for number in range(3)]
+    parts[0] = fingerprint(table.rows(rank == 0).pad_axes(7), compute_weights(specs))
+    assert are_equal_in_field(
+        [sum(lane) for lane in zip(*parts, strict=True)], fingerprint_specs(specs, compute_weights(specs))
+    )
+    assert find_untiled(table, [cut.shape for cut in cuts]) == []
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -40,7 +52,7 @@ def test_a_wrong_box_changes_the_sums_and_is_found_by_its_whole(seed: int) -> No
     """A box that is missing, there twice, moved or resized is noticed, and only its own tensor is named."""
     rng = random.Random(seed)
     cuts = [random_cut(rng, empty=False) for _ in range(rng.randint(1, 8))]
-    wholes, shapes = _wholes(cuts), [cut.shape for cut in cuts]
+    specs, shapes = _specs(cuts), [cut.shape for cut in cuts]
     number = rng.randrange(len(cuts))
     boxes = cuts[number].boxes
     place = rng.randrange(len(boxes))
@@ -55,8 +67,10 @@ def test_a_wrong_box_changes_the_sums_and_is_found_by_its_whole(seed: int) -> No
         boxes[place] = ((*offset[:axis], offset[axis] + 1, *offset[axis + 1 :]), extent)
     else:
         boxes[place] = (offset, (*extent[:axis], extent[axis] + 1, *extent[axis + 1 :]))
-    assert not same(fingerprint(_table(cuts), weigh(wholes)), expected(wholes, weigh(wholes)))
-    assert misfits(_table(cuts), shapes) == [number]
+    assert not are_equal_in_field(
+        fingerprint(_table(cuts), compute_weights(specs)), fingerprint_specs(specs, compute_weights(specs))
+    )
+    assert find_untiled(_table(cuts), shapes) == [number]
 
 
 def test_a_hole_is_not_made_good_by_an_overlap_of_the_same_size() -> None:
@@ -64,17 +78,17 @@ def test_a_hole_is_not_made_good_by_an_overlap_of_the_same_size() -> None:
     boxes = Boxes()
     for row in (0, 1, 1, 3):
         boxes.add(0, (row, 0), (1, 7))
-    assert misfits(boxes.table(), [(4, 7)]) == [0]
+    assert find_untiled(boxes.table(), [(4, 7)]) == [0]
 
 
 def test_the_same_boxes_of_another_whole_have_other_sums() -> None:
     """Ranks that disagree on key, dtype or global shape cannot complete each other's boxes."""
     boxes = Boxes()
     boxes.add(0, (0,), (4,))
-    whole = Whole("tensor", "k", "float32", (4,))
-    sums = fingerprint(boxes.table(), weigh([whole]))
+    whole = TensorSpec("tensor", "k", "float32", (4,))
+    sums = fingerprint(boxes.table(), compute_weights([whole]))
     for other in (whole._replace(key="l"), whole._replace(dtype="int32"), whole._replace(kind="object")):
-        assert not same(fingerprint(boxes.table(), weigh([other])), sums)
+        assert not are_equal_in_field(fingerprint(boxes.table(), compute_weights([other])), sums)
 
 
 def test_tables_of_different_axes_are_joined() -> None:
@@ -82,7 +96,7 @@ def test_tables_of_different_axes_are_joined() -> None:
     flat, deep = Boxes(), Boxes()
     flat.add(0, (3,), (2,))
     deep.add(1, (1, 2, 3), (4, 5, 6))
-    table = joined([flat.table(), deep.table()])
+    table = concat_tables([flat.table(), deep.table()])
     assert table.offset.tolist() == [[3, 0, 0], [1, 2, 3]]
     assert table.extent.tolist() == [[2, 1, 1], [4, 5, 6]]
     assert table.volume().tolist() == [2, 120]

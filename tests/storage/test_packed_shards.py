@@ -32,10 +32,10 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
         ShardedObject("o", None, (3, 2), (1, 1)),
     ]
     packed = _packed([shard.unique_key for shard in shards if isinstance(shard, ShardedObject)])
-    wholes, table = packed.unpack()
+    specs, table = packed.unpack()
     expected = describe_shards(shards)
-    assert packed.size == len(shards) == len(table.whole)
-    assert wholes == expected.wholes
+    assert packed.size == len(shards) == len(table.spec)
+    assert specs == expected.specs
     for found, wanted in zip(table, expected.table, strict=True):
         assert torch.equal(found, wanted)
 
@@ -46,7 +46,7 @@ def test_some_rows() -> None:
     some = _packed(keys).only([1, 4], keys[1:])
     table, objects = some.rows()
     assert (some.size, objects) == (3, keys[1:])
-    assert table.whole.tolist() == [1, 0]
+    assert table.spec.tolist() == [1, 0]
     assert table.offset.tolist() == [[0, 0], [2, 0]]
     assert _packed(keys) == _packed(keys) != some
-    assert _packed([]).only([], []).unpack()[1].whole.tolist() == []
+    assert _packed([]).only([], []).unpack()[1].spec.tolist() == []

@@ -12,7 +12,7 @@ from shardckpt.distributed.comm import Comm
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.validation import replicas
-from shardckpt.validation.replicas import settle_replicas
+from shardckpt.validation.replicas import choose_main_replicas
 
 if TYPE_CHECKING:
     from shardckpt.mapping import Replicated, ShardedBase
@@ -29,7 +29,7 @@ def _object(key: str, value: Any, *, replicated: Replicated = True) -> ShardedOb
 
 def _settle(shards: list[list[ShardedBase]], compare: bool) -> list[Any]:
     """The replica ids that each rank's own shards get."""
-    return [shard.replica_id for shard in settle_replicas(shards[dist.get_rank()], Comm(), compare=compare)]
+    return [shard.replica_id for shard in choose_main_replicas(shards[dist.get_rank()], Comm(), compare=compare)]
 
 
 def _outcome(pool: RankPool, shards: list[list[ShardedBase]], *, compare: bool = True) -> list[Any]:
@@ -61,7 +61,7 @@ def test_other_shards_keep_their_replica_ids(ranks: RankPool) -> None:
         _tensor("a", 1.0),
     ]
     mine[1].replica_id = 7
-    found = settle_replicas(mine, Comm(), compare=True)
+    found = choose_main_replicas(mine, Comm(), compare=True)
     assert found[0] is mine[0]
     assert (found[1].replica_id, mine[1].replica_id) == (0, 7)
     assert _outcome(ranks, [[mine[0]], []]) == [[(3, 0)], []]
@@ -135,7 +135,7 @@ def _settle_weight(differing: int, shape: tuple[int, ...], form: str) -> tuple[s
     if form == "complex":
         shard = ShardedTensor.from_rank_offsets("w", shard.data * 1j, replicated="sampled")
     try:
-        settle_replicas([shard], Comm(), compare=True)
+        choose_main_replicas([shard], Comm(), compare=True)
     except ShardingError as exc:
         return type(exc).__name__, str(exc)
     return "", ""
@@ -152,7 +152,7 @@ def test_what_differs_on_most_of_a_weight_is_no_copy(
     assert len(set(refused)) == 1
     kind, message = refused[0]
     assert kind == "ShardingError"
-    assert "most of the values that check_replicas=False would take from one rank" in message
+    assert "check_replicas=False would save one rank's values for all, but most of the values differ" in message
     assert f"'w': one value on rank 0 / one value on rank 1{'' if form == 'elsewhere' else ', 2'}" in message
     assert "shardckpt_ep.expert_layouts" in message
 
@@ -178,7 +178,7 @@ def _settle_many(count: int) -> list[str]:
         data[: 4 if number % 3 == 1 else 1] = dist.get_rank()
         shards.append(ShardedTensor.from_rank_offsets(f"w{number}", data, replicated="sampled"))
     try:
-        settle_replicas(shards, Comm(), compare=True)
+        choose_main_replicas(shards, Comm(), compare=True)
     except ShardingError as exc:
         return [f"w{number}" for number in range(count) if f"'w{number}'" in str(exc)]
     finally:
@@ -206,7 +206,7 @@ def _quantities(rank: int) -> torch.Tensor:
 
 def _forms() -> list[Any]:
     shard = ShardedTensor.from_rank_offsets("z", _quantities(dist.get_rank()), replicated=True)
-    return [shard.replica_id for shard in settle_replicas([shard], Comm(), compare=True)]
+    return [shard.replica_id for shard in choose_main_replicas([shard], Comm(), compare=True)]
 
 
 def test_how_a_tensor_lies_in_memory_does_not_matter(ranks: RankPool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.planning import Table, integers, matrix, numbered
+from shardckpt.planning import Table, make_column, make_matrix, number_groups
 from shardckpt.storage import Columns, check_file_name, pack
 from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, parse_object_key
 
@@ -37,15 +37,15 @@ def dump(index: StoredIndex) -> bytes:
     """
     axes = [len(shape) for shape in index.shapes]
     width = max(axes, default=0)
-    chunks, box = index.chunks, index.chunks.box.widened(width)
+    chunks, box = index.chunks, index.chunks.box.pad_axes(width)
     objects = index.objects.values()
     files = {name: number for number, name in enumerate(dict.fromkeys([*index.files, *(at.file for at in objects)]))}
     return pack(
         {
             "keys": index.keys,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in index.dtypes],
-            "axes": integers(axes),
-            "shapes": matrix(index.shapes, width, 1),
+            "axes": make_column(axes),
+            "shapes": make_matrix(index.shapes, width, 1),
             "bounds": index.bounds,
             "offset": box.offset[:, :width],
             "extent": box.extent[:, :width],
@@ -54,7 +54,7 @@ def dump(index: StoredIndex) -> bytes:
             "length": chunks.length,
             "files": list(files),
             "objects": list(index.objects),
-            "object_places": matrix([(files[at.file], at.offset, at.length) for at in objects], 3, 0),
+            "object_places": make_matrix([(files[at.file], at.offset, at.length) for at in objects], 3, 0),
         }
     )
 
@@ -126,7 +126,7 @@ def _parse_tensors(columns: Columns) -> _Tensors:
         _require_all((sizes == 1) | ~lacked, keys, "has a size along an axis that it lacks")
     shapes = [tuple(row[:count]) for row, count in zip(sizes.tolist(), counts, strict=True)]
     huge = bool(keys) and math.prod(sizes.amax(0).tolist()) >= _COUNTABLE
-    return _Tensors(keys, dtypes, shapes, integers([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
+    return _Tensors(keys, dtypes, shapes, make_column([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
 
 
 def _parse_dtypes(names: list[str]) -> list[torch.dtype]:
@@ -163,7 +163,7 @@ def _parse_chunks(columns: Columns, tensors: _Tensors, bounds: torch.Tensor, fil
     count = int(bounds[-1])
     file, start, length = (_read_integers(columns, name, (count,)) for name in ("file", "start", "length"))
     offset, extent = (_read_integers(columns, name, (count, tensors.sizes.shape[1])) for name in ("offset", "extent"))
-    table = Table(numbered(bounds[1:]), offset, extent)
+    table = Table(number_groups(bounds[1:]), offset, extent)
     chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
     for row in range(0, count, _BLOCK):
         _check_chunks(chunks, slice(row, row + _BLOCK), tensors, files)
@@ -172,7 +172,7 @@ def _parse_chunks(columns: Columns, tensors: _Tensors, bounds: torch.Tensor, fil
 
 def _check_chunks(chunks: Chunks, rows: slice, tensors: _Tensors, files: int) -> None:
     """Check that the boxes lie inside their tensors, and that their archives are large enough and lie inside files."""
-    tensor, extent, length = chunks.box.whole[rows], chunks.box.extent[rows], chunks.length[rows]
+    tensor, extent, length = chunks.box.spec[rows], chunks.box.extent[rows], chunks.length[rows]
     inside = chunks.box.offset[rows] <= tensors.sizes.index_select(0, tensor) - extent
     inside &= extent >= tensors.lacked.index_select(0, tensor)
     inside = inside.all(1)

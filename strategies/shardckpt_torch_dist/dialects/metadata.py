@@ -22,7 +22,7 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.planning import Box, Ints, flat_parts
+from shardckpt.planning import Box, Ints, cut_flat_range
 from shardckpt.storage import check_file_name
 from shardckpt_torch_dist.archive import describe, load_metadata
 from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, parse
@@ -281,7 +281,7 @@ def _unflatten(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) 
     fragments, cell = stored_shape[:-1], offset[:-1]
     block = tuple(size // count for size, count in zip(true_shape, fragments, strict=True))
     corner = tuple(index * length for index, length in zip(cell, block, strict=True))
-    return [(part.box.moved(corner), part.start) for part in flat_parts(block, offset[-1], offset[-1] + sizes[-1])]
+    return [(part.box.moved(corner), part.start) for part in cut_flat_range(block, offset[-1], offset[-1] + sizes[-1])]
 
 
 __all__ = ["METADATA_FILE", "STEPS", "identify_save", "needs_common_file", "parse_metadata", "read_index"]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardckpt.planning import integers, matrix, spread
+from shardckpt.planning import make_column, make_matrix, repeat_values
 from shardckpt.tensors import tensor_bytes
 from shardckpt_torch_dist.torch_private import StorageInfo
 
@@ -104,7 +104,7 @@ class _Memo:
 
     def column(self, values: Iterable[str]) -> torch.Tensor:
         """Return the memo numbers of names, int64 of shape (values,)."""
-        return integers([self.number(value) for value in values])
+        return make_column([self.number(value) for value in values])
 
     def opcodes(self, *values: Any) -> bytes:
         """Return the opcodes that build the values, with names, classes and functions from the memo."""
@@ -187,8 +187,8 @@ class _Objects:
 
     def __init__(self, objects: dict[str, Item], memo: _Memo) -> None:
         keys, files = memo.column(objects), memo.column(item.file for item in objects.values())
-        starts = integers([item.offset for item in objects.values()])
-        lengths = integers([item.length for item in objects.values()])
+        starts = make_column([item.offset for item in objects.values()])
+        lengths = make_column([item.length for item in objects.values()])
         self.entries = _OpcodeTemplate(memo.opcodes(_name(0), BytesStorageMetadata())).rows(len(keys), keys)
         place = _location_template(None, _Wide(box=False, start=_is_wide(starts), length=_is_wide(lengths)), memo)
         self.places = place.rows(len(keys), keys, files, starts, lengths)
@@ -209,10 +209,12 @@ class _Tensors:
         self._index = index
         self._keys, self._files = memo.column(index.keys), memo.column(index.files)
         self._counts = index.bounds.diff()
-        self._box = index.chunks.box.widened(max(map(len, index.shapes), default=0))
+        self._box = index.chunks.box.pad_axes(max(map(len, index.shapes), default=0))
         kinds: dict[tuple[int, torch.dtype], int] = {}
         axes = map(len, index.shapes)
-        self._kind_of = integers([kinds.setdefault(kind, len(kinds)) for kind in zip(axes, index.dtypes, strict=True)])
+        self._kind_of = make_column(
+            [kinds.setdefault(kind, len(kinds)) for kind in zip(axes, index.dtypes, strict=True)]
+        )
         wide = _widths(index)
         self._kinds = [_TensorTemplates(*kind, wide, memo) for kind in kinds]
 
@@ -229,7 +231,7 @@ class _Tensors:
         chunks = self._index.chunks
         for first, last in self._windows():
             for kind, tensors, rows in self._groups(first, last):
-                keys = spread(self._keys[tensors], self._counts[tensors])
+                keys = repeat_values(self._keys[tensors], self._counts[tensors])
                 columns = keys, self._files[chunks.file[rows]], chunks.start[rows], chunks.length[rows]
                 yield kind.place.rows(len(rows), *columns, *self._axes(tensors, self._box.offset[rows]))
             yield pickle.SETITEMS + pickle.MARK
@@ -245,13 +247,13 @@ class _Tensors:
         kinds, counts = self._kind_of[first:last], self._counts[first:last]
         for kind in sorted(set(kinds.tolist())):
             mine = kinds == kind
-            tensors, rows = mine.nonzero().view(-1), spread(mine, counts).nonzero().view(-1)
+            tensors, rows = mine.nonzero().view(-1), repeat_values(mine, counts).nonzero().view(-1)
             yield _Group(self._kinds[kind], tensors + first, rows + self._index.bounds[first])
 
     def _entries(self, group: _Group) -> Iterator[tuple[memoryview, memoryview, bytes]]:
         """Yield the opcodes of each tensor: those before its chunks, those of the chunks, and those after."""
         shapes = [self._index.shapes[number] for number in group.tensors.tolist()]
-        sizes = matrix(shapes, len(shapes[0]), 1).unbind(1)
+        sizes = make_matrix(shapes, len(shapes[0]), 1).unbind(1)
         heads = group.kind.head.rows(len(shapes), self._keys[group.tensors], *sizes)
         box = self._box.rows(group.rows)
         bounds = (self._axes(group.tensors, column) for column in (box.offset, box.extent))
@@ -276,7 +278,7 @@ def _split_rows(rows: memoryview, counts: list[int]) -> Iterator[memoryview]:
 
 def _widths(index: StoredIndex) -> _Wide:
     chunks = index.chunks
-    sizes = integers([max(shape, default=0) for shape in index.shapes])
+    sizes = make_column([max(shape, default=0) for shape in index.shapes])
     boxes = (sizes, chunks.box.offset, chunks.box.extent)
     return _Wide(any(map(_is_wide, boxes)), _is_wide(chunks.start), _is_wide(chunks.length))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning import Box, Boxes, integers
+from shardckpt.planning import Box, Boxes, make_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,7 +165,7 @@ class StoredIndex:
         """
         if number not in self._tensors:
             shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
-            chunks = self.chunks_of(rows, self.chunks.box.rows(rows).narrowed(len(shape)))
+            chunks = self.chunks_of(rows, self.chunks.box.rows(rows).take_axes(len(shape)))
             self._tensors[number] = StoredTensor(
                 self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
             )
@@ -205,7 +205,7 @@ def columns_of(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, 
             for column, value in zip(columns, row, strict=True):
                 column.append(value)
         bounds.append(bounds[-1] + len(tensor.chunks))
-    return integers(bounds), Chunks(boxes.table(), *map(integers, columns)), list(files)
+    return make_column(bounds), Chunks(boxes.table(), *map(make_column, columns)), list(files)
 
 
 def parse_object_key(key: str) -> str | None:

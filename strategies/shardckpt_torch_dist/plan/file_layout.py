@@ -49,7 +49,7 @@ def lay_out(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: 
     Returns:
         The files, and the position of each item.
     """
-    keys = [items.keys[number] for number in items.boxes.whole]
+    keys = [items.keys[number] for number in items.boxes.spec]
     names = [*keys, *archives]
     sizes = [*map(_nbytes, items.tensors), *(0 for _ in archives)]  # objects count as 0: only tensors are balanced
     chosen = [""] * len(names)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.errors import ShardingError, listed
-from shardckpt.planning import Table, integers, joined, matrix, misfits
+from shardckpt.planning import Table, concat_tables, find_untiled, make_column, make_matrix
 from shardckpt.storage import Column, Columns, PackedShards, pack
 from shardckpt_torch_dist.dialects import Chunks, Item, StoredIndex
 
@@ -41,8 +41,8 @@ def pack_plan(items: LocalItems, layout: FileLayout) -> LocalPlan:
     numbers = {name: number for number, name in enumerate(layout.files)}
     places: dict[str, Column] = {
         "files": layout.files,
-        "places": matrix(layout.boxes, 3, 0),
-        "object_places": matrix([(numbers[file], *place) for file, *place in layout.objects.values()], 3, 0),
+        "places": make_matrix(layout.boxes, 3, 0),
+        "object_places": make_matrix([(numbers[file], *place) for file, *place in layout.objects.values()], 3, 0),
     }
     stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), layout.objects)
     return LocalPlan(stored, pack(places))
@@ -80,7 +80,7 @@ class _Merge:
 
     def add(self, rank: int, plan: LocalPlan) -> None:
         """Add a rank's plan."""
-        specs = plan.stored.wholes
+        specs = plan.stored.specs
         table, keys = plan.stored.rows()
         # Many ranks store parts of the same tensors, and send the same bytes: each of these is unpacked once.
         if specs not in self._numbers_by_specs:
@@ -94,23 +94,23 @@ class _Merge:
         places[:, 0] += len(self._files)
         self._files += files
         self._places.append(places)
-        self._tables.append(table._replace(whole=self._numbers_by_specs[specs][table.whole]))
+        self._tables.append(table._replace(spec=self._numbers_by_specs[specs][table.spec]))
 
     def index(self) -> StoredIndex:
         """Return the index of all plans that were added."""
-        table, places = joined(self._tables), torch.cat(self._places)
+        table, places = concat_tables(self._tables), torch.cat(self._places)
         # Ranks in order of their numbers, so that the copy of the lowest rank is the one that stays.
         order = _sort_distinct(table)
         table, places = table.rows(order), places[order]
         keys = list(self._numbers)
-        wrong = misfits(table, self._shapes)
+        wrong = find_untiled(table, self._shapes)
         if wrong:
             shown = listed([repr(keys[number]) for number in wrong])
             raise ShardingError(
                 f"the shards of all ranks do not fill {len(wrong)} tensors exactly: {shown}; save with "
                 "validate_access_integrity=True to see which regions"
             )
-        counts = torch.bincount(table.whole, minlength=len(keys))
+        counts = torch.bincount(table.spec, minlength=len(keys))
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         file, start, length = places.unbind(1)
         chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
@@ -135,19 +135,19 @@ class _Merge:
                     f"{self._first_rank[number]}, {dtype} {shape} on rank {rank}"
                 )
             numbers.append(number)
-        return integers(numbers)
+        return make_column(numbers)
 
 
 def _sort_distinct(table: Table) -> torch.Tensor:
     """Return the rows sorted by tensor, without those whose offset an earlier row of the tensor has."""
-    order = table.whole.argsort(stable=True)
-    corners = Table(table.whole, table.offset, torch.zeros_like(table.extent))
+    order = table.spec.argsort(stable=True)
+    corners = Table(table.spec, table.offset, torch.zeros_like(table.extent))
     hashes, by_hash = corners.hashes().sort(stable=True)
     equal = (hashes[1:] == hashes[:-1]).nonzero().view(-1)
     first, second = by_hash[equal], by_hash[equal + 1]
     # Equal hashes are only candidates: the offsets decide.
-    same = (table.whole[first] == table.whole[second]) & (table.offset[first] == table.offset[second]).all(1)
-    keep = torch.ones_like(table.whole, dtype=torch.bool)
+    same = (table.spec[first] == table.spec[second]) & (table.offset[first] == table.offset[second]).all(1)
+    keep = torch.ones_like(table.spec, dtype=torch.bool)
     keep[second[same]] = False
     return order[keep[order]]
 

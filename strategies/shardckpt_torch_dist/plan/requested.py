@@ -12,12 +12,12 @@ from shardckpt.planning import (
     Boxes,
     FlatPart,
     Overlaps,
-    distinct,
-    misfits,
-    overlaps,
+    find_overlaps,
+    find_untiled,
+    list_rows,
     part_view,
-    rows_of,
-    whole_box,
+    sort_unique,
+    unflattened_box,
 )
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class RequestedTensors:
         self._index = index
         boxes = Boxes()
         for shard in shards:
-            boxes.add(index.numbers[shard.key], *whole_box(shard))
+            boxes.add(index.numbers[shard.key], *unflattened_box(shard))
         requested = boxes.table()
-        found = overlaps(requested, index.chunks.box, index.bounds)
+        found = find_overlaps(requested, index.chunks.box, index.bounds)
         covered = _find_covered(requested, found, index)
         self.shards, self.others = list(shards), []
         if not bool(covered.all()):
@@ -73,7 +73,7 @@ class RequestedTensors:
             self.others = [shard for shard, good in zip(shards, covered.tolist(), strict=True) if not good]
             requested, found = requested.rows(covered), _keep_covered(found, covered)
         self._found = found
-        self._requested = requested.widened(found.offset.shape[1])
+        self._requested = requested.pad_axes(found.offset.shape[1])
 
     def check_sizes(self, reader: CheckpointReader) -> None:
         """Check that the files have the bytes of all tensors that the load will allocate memory for.
@@ -88,15 +88,15 @@ class RequestedTensors:
             return
         unallocated = torch.tensor([shard.data is None for shard in self.shards], dtype=torch.bool, device="cpu")
         chunks = self._index.chunks
-        rows = rows_of(distinct(self._requested.whole[unallocated]), self._index.bounds)
-        for number in distinct(chunks.file[rows]).tolist():
+        rows = list_rows(sort_unique(self._requested.spec[unallocated]), self._index.bounds)
+        for number in sort_unique(chunks.file[rows]).tolist():
             here = rows[chunks.file[rows] == number]
             size = reader.size(self._index.files[number])
             outside = here[chunks.length[here] > size - chunks.start[here]].tolist()
             if outside:
                 start, length = int(chunks.start[outside[0]]), int(chunks.length[outside[0]])
                 raise CorruptCheckpointError(
-                    f"{self._index.keys[int(chunks.box.whole[outside[0]])]}: bytes {start} to {start + length} are "
+                    f"{self._index.keys[int(chunks.box.spec[outside[0]])]}: bytes {start} to {start + length} are "
                     f"outside {reader.directory / self._index.files[number]} of {size} bytes"
                 )
 
@@ -106,7 +106,7 @@ class RequestedTensors:
             shard.init_data("cpu")
         views = [_view(shard) for shard in self.shards]
         found, axes = self._found, self._requested.offset.shape[1]
-        stored = self._index.chunks.box.rows(found.stored).widened(axes)
+        stored = self._index.chunks.box.rows(found.stored).pad_axes(axes)
         entire = (found.extent == stored.extent).all(1).tolist()
         filled = (found.extent == self._requested.extent[found.wanted]).all(1).tolist()
         start = (found.offset - stored.offset).tolist()
@@ -115,7 +115,7 @@ class RequestedTensors:
         chunks = self._index.chunks_of(found.stored, stored)
         regions = []
         for place, (requested, number, chunk) in enumerate(
-            zip(found.wanted.tolist(), stored.whole.tolist(), chunks, strict=True)
+            zip(found.wanted.tolist(), stored.spec.tolist(), chunks, strict=True)
         ):
             target = views[requested]
             dims = target.dim()
@@ -137,7 +137,7 @@ def _view(shard: ShardedTensor) -> torch.Tensor:
     """Return the shard's memory in the shape of its box."""
     if shard.data is not None and not shard.prepend_axis_num:
         return shard.data.detach()
-    return part_view(shard, FlatPart(whole_box(shard), 0))
+    return part_view(shard, FlatPart(unflattened_box(shard), 0))
 
 
 def _trim_axes(chunk: Chunk, dims: int) -> Chunk:
@@ -159,16 +159,16 @@ def _find_covered(requested: Table, found: Overlaps, index: StoredIndex) -> torc
     Returns:
         bool of shape (boxes,).
     """
-    volume = torch.zeros_like(requested.whole).index_add_(0, found.wanted, found.extent.prod(1))
+    volume = torch.zeros_like(requested.spec).index_add_(0, found.wanted, found.extent.prod(1))
     covered = volume == requested.volume()
-    alone = (found.extent == requested.widened(found.extent.shape[1]).extent[found.wanted]).all(1)
+    alone = (found.extent == requested.pad_axes(found.extent.shape[1]).extent[found.wanted]).all(1)
     if not bool(alone.all()):
         # Chunks that overlap may have the right volume and still leave a hole.
-        tensors = distinct(requested.whole[found.wanted[~alone]])
-        stored = index.chunks.box.rows(rows_of(tensors, index.bounds))
-        numbered = stored._replace(whole=torch.searchsorted(tensors, stored.whole))
-        wrong = misfits(numbered, [index.shapes[number] for number in tensors.tolist()])
-        covered &= ~torch.isin(requested.whole, tensors[wrong])
+        tensors = sort_unique(requested.spec[found.wanted[~alone]])
+        stored = index.chunks.box.rows(list_rows(tensors, index.bounds))
+        numbered = stored._replace(spec=torch.searchsorted(tensors, stored.spec))
+        wrong = find_untiled(numbered, [index.shapes[number] for number in tensors.tolist()])
+        covered &= ~torch.isin(requested.spec, tensors[wrong])
     return covered
 
 

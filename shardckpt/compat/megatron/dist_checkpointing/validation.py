@@ -23,10 +23,10 @@ from shardckpt.validation import (
     StrictHandling,
     compare_common,
     compare_keys,
-    mismatch_text,
+    describe_mismatch,
     parse_strict_flag,
-    refuse_misfits,
     stored_key,
+    validate_shards_by_rank,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def validate_sharding_integrity(
     """
     comm = Comm()
     with comm.collective_phase("checking the shards of all ranks"):
-        refuse_misfits(global_metadata)
+        validate_shards_by_rank(global_metadata)
     if common_state_dict is not None:
         compare_common(common_state_dict, None, comm)
 
@@ -182,7 +182,7 @@ def maybe_report_missing_and_unexpected_keys(
     """Raise or log if there are keys that do not match (missing and unexpected as Megatron defines them)."""
     if not missing_keys and not unexpected_keys:
         return
-    text = mismatch_text(frozenset(missing_keys), frozenset(unexpected_keys))
+    text = describe_mismatch(frozenset(missing_keys), frozenset(unexpected_keys))
     if raise_error:
         raise KeyMismatchError(text)
     logger.warning("%s", text)
