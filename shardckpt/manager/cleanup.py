@@ -138,8 +138,8 @@ def _left(folder: str, *, all_directories: bool) -> dict[str, str]:
         elif path.is_symlink():
             left[str(path)] = "it is a link"
         else:
-            look = found[0][0].look(found[0][1])
-            if not look.counts:
+            look = found[0][0].inspect_step(found[0][1])
+            if not look.is_loadable:
                 left[str(path)] = f"it is no whole checkpoint that can be read here: {look.error or look.refusal}"
     return left
 

@@ -69,7 +69,7 @@ class ReplicaCheckpoints:
         self._due: deque[int] = deque(maxlen=2)
         self._loaded: dict[int, Fetched] = {}
         self._writer: StepWriter | None = None
-        self._collector: GarbageCollector | None = None
+        self._gc: GarbageCollector | None = None
         if not config.load_only:
             self._begin_saving(config, allow_globals)
 
@@ -104,7 +104,7 @@ class ReplicaCheckpoints:
         self._last = step
 
     def load(self, step: int | None) -> None:
-        """Load what belongs to a step, or is next before it; it and the newest are held for :meth:`go_to`.
+        """Load what belongs to a step, or is next before it; it and the newest are held for :meth:`restore_up_to`.
 
         Args:
             step: The one that was loaded; None for none: then nothing is set.
@@ -127,9 +127,9 @@ class ReplicaCheckpoints:
         if comm.is_main and base != step and step:  # with step 0, a seed, nothing has been read yet
             self._warn(step, base)
         with comm.collective_phase("handing back the states of the replica's own"):
-            self.go_to(step)
+            self.restore_up_to(step)
 
-    def go_to(self, step: int) -> None:
+    def restore_up_to(self, step: int) -> None:
         """Set the states to the newest that :meth:`load` has found up to a step; not collective.
 
         They stay as they are where there is none, and where this replica has saved since.
@@ -142,8 +142,8 @@ class ReplicaCheckpoints:
         """Commit what all ranks of the replica have written; ``blocking`` waits for that, and for removals."""
         if self._writer is not None:
             self._writer.advance(blocking=blocking)
-        if self._collector is not None and blocking:
-            self._collector.wait()
+        if self._gc is not None and blocking:
+            self._gc.wait()
 
     def close(self, error: BaseException | None = None) -> None:
         """Commit what is on its way, unless the training ends by an error, and end the background."""
@@ -151,15 +151,15 @@ class ReplicaCheckpoints:
             if self._writer is not None:
                 self._writer.close(error)
         finally:
-            if self._collector is not None:
+            if self._gc is not None:
                 if self._uncollected:
-                    self._collector.submit(self._due)
-                self._collector.close()
+                    self._gc.submit(self._due)
+                self._gc.close()
 
     def _begin_saving(self, config: CheckpointConfig, allow_globals: Iterable[Any]) -> None:
         if Comm(self._group).is_main:
             policy = functools.partial(keep_replica_steps, steps=self._steps, interval=config.interval)
-            self._collector = GarbageCollector(self._folder, [policy])
+            self._gc = GarbageCollector(self._folder, [policy])
         is_async = config.async_mode is not AsyncMode.DISABLED
         threaded = config.model_copy(update={"async_mode": AsyncMode.ASYNC}) if is_async else config
         self._writer = StepWriter(threaded, self._group, allow_globals)
@@ -168,14 +168,14 @@ class ReplicaCheckpoints:
         """Remove what an earlier run has saved at this step and later: this one did not go on from it."""
         comm.main_runs(
             "removing what a run that was given up has left",
-            lambda: remove_steps(self._folder, lambda own: abandoned_steps(own, self._steps, step)),
+            lambda: remove_steps(self._folder, lambda own: find_abandoned_steps(own, self._steps, step)),
         )
 
     def _collect_sometimes(self) -> None:
         self._uncollected += 1
-        if self._collector is not None and self._uncollected >= _COLLECTED_AFTER:
+        if self._gc is not None and self._uncollected >= _COLLECTED_AFTER:
             self._uncollected = 0
-            self._collector.submit(self._due)
+            self._gc.submit(self._due)
 
     def _fetch(self, step: int) -> bool:
         """Read one, without handing it back; whether it is whole."""
@@ -208,10 +208,10 @@ def keep_replica_steps(own: StepMetrics, steps: StepFolder, interval: int) -> li
     return [*sorted(own)[-NEWEST_KEPT:], *full, *coming]
 
 
-def abandoned_steps(own: StepMetrics, steps: StepFolder, since: int) -> list[int]:
+def find_abandoned_steps(own: StepMetrics, steps: StepFolder, since: int) -> list[int]:
     """The replica's own steps that a run made which was given up at ``since``; not those that have a checkpoint."""
     full = set(steps.steps())
     return [step for step in own if step >= since and step not in full]
 
 
-__all__ = ["NEWEST_KEPT", "ReplicaCheckpoints", "abandoned_steps", "keep_replica_steps"]
+__all__ = ["NEWEST_KEPT", "ReplicaCheckpoints", "find_abandoned_steps", "keep_replica_steps"]

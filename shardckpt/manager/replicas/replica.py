@@ -116,7 +116,7 @@ class Replica(ManagerPart):
         self._healing.take(given["states"])
         self.step = given["step"]
         if self._checkpoints is not None:
-            self._checkpoints.go_to(self.step)
+            self._checkpoints.restore_up_to(self.step)
         if self._tolerance.healed is not None:
             self._tolerance.healed(self.step)
 
