@@ -24,7 +24,7 @@ def describe_form(name: str, state: Any, replicated: Replicated) -> Any:
     Args:
         name: The key of the object.
         state: Nested dicts and lists; None to describe a load.
-        replicated: As for :func:`shardckpt.adapters.describe_object`.
+        replicated: True to compare the ranks' objects in a save; ``"unchecked"`` not to.
 
     Returns:
         A sharded object: the state with a placeholder for each tensor.
@@ -38,7 +38,7 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedSt
     Args:
         name: The first part of their keys.
         state: Nested dicts and lists.
-        replicated: As for :func:`shardckpt.adapters.describe_leaf`.
+        replicated: True to compare the ranks' tensors in a save; ``"unchecked"`` not to.
 
     Returns:
         Sharded tensors by the position, from ``"0"``, of their placeholder in the form.
@@ -50,7 +50,7 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedSt
 
 
 def wanted_tensors(name: str, form: Any, live: Any, taken: set[int]) -> ShardedStateDict:
-    """Describe the tensors to load for a stored form: the live state's where they fit, else new ones on the CPU.
+    """Describe the tensors to load for a stored form: the live state's where they fit, else new ones.
 
     Args:
         name: The first part of their keys.
