@@ -42,7 +42,7 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
     removed: no save under way, no damaged checkpoint, no other name, no link, and never the newest one. Directories
     named ``step-<n>``, ``checkpoint-<n>``, ``iter_<n>`` and ``global_step_<n>`` are counted separately. A warning
     names, once in a process, every directory that is kept for another reason than the limit, with the reason, and a
-    folder without a checkpoint. Another names what cannot be removed; the next call retries. Works without a process group.
+    folder without a checkpoint. Another names what cannot be removed; the next call retries.
 
     Args:
         training_args: An object with ``save_total_limit`` (missing, None, or at most 0 keeps all), and with
