@@ -203,7 +203,7 @@ class CheckpointConfig(BaseModel):
         if not self.load_only:
             find_saver(self.strategy, host())
 
-    def stored(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the options as a checkpoint stores them: JSON values, URLs without their passwords."""
         places = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
         return self.model_dump(mode="json") | {name: place and masked(place) for name, place in places.items()}

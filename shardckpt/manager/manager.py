@@ -95,7 +95,7 @@ class CheckpointManager:
         with comm.collective_phase("looking at the states"):
             named = add_random_state(states) if config.save_rng else states
             self._states = TrainingStates(named, check_replicas=config.check_replicas)
-            comm.agree(states=sorted(self._states.names), **config.stored())
+            comm.agree(states=sorted(self._states.names), **config.describe())
         if config.enable_checkpoint:
             with comm.collective_phase("looking at the configuration"):
                 self._folder = StepFolder(config.folder, host())
@@ -305,7 +305,7 @@ class CheckpointManager:
                 "states": names,
                 "model_only": model_only,
                 "metrics": numbers,
-                "config": config.stored(),
+                "config": config.describe(),
             }
             for part in self._parts:
                 part.before_save(step, numbers)

@@ -191,8 +191,8 @@ def _made_too_early(folder: str) -> str:
 def test_no_password_is_stored() -> None:
     """What a checkpoint has of the configuration names the store, and not how to get in."""
     config = CheckpointConfig(folder="s3://user:secret@host/run", initial_load_path="/data/first")
-    assert config.stored()["folder"] == "s3://user:***@host/run"
-    assert config.stored()["initial_load_path"] == "/data/first"
+    assert config.describe()["folder"] == "s3://user:***@host/run"
+    assert config.describe()["initial_load_path"] == "/data/first"
 
 
 def test_what_was_loaded_is_told(tmp_path: Path) -> None:
