@@ -205,8 +205,8 @@ class CheckpointConfig(BaseModel):
 
     def describe(self) -> dict[str, Any]:
         """Return the options as a checkpoint stores them: JSON values, URLs without their passwords."""
-        places = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
-        return self.model_dump(mode="json") | {name: place and masked(place) for name, place in places.items()}
+        paths = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
+        return self.model_dump(mode="json") | {name: path and masked(path) for name, path in paths.items()}
 
     def _contradictions(self) -> list[tuple[bool, str]]:
         is_async = self.async_mode is not AsyncMode.DISABLED

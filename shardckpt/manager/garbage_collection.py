@@ -100,7 +100,7 @@ class GarbageCollector:
     def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
         self._folder = folder
         self._policies = policies
-        self._orders: queue.Queue[Collection[int] | None] = queue.Queue()
+        self._queue: queue.Queue[Collection[int] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -112,7 +112,7 @@ class GarbageCollector:
         """
         if self._closed:
             raise CheckpointingException(f"the garbage collector of {self._folder} is closed")
-        self._orders.put(frozenset(protected))
+        self._queue.put(frozenset(protected))
         if self._thread is None:
             # A daemon: a program that does not call `close` ends all the same; the next run finishes the removals.
             self._thread = threading.Thread(target=self._run, name="shardckpt-gc", daemon=True)
@@ -120,7 +120,7 @@ class GarbageCollector:
 
     def wait(self) -> None:
         """Wait until all submitted collections are done."""
-        self._orders.join()
+        self._queue.join()
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         """Finish the submitted collections, and end the thread.
@@ -131,16 +131,16 @@ class GarbageCollector:
         closed, self._closed = self._closed, True
         if self._thread is None or closed:
             return
-        self._orders.put(None)
+        self._queue.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
             logger.warning("removals in %s take longer than %s s: the next run finishes them", self._folder, timeout)
 
     def _run(self) -> None:
-        for protected in iter(self._orders.get, None):
+        for protected in iter(self._queue.get, None):
             self._collect(protected)
-            self._orders.task_done()
-        self._orders.task_done()
+            self._queue.task_done()
+        self._queue.task_done()  # of the None that ends the loop, so that a later `wait` returns
 
     def _collect(self, protected: Collection[int]) -> None:
         try:

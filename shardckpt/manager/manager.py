@@ -309,15 +309,9 @@ class CheckpointManager:
             }
             for part in self._parts:
                 part.before_save(step, numbers)
-        last, self._last = self._last, step
         on_commit = functools.partial(self._committed, step)
-        try:
-            writer.write(
-                state, self._folder.location(step), {CONTENT_KEY: content}, on_commit, background=not last_step
-            )
-        except BaseException:
-            self._last = last
-            raise
+        writer.write(state, self._folder.location(step), {CONTENT_KEY: content}, on_commit, background=not last_step)
+        self._last = step
 
 
 __all__ = ["CheckpointManager"]

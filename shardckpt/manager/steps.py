@@ -68,7 +68,7 @@ class StepNames:
         digits = name.removeprefix(self.prefix)
         if not (digits.isascii() and digits.isdecimal()):
             return None
-        # The whole name must match: step-007 is not step 7, nor is a directory that a user copied beside it.
+        # Only the exact name counts: step-007 is not step 7.
         return int(digits) if name == self.name(int(digits)) else None
 
 
