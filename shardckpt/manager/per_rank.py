@@ -54,8 +54,8 @@ class PerRank:
         if saved_world_size != world_size and self.reshard is None:
             raise CheckpointingException(
                 f"the state {name!r} was saved by {saved_world_size} rank(s), each with a state of its own, and is "
-                f"loaded by {world_size}: wrap it as PerRank({name}, reshard=...), a function (states, rank, world_size) "
-                f"that returns the state of one rank, or put {name!r} into exclude_from_loading"
+                f"loaded by {world_size}: wrap it as PerRank({name}, reshard=...), a function (states, rank, "
+                f"world_size) that returns the state of one rank, or put {name!r} into exclude_from_loading"
             )
         indices = range(saved_world_size) if saved_world_size != world_size else [rank]
         return [ShardedObject(name, None, (saved_world_size,), (index,), replica_id=rank) for index in indices]

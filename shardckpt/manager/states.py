@@ -60,7 +60,7 @@ class TrainingStates:
         self._per_rank: dict[str, PerRank] = {}
         self._plain: dict[str, Stateful] = {}
         for name, value in states.items():
-            self._sort(_checked_name(name), value)
+            self._sort(_check_name(name), value)
         if self._optimizers and MODEL not in self._modules:
             raise CheckpointingException(
                 f"the state {OPTIMIZER!r} is an optimizer: it goes with modules under the name {MODEL!r}, by whose "
@@ -69,13 +69,22 @@ class TrainingStates:
         self.names = tuple(states)
 
     def describe(self, names: Collection[str], comm: Comm) -> ShardedStateDict:
-        """Describe the named states for a save."""
+        """Describe the named states for a save.
+
+        Args:
+            names: The states to save.
+            comm: The ranks that save.
+
+        Returns:
+            A sharded state dict. Modules, optimizers and sharded states stand under their names; plain and per-rank
+            states under the keys ``forms``, ``tensors`` and ``ranks``, then by name.
+        """
         ranks = Ranks.of(comm)
-        plain = {name: state.state_dict() for name, state in self._chosen(self._plain, names)}
-        per_rank = self._chosen(self._per_rank, names)
+        plain = {name: state.state_dict() for name, state in self._select(self._plain, names)}
+        per_rank = self._select(self._per_rank, names)
         return {
-            **self._described_modules(names),
-            **{name: state.sharded_state_dict() for name, state in self._chosen(self._sharded, names)},
+            **self._describe_modules(names),
+            **{name: state.sharded_state_dict() for name, state in self._select(self._sharded, names)},
             _FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
             _TENSORS: {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()},
             _RANKS: {name: state.describe(name, ranks.rank, ranks.world_size) for name, state in per_rank},
@@ -83,10 +92,10 @@ class TrainingStates:
 
     def request_objects(self, names: Collection[str], ranks: Ranks) -> ShardedStateDict:
         """Describe what is loaded first: the objects, which say what tensors there are."""
-        forms = self._chosen(self._plain, names)
+        forms = self._select(self._plain, names)
         return {
             _FORMS: {name: describe_form(name, None, "unchecked") for name, _ in forms},
-            _RANKS: {name: state.request(name, *ranks) for name, state in self._chosen(self._per_rank, names)},
+            _RANKS: {name: state.request(name, *ranks) for name, state in self._select(self._per_rank, names)},
         }
 
     def wanted_tensors(self, names: Collection[str], objects: StateDict) -> ShardedStateDict:
@@ -98,8 +107,8 @@ class TrainingStates:
         """
         forms = objects.get(_FORMS, {})
         described = {
-            **self._described_modules(names),
-            **{name: state.sharded_state_dict() for name, state in self._chosen(self._sharded, names)},
+            **self._describe_modules(names),
+            **{name: state.sharded_state_dict() for name, state in self._select(self._sharded, names)},
         }
         # Storage that a module or optimizer is loaded into. A plain state (an EMA that shares the weights) must not be
         # loaded into it as well: the last one read would win.
@@ -108,24 +117,31 @@ class TrainingStates:
             **described,
             _TENSORS: {
                 name: wanted_tensors(name, forms[name], state.state_dict(), taken)
-                for name, state in self._chosen(self._plain, names)
+                for name, state in self._select(self._plain, names)
             },
         }
 
     def restore(self, names: Collection[str], objects: StateDict, tensors: StateDict, ranks: Ranks) -> None:
-        """Set the states to what was loaded."""
-        for name, parts in self._chosen(self._modules, names):
+        """Set the states to what was loaded.
+
+        Args:
+            names: The states to set.
+            objects: What was loaded for :meth:`request_objects`.
+            tensors: What was loaded for :meth:`wanted_tensors`.
+            ranks: The ranks that were given to :meth:`request_objects`.
+        """
+        for name, parts in self._select(self._modules, names):
             if name != MODEL or not self._with_optimizers(names):
                 load_into(tensors[name], parts)
         if self._with_optimizers(names):
             both = {MODEL: tensors[MODEL], OPTIMIZER: tensors[OPTIMIZER]}
             load_into(both, self._modules[MODEL], *self._optimizers)
-        for name, sharded in self._chosen(self._sharded, names):
+        for name, sharded in self._select(self._sharded, names):
             sharded.load_state_dict(tensors[name])
-        for name, plain in self._chosen(self._plain, names):
-            found = tensors.get(_TENSORS, {}).get(name, {})
-            plain.load_state_dict(put_together(objects[_FORMS][name], found))
-        for name, per_rank in self._chosen(self._per_rank, names):
+        for name, plain in self._select(self._plain, names):
+            own_tensors = tensors.get(_TENSORS, {}).get(name, {})
+            plain.load_state_dict(put_together(objects[_FORMS][name], own_tensors))
+        for name, per_rank in self._select(self._per_rank, names):
             per_rank.restore(objects[_RANKS][name], *ranks)
 
     def restore_model(self, loaded: StateDict) -> None:
@@ -164,7 +180,7 @@ class TrainingStates:
 
     def _sort(self, name: str, value: Any) -> None:
         items = list(value) if isinstance(value, (list, tuple)) else [value]
-        items = [inner for item in items for inner in _unpacked(item)]
+        items = [inner for item in items for inner in _unpack_optimizers(item)]
         if callable(getattr(value, "sharded_state_dict", None)):
             self._sharded[name] = value
         elif isinstance(value, PerRank):
@@ -186,9 +202,9 @@ class TrainingStates:
                 "with state_dict and load_state_dict"
             )
 
-    def _described_modules(self, names: Collection[str]) -> ShardedStateDict:
+    def _describe_modules(self, names: Collection[str]) -> ShardedStateDict:
         found: ShardedStateDict = {}
-        for name, parts in self._chosen(self._modules, names):
+        for name, parts in self._select(self._modules, names):
             if name != MODEL or not self._with_optimizers(names):
                 found[name] = to_sharded_state_dict(parts, prefix=f"{name}.", check_replicas=self._check_replicas)
         if self._with_optimizers(names):
@@ -199,24 +215,24 @@ class TrainingStates:
         return OPTIMIZER in names and bool(self._optimizers)
 
     @staticmethod
-    def _chosen(states: Mapping[str, Any], names: Collection[str]) -> list[tuple[str, Any]]:
+    def _select(states: Mapping[str, Any], names: Collection[str]) -> list[tuple[str, Any]]:
         return [(name, state) for name, state in states.items() if name in names]
 
 
-def _checked_name(name: Any) -> str:
+def _check_name(name: Any) -> str:
     if not isinstance(name, str) or not name or name in (_FORMS, _RANKS, _TENSORS):
         raise CheckpointingException(f"{name!r} cannot be the name of a state: give another one")
     return name
 
 
-def _unpacked(value: Any) -> list[Any]:
+def _unpack_optimizers(value: Any) -> list[Any]:
     """Return the optimizers in a container (torchtitan's) or a wrapper (torchft's) that is itself an optimizer."""
     if not isinstance(value, torch.optim.Optimizer):
         return [value]
     inner = getattr(value, "optimizers", None) or getattr(value, "optim", None)
     if isinstance(inner, torch.optim.Optimizer):
-        return _unpacked(inner)
-    return [each for item in inner for each in _unpacked(item)] if isinstance(inner, (list, tuple)) else [value]
+        return _unpack_optimizers(inner)
+    return [each for item in inner for each in _unpack_optimizers(item)] if isinstance(inner, (list, tuple)) else [value]
 
 
 __all__ = ["MODEL", "OPTIMIZER", "Ranks", "TrainingStates"]

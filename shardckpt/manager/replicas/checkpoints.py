@@ -60,8 +60,8 @@ class ReplicaCheckpoints:
         allow_globals: Iterable[Any],
     ) -> None:
         self._folder, self._steps, self._states, self._group = folder, steps, states, process_group
-        self._wanted = [name for name in states.per_rank if name not in config.exclude_from_loading]
-        others = [name for name in states.names if name not in self._wanted]
+        self._names = [name for name in states.per_rank if name not in config.exclude_from_loading]
+        others = [name for name in states.names if name not in self._names]
         self._reader = StepReader(states, process_group, allow_globals, others)
         self._skips = config.on_busy == "skip"
         self._last: int | None = None
@@ -72,7 +72,7 @@ class ReplicaCheckpoints:
         self._writer: StepWriter | None = None
         self._gc: GarbageCollector | None = None
         if not config.load_only:
-            self._begin_saving(config, allow_globals)
+            self._make_writer(config, allow_globals)
 
     def save(self, step: int, *, due: bool) -> None:
         """Collective: save the replica's own states of a step.
@@ -117,7 +117,7 @@ class ReplicaCheckpoints:
             CheckpointingException: the same on every rank: the checkpoint does not fit the states.
         """
         self._loaded = {}
-        if not self._wanted:
+        if not self._names:
             return
         comm = Comm(self._group)
         found = comm.main_runs(
@@ -160,7 +160,7 @@ class ReplicaCheckpoints:
                     self._gc.submit(self._due)
                 self._gc.close()
 
-    def _begin_saving(self, config: CheckpointConfig, allow_globals: Iterable[Any]) -> None:
+    def _make_writer(self, config: CheckpointConfig, allow_globals: Iterable[Any]) -> None:
         if Comm(self._group).is_main:
             policy = functools.partial(keep_replica_steps, steps=self._steps, interval=config.interval)
             self._gc = GarbageCollector(self._folder, [policy])
@@ -191,7 +191,7 @@ class ReplicaCheckpoints:
         return True
 
     def _warn_of_gap(self, step: int, base: int | None) -> None:
-        names = ", ".join(self._wanted)
+        names = ", ".join(self._names)
         if base is None:
             logger.warning("%s has no checkpoint of step %d or before: %s are not loaded", self._folder, step, names)
         else:
