@@ -70,9 +70,9 @@ class Retention(ManagerPart):
         self._metrics = [policy.metric for policy in policies if isinstance(policy, KeepBest)]
         #: How many of this run's newest steps are kept whatever the policies return. After a load of an earlier step,
         #: the folder has higher steps than this run saves, and KeepLatest would keep only those.
-        self._protected = max((policy.count for policy in policies if isinstance(policy, KeepLatest)), default=1)
+        self._protected_count = max((policy.count for policy in policies if isinstance(policy, KeepLatest)), default=1)
         #: The protected steps, oldest first: the one that this run loaded, and those that it saved.
-        self._own: list[int] = []
+        self._protected: list[int] = []
         self._warned: set[str] = set()
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -97,13 +97,13 @@ class Retention(ManagerPart):
 
     def after_commit(self, step: int) -> None:
         """Submit a garbage collection that keeps the newest steps of this run."""
-        self._own = [*(each for each in self._own if each != step), step][-self._protected :]
-        self._gc.submit(protected=self._own)
+        self._protected = [*(each for each in self._protected if each != step), step][-self._protected_count :]
+        self._gc.submit(protected=self._protected)
 
     def after_load(self, step: int | None) -> None:
         """Protect the loaded step."""
         if step is not None:
-            self._own = [step]
+            self._protected = [step]
 
     def advance(self, *, blocking: bool = False) -> None:
         """If ``blocking``, wait for removals: they would race with a load."""

@@ -232,7 +232,9 @@ def _unpack_optimizers(value: Any) -> list[Any]:
     inner = getattr(value, "optimizers", None) or getattr(value, "optim", None)
     if isinstance(inner, torch.optim.Optimizer):
         return _unpack_optimizers(inner)
-    return [each for item in inner for each in _unpack_optimizers(item)] if isinstance(inner, (list, tuple)) else [value]
+    if isinstance(inner, (list, tuple)):
+        return [each for item in inner for each in _unpack_optimizers(item)]
+    return [value]
 
 
 __all__ = ["MODEL", "OPTIMIZER", "Ranks", "TrainingStates"]
