@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchtitan.components.checkpointer import BaseCheckpointManager  # type: ignore[import-not-found]
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank
+from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank, RetentionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,11 +42,16 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's options, and those that only :class:`shardckpt.manager.CheckpointConfig` has."""
+        """torchtitan's options, and those of :class:`shardckpt.manager.CheckpointConfig` that it lacks.
+
+        Set ``retention`` in code: the command line cannot give policies. There is no ``keep_best_k``, and
+        ``KeepBest`` keeps no step: torchtitan's ``save`` has no metrics.
+        """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         on_busy: Literal["wait", "skip"] = "wait"
         keep_every_n_steps: int = 0
+        retention: tuple[RetentionPolicy, ...] = ()
         strategy: str | None = None
         hf_mapping: str | None = None
         hf_assets_path: str | None = None

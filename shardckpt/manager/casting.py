@@ -1,4 +1,4 @@
-"""Shards to be saved in another dtype: of weights that are saved for inference."""
+"""Casts shards for a save in another dtype, such as weights for inference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedStateDict
 
 
-def with_dtype(described: ShardedStateDict, dtype_name: str | None) -> ShardedStateDict:
-    """The same shards, floating-point tensors of 16 bits and more cast; the argument and its tensors stay.
+def cast_shards(described: ShardedStateDict, dtype_name: str | None) -> ShardedStateDict:
+    """Cast the floating-point tensors of 16 bits and more.
 
     Args:
-        described: What a save takes.
-        dtype_name: Such as ``"bfloat16"``; None casts nothing.
+        described: A sharded state dict for a save; neither it nor its tensors are changed.
+        dtype_name: The dtype, such as ``"bfloat16"``; None casts nothing.
+
+    Returns:
+        A sharded state dict with the cast tensors; quantized and integer tensors and objects are as they were.
     """
     dtype = parse_dtype(dtype_name)
     if dtype is None:
@@ -34,8 +37,8 @@ def with_dtype(described: ShardedStateDict, dtype_name: str | None) -> ShardedSt
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
     if not isinstance(leaf, ShardedTensor) or leaf.data is None or is_quantized(leaf.data):
         return leaf
-    wanted = cast_to(leaf.dtype, dtype)
-    return leaf if wanted == leaf.dtype else dataclasses.replace(leaf, data=leaf.data.to(wanted), dtype=wanted)
+    target = cast_to(leaf.dtype, dtype)
+    return leaf if target == leaf.dtype else dataclasses.replace(leaf, data=leaf.data.to(target), dtype=target)
 
 
-__all__ = ["with_dtype"]
+__all__ = ["cast_shards"]

@@ -1,4 +1,4 @@
-"""What a CheckpointManager is told: torchtitan's names and meanings, checked when they are given."""
+"""The options of a CheckpointManager, with torchtitan's names and meanings, validated when it is made."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class AsyncMode(str, Enum):
-    """Who writes: the training itself; a thread behind it; or a process of its own, from pinned, shared memory."""
+    """Who writes a checkpoint.
+
+    ``disabled``: the training process, in ``save``. ``async``: a thread of it. ``async_with_pinned_mem``: another
+    process, which reads from pinned, shared memory.
+    """
 
     DISABLED = "disabled"
     ASYNC = "async"
@@ -36,49 +40,51 @@ class AsyncMode(str, Enum):
 
 
 class CheckpointConfig(BaseModel):
-    """When to save, how, what to keep, and what to begin from; it is stored as JSON in every checkpoint.
+    """When and how to save, what to keep, and what to start from. Every checkpoint stores it as JSON.
 
     Attributes:
-        enable_checkpoint: False turns every call of the manager into nothing.
-        folder: Where the steps' directories ``step-<n>`` are: a directory that all ranks share, or a URL.
-        interval: Steps between saves.
-        keep_latest_k: So many of the newest checkpoints are kept; 0 keeps all. 1 is refused with ``async_mode``: while
-            the next is written there must be one to fall back on.
-        keep_every_n_steps: Steps that it divides are kept as well; 0 for none.
-        keep_best_k: So many with the best ``best_metric`` are kept as well.
-        best_metric: A name among the ``metrics`` that are given to ``save``; who has none is never one of the best.
-        best_mode: Whether the smallest (``min``) or the largest value is the best.
-        retention: Policies that take the place of the five options above: :class:`KeepLatest`, :class:`KeepEvery`,
-            :class:`KeepBest`, :class:`KeepPinned`, or a function that is given the metrics by step and returns the
-            steps to keep. A checkpoint that any of them keeps is kept, and so is the newest. The main rank calls them,
-            in another thread than the training's.
+        enable_checkpoint: If False, the manager's methods do nothing.
+        folder: The parent of the directories ``step-<n>``: a directory that all ranks share, or a URL.
+        interval: Steps between two saves.
+        keep_latest_k: How many of the newest checkpoints to keep; 0 keeps all. 1 is an error with an async mode: while
+            the next checkpoint is written, one must remain to fall back on.
+        keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
+        keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
+        best_metric: A name among the ``metrics`` that ``save`` is given. A checkpoint without it is never a best one.
+        best_mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
+        retention: Policies instead of the five options above: :class:`KeepLatest`, :class:`KeepEvery`,
+            :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the metrics by step and returns the steps
+            to keep. A checkpoint is kept if any policy keeps it or if it is the newest. Only the main rank calls the
+            policies, in a background thread.
         async_mode: See :class:`AsyncMode`.
-        on_busy: What a save does whose predecessor is still being written: ``wait`` for it, or ``skip`` itself.
-        last_save_model_only: Whether the save of the last step has the model alone. (The seed's name for it,
-            ``model_weights_only``, is accepted.)
-        last_save_in_hf: Whether the last step is also exported, to ``step-<n>-hf``, as Hugging Face tools read it.
-        hf_mapping: How names become Hugging Face's; see :func:`shardckpt.huggingface.export_to_huggingface`.
-        hf_assets_path: A folder of the model's other files (config, tokenizer), which an export copies.
-        export_dtype: What floating-point tensors are cast to where the model is saved alone, or exported; None: not.
-        exclude_from_loading: Names of states that a load leaves as they are.
-        initial_load_path: A checkpoint to begin from where ``folder`` has none.
-        initial_load_model_only: Whether only its model is loaded.
-        initial_load_in_hf: Whether it is a Hugging Face folder.
-        load_step: The step that ``load`` takes; -1 for the newest. Where it is not the newest, the later ones stay: a
-            restart with -1 would take one of them, until they are removed.
-        load_only: Whether nothing is ever saved.
-        create_seed_checkpoint: Whether ``save(0)`` saves the model alone, for runs that begin from it.
+        on_busy: What ``save`` does while the previous checkpoint is still being written: ``wait`` for it, or ``skip``
+            the step.
+        last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
+            ``model_weights_only`` is accepted.
+        last_save_in_hf: Whether to export the last step, too, to ``step-<n>-hf``, for Hugging Face tools.
+        hf_mapping: The key mapping to Hugging Face's names; see :func:`shardckpt.huggingface.export_to_huggingface`.
+        hf_assets_path: A folder with the model's other files (config, tokenizer), which an export copies.
+        export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported;
+            None keeps theirs.
+        exclude_from_loading: Names of states that ``load`` does not change.
+        initial_load_path: A checkpoint to start from if ``folder`` has none.
+        initial_load_model_only: Whether only the model of ``initial_load_path`` is loaded.
+        initial_load_in_hf: Whether ``initial_load_path`` is a Hugging Face folder.
+        load_step: The step that ``load`` loads; -1 for the newest. Later steps are not removed: a restart with -1
+            loads the newest of them, unless they are moved away.
+        load_only: If True, ``save`` does nothing.
+        create_seed_checkpoint: Whether ``save(0)`` saves the model alone, as a start for other runs.
         enable_first_step_checkpoint: Whether step 1 is saved, to see early that saving works.
-        strategy: Backend, or (backend, version), that the registry knows; None for its default.
-        enable_ft_dataloader_checkpoints: Under fault tolerance, whether each replica saves what each of its ranks has
-            its own of (data loaders, random generators) after every step, in ``ft-replicat-<id>``. Without, that is in
-            the steps' checkpoints, saved by one replica: after a load all replicas read the same data.
-        check_replicas: Whether what ranks hold twice without a mesh is compared; see
+        strategy: A registered backend, or (backend, version); None for the default.
+        enable_ft_dataloader_checkpoints: With fault tolerance, whether each replica saves its own :class:`PerRank`
+            states (data loaders, random generators) after every step, to ``ft-replicat-<id>``. If False, the steps'
+            checkpoints contain those of one replica, and after a load all replicas read the same data.
+        check_replicas: Whether to compare values that several ranks hold without a device mesh; see
             :func:`shardckpt.adapters.to_sharded_state_dict`.
-        save_rng: Whether the states of the random generators are saved and loaded, as the state ``rng``: each rank's,
-            to the rank of the same number; ranks that were not there keep theirs.
-        save_on_sigterm: Whether a SIGTERM lets the next call of ``save`` save whatever the step is; costs a message
-            between ranks a step. See ``CheckpointManager.preempted``.
+        save_rng: Whether to save and load the states of each rank's random generators, as the state ``rng``. With more
+            ranks than were saved, the new ranks keep theirs.
+        save_on_sigterm: Whether a SIGTERM makes the next call of ``save`` save its step. Costs one message between
+            ranks a step. See ``CheckpointManager.preempted``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_enum_values=False)
@@ -159,7 +165,7 @@ class CheckpointConfig(BaseModel):
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:
-        """The policies of ``retention``, or of the ``keep_`` options; none where all checkpoints are kept."""
+        """The policies of ``retention``, else those of the ``keep_`` options; empty if all checkpoints are kept."""
         if self.retention or not self.keep_latest_k:
             return self.retention
         policies: list[RetentionPolicy] = [KeepLatest(self.keep_latest_k)]
@@ -170,16 +176,23 @@ class CheckpointConfig(BaseModel):
         return tuple(policies)
 
     def is_seed(self, step: int) -> bool:
-        """Whether a step's checkpoint has the model alone, for runs that begin from it."""
+        """Return whether the checkpoint of a step is the seed checkpoint, which has the model alone."""
         return step == 0 and self.create_seed_checkpoint
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is one of those that are saved."""
+        """Return whether a step is to be saved: a multiple of the interval, the seed, or the first."""
         first = step == 1 and self.enable_first_step_checkpoint
         return first or self.is_seed(step) or (step > 0 and step % self.interval == 0)
 
     def check_names(self, states: Collection[str]) -> None:
-        """Raise if there is no strategy, key mapping or state (of those in ``states``) that the configuration names."""
+        """Check that every name in the configuration exists: states, key mapping, strategy.
+
+        Args:
+            states: The names of the states.
+
+        Raises:
+            CheckpointingException: one does not exist, and the error lists those that do.
+        """
         unknown = set(self.exclude_from_loading) - set(states)
         if unknown:
             raise CheckpointingException(
@@ -190,10 +203,10 @@ class CheckpointConfig(BaseModel):
         if not self.load_only:
             find_saver(self.strategy, host())
 
-    def stored(self) -> dict[str, Any]:
-        """What a checkpoint has of it: JSON, without the passwords of URLs."""
-        places = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
-        return self.model_dump(mode="json") | {name: place and masked(place) for name, place in places.items()}
+    def describe(self) -> dict[str, Any]:
+        """Return the options as a checkpoint stores them: JSON values, URLs without their passwords."""
+        paths = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
+        return self.model_dump(mode="json") | {name: path and masked(path) for name, path in paths.items()}
 
     def _contradictions(self) -> list[tuple[bool, str]]:
         is_async = self.async_mode is not AsyncMode.DISABLED

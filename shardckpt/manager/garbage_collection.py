@@ -1,4 +1,8 @@
-"""Garbage collection: removes the checkpoints that no policy keeps, behind the training; it may die at any moment."""
+"""Garbage collection: removes checkpoints that no policy keeps, in a thread.
+
+The process may be killed at any moment. So one step makes a checkpoint unloadable before its files are deleted: a
+rename to a tombstone or, on a store, the deletion of its ``metadata.json``. The next collection deletes what is left.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,11 @@ CLOSE_TIMEOUT = 600.0
 def collect_garbage(
     folder: StepFolder, policies: Collection[RetentionPolicy], protected: Collection[int] = ()
 ) -> list[int]:
-    """Remove the checkpoints that no policy keeps, and what killed saves and removals have left.
+    """Remove the checkpoints that no policy keeps, and the remains of killed saves and removals.
 
     Args:
-        folder: Where they are.
-        policies: What is kept; without any, every checkpoint is.
+        folder: The folder of the steps.
+        policies: Choose the steps to keep; if empty, all are kept.
         protected: Steps that are kept whatever the policies return.
 
     Returns:
@@ -49,24 +53,24 @@ def collect_garbage(
 
     Raises:
         StorageError: the folder cannot be listed.
-        CheckpointingException: a policy returned something else than steps; nothing is removed.
+        CheckpointingException: a policy returned something other than steps; nothing is removed.
     """
-    if not policies:  # a look at every checkpoint, which are many, would be for nothing
-        _clear(folder)
+    if not policies:  # without a policy no checkpoint need be inspected, and there may be many
+        _remove_leftovers(folder)
         return []
     return remove_steps(folder, lambda checkpoints: steps_to_remove(policies, checkpoints, protected))
 
 
 def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Iterable[int]]) -> list[int]:
-    """Remove the checkpoints that a function chooses, and what killed saves and removals have left.
+    """Remove the checkpoints that a function chooses, and the remains of killed saves and removals.
 
-    Only whole, readable checkpoints count, and only those are removed; no link to a directory elsewhere. Of killed
-    saves nothing goes that a living process has. What cannot be removed is said in a warning, and stays for a later
-    call.
+    The function is given only complete checkpoints that can be loaded here, and only those are removed: no damaged one,
+    no save under way, no symbolic link. The remains of a save are left while its process lives. A warning names what
+    cannot be removed; the next call tries it once more.
 
     Args:
-        folder: Where they are.
-        choose: Returns the steps to remove, of those that it is given.
+        folder: The folder of the steps.
+        choose: Takes the metrics of each checkpoint by step, and returns the steps to remove.
 
     Returns:
         The steps that were removed.
@@ -74,78 +78,79 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Iterable[in
     Raises:
         StorageError: the folder cannot be listed.
     """
-    found = [folder.look(step) for step in folder.steps()]
-    own = {each.step: each.metrics for each in found if each.counts and not _is_link(folder, each.step)}
-    gone = [step for step in choose(own) if _is_removed(folder, step)]
+    found = [folder.inspect_step(step) for step in folder.steps()]
+    removable = {each.step: each.metrics for each in found if each.is_loadable and not _is_link(folder, each.step)}
+    removed = [step for step in choose(removable) if _try_to_remove(folder, step)]
     for each in found:
+        # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
         if each.error is not None and is_half_deleted(folder.path(each.step)):
-            _is_removed(folder, each.step)
-    _clear(folder)
-    return gone
+            _try_to_remove(folder, each.step)
+    _remove_leftovers(folder)
+    return removed
 
 
 class GarbageCollector:
-    """Collects garbage in a thread of its own; one process has one for a folder.
+    """Collects garbage in a thread. A folder has at most one, in one process.
 
     Args:
-        folder: Where the checkpoints are.
-        policies: What is kept.
+        folder: The folder of the steps.
+        policies: Choose the steps to keep.
     """
 
     def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
         self._folder = folder
         self._policies = policies
-        self._orders: queue.Queue[Collection[int] | None] = queue.Queue()
+        self._queue: queue.Queue[Collection[int] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def submit(self, protected: Iterable[int] = ()) -> None:
-        """Have garbage collected, after a save is durable; returns at once.
+        """Start a collection in the thread, and return at once; called when a save is durable.
 
         Args:
             protected: As for :func:`collect_garbage`.
         """
         if self._closed:
             raise CheckpointingException(f"the garbage collector of {self._folder} is closed")
-        self._orders.put(frozenset(protected))
+        self._queue.put(frozenset(protected))
         if self._thread is None:
-            # a daemon: whoever forgets to close is not kept from ending, and the next collection goes on
+            # A daemon: a program that does not call `close` ends all the same; the next run finishes the removals.
             self._thread = threading.Thread(target=self._run, name="shardckpt-gc", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all that was submitted is done."""
-        self._orders.join()
+        """Wait until all submitted collections are done."""
+        self._queue.join()
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
-        """Do what was submitted, and end the thread.
+        """Finish the submitted collections, and end the thread.
 
         Args:
-            timeout: Seconds after which the rest is left to the next collection, with a warning.
+            timeout: Seconds to wait; then a warning is logged, and the next run finishes the removals.
         """
         closed, self._closed = self._closed, True
         if self._thread is None or closed:
             return
-        self._orders.put(None)
+        self._queue.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            logger.warning("removals in %s take longer than %s s: a later one will end them", self._folder, timeout)
+            logger.warning("removals in %s take longer than %s s: the next run finishes them", self._folder, timeout)
 
     def _run(self) -> None:
-        for protected in iter(self._orders.get, None):
+        for protected in iter(self._queue.get, None):
             self._collect(protected)
-            self._orders.task_done()
-        self._orders.task_done()
+            self._queue.task_done()
+        self._queue.task_done()  # of the None that ends the loop, so that a later `wait` returns
 
     def _collect(self, protected: Collection[int]) -> None:
         try:
             collect_garbage(self._folder, self._policies, protected)
-        except Exception:  # whatever it is, the training goes on, and the next collection tries again
+        except Exception:  # no error here may end the training or the thread: the next collection retries
             logger.warning("cannot remove old checkpoints from %s", self._folder, exc_info=True)
 
 
-def _clear(folder: StepFolder) -> None:
-    """Remove what removals and killed saves of steps have left; what a living process has, or may have, stays."""
+def _remove_leftovers(folder: StepFolder) -> None:
+    """Remove tombstones and staging directories of killed saves; leave those whose process lives or may live."""
     place = folder.place
     if not can_rename(place):
         return
@@ -155,17 +160,16 @@ def _clear(folder: StepFolder) -> None:
 
 
 def _is_step(stem: str, folder: StepFolder) -> bool:
-    """Whether it is a step's; older releases gave staging directories, too, the names of removed checkpoints."""
+    # Older releases made tombstones of staging directories, too: their stem is `.step-1.shardckpt-...`.
     return folder.names.parse(stem.removeprefix(".").partition(".shardckpt-")[0]) is not None
 
 
 def _is_link(folder: StepFolder, step: int) -> bool:
-    """Whether a step's directory is a link to another place."""
     return (folder.place / folder.names.name(step)).is_symlink()
 
 
-def _is_removed(folder: StepFolder, step: int) -> bool:
-    """Make a checkpoint one no more, if that can be done."""
+def _try_to_remove(folder: StepFolder, step: int) -> bool:
+    """Turn a checkpoint into a tombstone, or delete it on a store; False, after a warning, if that fails."""
     try:
         remote = on_store(folder.place)
         if remote is None:

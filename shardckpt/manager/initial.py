@@ -1,4 +1,4 @@
-"""What a training begins with, where its folder has no checkpoint yet."""
+"""Loads what a training starts from if its folder has no checkpoint yet."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ logger = logging.getLogger(__name__)
 def load_initial(
     config: CheckpointConfig, states: TrainingStates, reader: StepReader, process_group: ProcessGroup | None
 ) -> bool:
-    """Load ``initial_load_path``, if there is one; whether there is.
+    """Collective: load ``initial_load_path``, if one is given.
+
+    Returns:
+        Whether one is given.
 
     Raises:
-        CheckpointingException: the same on every rank.
+        CheckpointingException: the same on every rank: it does not exist or does not fit the states.
     """
     path = config.initial_load_path
     if path is None:
@@ -37,7 +40,7 @@ def load_initial(
         _load_weights(path, config.hf_mapping, states, process_group)
     else:
         _load_checkpoint(path, reader, model_only=config.initial_load_model_only)
-    logger.info("began with %s", path)
+    logger.info("loaded initial_load_path %s", path)
     return True
 
 
@@ -46,7 +49,7 @@ def _load_weights(path: str, mapping: str | None, states: TrainingStates, proces
     with comm.local_phase("describing the model"):
         wanted = states.describe([MODEL], comm)[MODEL]
     loaded = load_from_huggingface(wanted, path, mapping=mapping, prefix=f"{MODEL}.", process_group=process_group)
-    with comm.collective_phase("handing back the model"):
+    with comm.collective_phase("restoring the model"):
         states.restore_model(loaded)
 
 
@@ -55,8 +58,8 @@ def _load_checkpoint(path: str, reader: StepReader, *, model_only: bool) -> None
         reader.read(locate(path, host()), model_only=model_only)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         raise type(exc)(
-            f"initial_load_path: {exc}; a Hugging Face folder needs initial_load_in_hf=True, and of a folder of steps "
-            "give one: <folder>/step-<n>"
+            f"initial_load_path: {exc}; for a Hugging Face folder, set initial_load_in_hf=True; for a folder of steps, "
+            "give one of them: <folder>/step-<n>"
         ) from exc
 
 

@@ -1,4 +1,4 @@
-"""The CheckpointManager: what a training loop holds to save, to find what to load, and to keep what is worth it."""
+"""The CheckpointManager: saves the checkpoints of a training loop, finds the one to load, and removes old ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager.casting import with_dtype
+from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import CheckpointConfig
 from shardckpt.manager.initial import load_initial
-from shardckpt.manager.metrics import as_numbers
+from shardckpt.manager.metrics import parse_metrics
 from shardckpt.manager.parts import make_parts
 from shardckpt.manager.reader import StepReader
-from shardckpt.manager.rng import with_random_state
+from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.step_resolution import read_step
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
@@ -36,27 +36,37 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves a training's states every so many steps, loads the newest, removes what is no longer to be kept.
+    """Saves the states of a training at intervals, loads the newest checkpoint, and removes old checkpoints.
 
-    All ranks call its methods alike, with the same arguments: they are collective. A context manager: left without an
-    error it closes; left by one it ends its background, and gives up what is not committed where other ranks would
-    have to take part.
+    Every rank makes one and calls each of its methods with the same arguments: all of them are collective. It is a
+    context manager, and closes at the end of the block. If the block raises, other ranks may not get there: it then
+    waits for none of them, and discards an uncommitted save that needs them.
+
+    Example::
+
+        config = CheckpointConfig(folder="checkpoints", interval=100)
+        with CheckpointManager(config, {"model": model, "optimizer": optimizer}) as manager:
+            manager.load()
+            for step in range((manager.loaded_step or 0) + 1, 1001):
+                train(model, optimizer)
+                manager.save(step, last_step=step == 1000)
 
     Args:
-        config: When, how and where.
-        states: What, by name. Under ``model`` a module, or the list of those that this rank has (stages, chunks);
-            under ``optimizer`` its optimizers. Under other names: modules; a :class:`PerRank`; anything with
-            ``state_dict`` and ``load_state_dict`` that all ranks have alike; or with ``sharded_state_dict()``, which
-            gives what :func:`shardckpt.dist_checkpointing.save` takes, and ``load_state_dict``. The states of the
-            random generators are added as ``rng``.
-        process_group: The ranks; by default all, or this process alone without torch.distributed.
+        config: When, how and where to save.
+        states: What to save, by name. Under ``model`` a module, or a list of those that this rank has (stages,
+            chunks); under ``optimizer`` its optimizers. Under other names: modules; a :class:`PerRank`; an object with
+            ``state_dict`` and ``load_state_dict`` whose state is the same on all ranks; or an object with
+            ``load_state_dict`` and ``sharded_state_dict()``, which returns what
+            :func:`shardckpt.dist_checkpointing.save` takes. The states of the random generators are added as ``rng``.
+        process_group: The ranks; by default all of them, or this process alone without torch.distributed.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save` and ``load``.
-        fault_tolerance: Where these ranks are one of several replicas that torchft or its like manages: the one that
-            is first among those that take part saves the steps' checkpoints, and each its own :class:`PerRank` states
-            after every step. ``save`` is called after every step, and says whether this replica saves the step's.
+        fault_tolerance: Given if these ranks are one of several replicas that torchft or a similar library manages.
+            The first replica that takes part in a step saves its checkpoint, and each replica saves its own
+            :class:`PerRank` states after every step. Call ``save`` after every step.
 
     Raises:
-        CheckpointingException: a state is none of these, or the folder's URL is one that no plugin serves.
+        CheckpointingException: the same on every rank. A state is none of these, ranks differ in the states or the
+            configuration, or no plugin serves the URL of the folder.
     """
 
     def __init__(
@@ -70,7 +80,7 @@ class CheckpointManager:
     ) -> None:
         self.config = config = CheckpointConfig.model_validate(config)
         self._group = process_group
-        #: The step that was saved last, or is being written; None after an error: it may be saved again.
+        #: The step of the last save, finished or not; None after an error, so that the step can be saved a second time.
         self._last: int | None = None
         self._loaded: int | None = None
         self._preempted = False
@@ -83,18 +93,18 @@ class CheckpointManager:
         comm = Comm(process_group)
         self._world_size = comm.world_size
         with comm.collective_phase("looking at the states"):
-            named = with_random_state(states) if config.save_rng else states
+            named = add_random_state(states) if config.save_rng else states
             self._states = TrainingStates(named, check_replicas=config.check_replicas)
-            comm.agree(states=sorted(self._states.names), **config.stored())
+            comm.agree(states=sorted(self._states.names), **config.describe())
         if config.enable_checkpoint:
             with comm.collective_phase("looking at the configuration"):
                 self._folder = StepFolder(config.folder, host())
                 config.check_names(self._states.names)
         self._writer, self._parts = make_parts(config, self._states, process_group, allow_globals, fault_tolerance)
-        #: The states that are not in the steps' checkpoints.
-        self._elsewhere = {name for part in self._parts for name in part.own_states}
+        #: Names of the states that parts save and load themselves.
+        self._part_states = {name for part in self._parts for name in part.own_states}
         self._reader = StepReader(
-            self._states, process_group, allow_globals, {*config.exclude_from_loading, *self._elsewhere}
+            self._states, process_group, allow_globals, {*config.exclude_from_loading, *self._part_states}
         )
 
     def save(
@@ -105,22 +115,24 @@ class CheckpointManager:
         last_step: bool = False,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Collective: save if it is time; called after every step, it also commits what the background has written.
+        """Collective: save if this step is due; also commit what the background has written. Call it after every step.
 
-        With an async mode the tensors may change when this returns.
+        The caller may change the tensors as soon as this returns, also with an async mode.
 
         Args:
-            step: The number of steps made.
-            force: Save whatever the interval.
-            last_step: Save as the configuration says of the last step, and wait for it.
-            metrics: By name, ``{"loss": 0.25}``; stored, and for the retention policies. The main rank's count.
+            step: How many steps the training has made.
+            force: Save whatever the interval is.
+            last_step: Save with the options for the last step, and wait until it is durable.
+            metrics: Numbers by name, ``{"loss": 0.25}``. The main rank's are stored and given to the retention
+                policies.
 
         Returns:
-            Whether this call saved, or began to; not where it is not time, or the step was saved by an earlier call.
+            Whether this call saved the step or began to. False if the step is not due or was saved before, if
+            ``on_busy="skip"`` skipped it, or if another replica saves it.
 
         Raises:
-            CheckpointingException: the same on every rank. This save, or one before it that went on in the background,
-                failed and is absent; what was there before is there still.
+            CheckpointingException: the same on every rank. This save, or an earlier one in the background, failed. The
+                step that failed has no checkpoint; older checkpoints are unchanged.
         """
         for part in self._parts:
             part.on_step(step)
@@ -130,12 +142,13 @@ class CheckpointManager:
         self._advance(self._writer)
         forced = self._is_preempted() or force or last_step
         due = forced or self.config.is_due(step)
-        # Lists, here and for preemption, and no `all(... for ...)`: the hooks are collective, so each is to be called.
+        # A list, not `all(... for ...)`, which stops at the first False: the hooks are collective, and a rank that
+        # skips one hangs the others. `_is_preempted` does the same.
         joined = [part.joins_step(step, due=due) for part in self._parts]
         if not (due and all(joined)) or (step == self._last and not last_step):
             return False
         if self._writer.busy and self.config.on_busy == "skip" and not forced:
-            logger.warning("step %d is not saved: the checkpoint of step %s is still being written", step, self._last)
+            logger.warning("step %d is skipped: the checkpoint of step %s is still being written", step, self._last)
             return False
         self._advance(self._writer, blocking=True)
         self._save(self._writer, step, metrics or {}, last_step=last_step)
@@ -147,15 +160,15 @@ class CheckpointManager:
         """Collective: load a checkpoint into the states.
 
         Args:
-            step: Which; -1 for the configuration's ``load_step``, which is by default the newest that is whole. Where
-                the newest turns out to be damaged, the one before it is taken, with a warning that names both.
+            step: The step to load; -1 for the configuration's ``load_step``, whose default is the newest complete
+                checkpoint. If the newest proves damaged, it is skipped with a warning, and the one before it is loaded.
 
         Returns:
-            Whether there was one; else, the states are as they were.
+            Whether a checkpoint was loaded. If False, there was none, and the states are unchanged.
 
         Raises:
-            CheckpointingException: the same on every rank: the step is not there, or no checkpoint of several is
-                whole, or what it has does not fit the states.
+            CheckpointingException: the same on every rank. The step has no checkpoint, all checkpoints are damaged, or
+                the checkpoint does not fit the states.
         """
         if not self.config.enable_checkpoint:
             return False
@@ -164,7 +177,7 @@ class CheckpointManager:
         step = step if step >= 0 else self.config.load_step
         found = read_step(self._folder, self._reader, Comm(self._group), step)
         if found is not None:
-            self._last, self._loaded = None, found  # the steps after it may be saved anew
+            self._last, self._loaded = None, found  # a step that was saved before the load may be saved a second time
         is_loaded = found is not None or load_initial(self.config, self._states, self._reader, self._group)
         for part in self._parts:
             part.after_load(found)
@@ -172,25 +185,33 @@ class CheckpointManager:
 
     @property
     def loaded_step(self) -> int | None:
-        """The step that :meth:`load` has loaded; None if it has not, or began with ``initial_load_path``."""
+        """The step that :meth:`load` loaded; None if it loaded none, or loaded ``initial_load_path``."""
         return self._loaded
 
     @property
     def preempted(self) -> bool:
-        """Whether a SIGTERM was answered by a save (``save_on_sigterm``): the same on every rank; the loop can end."""
+        """Whether ``save`` has seen that a rank got a SIGTERM (``save_on_sigterm``); the same on every rank.
+
+        If True, the step was saved, and the training loop can end.
+        """
         return self._preempted
 
     def steps(self) -> list[int]:
-        """Collective: the steps that have a whole checkpoint, in ascending order."""
+        """Collective: find the steps that have a complete checkpoint that can be loaded here.
+
+        Returns:
+            Their numbers, in ascending order.
+        """
         if not self.config.enable_checkpoint:
             return []
         find = self._folder.committed
         return Comm(self._group).main_runs("looking for checkpoints", lambda: [found.step for found in find()])
 
     def maybe_wait_for_staging(self) -> None:
-        """Collective: commit what is written; what ``save`` was given is copied already when that returns.
+        """Collective: commit a background save that all ranks have written; do not wait for one that they have not.
 
-        (A training loop of torchtitan's calls it before the optimizer's step.)
+        torchtitan's training loop calls this before the optimizer's step. It has nothing to wait for: the tensors are
+        copied before ``save`` returns.
 
         Raises:
             CheckpointingException: the same on every rank: a save in the background failed.
@@ -198,7 +219,7 @@ class CheckpointManager:
         self._advance(*self._parts)
 
     def wait(self) -> None:
-        """Collective: wait until all that was saved is durable, and what is no longer to be kept is removed.
+        """Collective: wait until every save is durable and old checkpoints are removed.
 
         Raises:
             CheckpointingException: the same on every rank: a save in the background failed.
@@ -206,10 +227,10 @@ class CheckpointManager:
         self._advance(*self._parts, blocking=True)
 
     def close(self) -> None:
-        """Collective: wait as :meth:`wait` does, and end the background; a second call does nothing.
+        """Collective: wait as :meth:`wait` does, and end the background threads and processes. May be called twice.
 
         Raises:
-            CheckpointingException: the same on every rank: a save in the background failed; all else has ended.
+            CheckpointingException: the same on every rank: a save in the background failed. Everything is closed.
         """
         self._close(None)
 
@@ -225,12 +246,14 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as stack:  # closes every part, whatever another raises; the last callback runs first
+        # The stack closes every part, even if another raises. It runs the last callback first, so that the writer, the
+        # first part, is closed before those that react to its commits.
+        with ExitStack() as stack:
             for part in reversed(self._parts):
                 stack.callback(part.close, error)
 
     def _advance(self, *parts: ManagerPart, blocking: bool = False) -> None:
-        """Commit what all ranks have written; after an error the step that is absent can be saved again."""
+        """Collective: commit what all ranks have written; after an error let the failed step be saved a second time."""
         try:
             for part in parts:
                 part.advance(blocking=blocking)
@@ -252,48 +275,43 @@ class CheckpointManager:
             )
 
     def _is_preempted(self) -> bool:
-        """Collective: whether this step is the first since the training is about to end."""
+        """Collective: return whether a rank got a SIGTERM; True once, for the step that is saved because of it."""
         if self._preempted:
             return False
         preempted = [part.is_preempted() for part in self._parts]
         self._preempted = any(preempted)
         return self._preempted
 
-    def _has_model(self, wanted: bool) -> bool:
-        """Whether the model alone is saved where that is wanted: it must be known which state it is."""
-        if wanted and MODEL not in self._states.names:
-            logger.warning("no state is named %r: all are saved, and not the model alone", MODEL)
+    def _saves_model_only(self, step: int, *, last_step: bool) -> bool:
+        if not (last_step and self.config.last_save_model_only) and not self.config.is_seed(step):
             return False
-        return wanted
+        if MODEL not in self._states.names:
+            logger.warning("no state is named %r: all states are saved, not the model alone", MODEL)
+            return False
+        return True
 
     def _save(self, writer: StepWriter, step: int, metrics: Mapping[str, float], *, last_step: bool) -> None:
         config = self.config
-        model_only = self._has_model((last_step and config.last_save_model_only) or config.is_seed(step))
-        names = [MODEL] if model_only else [name for name in self._states.names if name not in self._elsewhere]
+        model_only = self._saves_model_only(step, last_step=last_step)
+        names = [MODEL] if model_only else [name for name in self._states.names if name not in self._part_states]
         comm = Comm(self._group)
         with comm.local_phase("describing the states"):
             state = self._states.describe(names, comm)
             if model_only:
-                state = with_dtype(state, config.export_dtype)
-            numbers = as_numbers(metrics)
+                state = cast_shards(state, config.export_dtype)
+            numbers = parse_metrics(metrics)
             content = {
                 "step": step,
                 "states": names,
                 "model_only": model_only,
                 "metrics": numbers,
-                "config": config.stored(),
+                "config": config.describe(),
             }
             for part in self._parts:
                 part.before_save(step, numbers)
-        last, self._last = self._last, step
         on_commit = functools.partial(self._committed, step)
-        try:
-            writer.write(
-                state, self._folder.location(step), {CONTENT_KEY: content}, on_commit, background=not last_step
-            )
-        except BaseException:
-            self._last = last
-            raise
+        writer.write(state, self._folder.location(step), {CONTENT_KEY: content}, on_commit, background=not last_step)
+        self._last = step
 
 
 __all__ = ["CheckpointManager"]

@@ -1,4 +1,4 @@
-"""Metrics of a step, as a checkpoint stores them."""
+"""The metrics of a step, as a checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import Any
 from shardckpt.errors import CheckpointingException
 
 
-def as_numbers(metrics: Any) -> dict[str, float | None]:
-    """The metrics by name as JSON has them: None for NaN and infinity.
+def parse_metrics(metrics: Any) -> dict[str, float | None]:
+    """Convert the metrics of a step for JSON.
+
+    Args:
+        metrics: Numbers, or tensors and arrays of one number, by name.
+
+    Returns:
+        Floats by name; None for NaN and infinity, which JSON does not have.
 
     Raises:
-        CheckpointingException: they are not given by name, or one is no number.
+        CheckpointingException: ``metrics`` is not a mapping, or a value is not one number.
     """
     if not isinstance(metrics, Mapping):
         raise CheckpointingException(f"metrics={metrics!r:.100}: give them by name, {{'loss': 0.25}}")
@@ -28,4 +34,4 @@ def _number(name: str, value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-__all__ = ["as_numbers"]
+__all__ = ["parse_metrics"]

@@ -1,4 +1,4 @@
-"""The hooks of a CheckpointManager."""
+"""The hooks that a CheckpointManager calls on its parts."""
 
 from __future__ import annotations
 
@@ -9,54 +9,58 @@ if TYPE_CHECKING:
 
 
 class ManagerPart:
-    """An ability that a CheckpointManager has, or has not: it calls these hooks of all of its parts, in their order.
+    """One optional ability of a CheckpointManager, which calls each hook on all of its parts, in their order.
 
-    A hook that is not overridden does nothing. One that says `Collective` may only be overridden in a part that every
-    rank has.
+    A hook that is not overridden does nothing. A part that not every rank has (retention is the main rank's alone) must
+    not call other ranks in a hook: the ranks without the part would not answer.
     """
 
-    #: Names of the states that the part saves and loads itself: the steps' checkpoints do not have them.
+    #: Names of the states that the part saves and loads itself. The steps' checkpoints do not contain them.
     own_states: tuple[str, ...] = ()
 
     def on_step(self, step: int) -> None:
-        """The training has made a step; called by every ``save``, also where nothing is ever saved."""
+        """Called first by every ``save``, also if no step is ever saved."""
 
     def is_preempted(self) -> bool:
-        """Collective: whether this step is to be saved, because the training is about to end."""
+        """Collective: return whether to save this step, whatever the interval, because the process is to be killed."""
         return False
 
-    def joins_step(self, step: int, *, due: bool) -> bool:  # noqa: ARG002 - for those who override it
-        """Collective: save what is the part's own, at every step.
+    def joins_step(self, step: int, *, due: bool) -> bool:  # noqa: ARG002 - parts that override it use them
+        """Collective: save the part's own states; called at every step.
 
         Args:
             step: The step.
-            due: Whether its checkpoint is to be saved.
+            due: Whether a checkpoint of the step is to be saved.
 
         Returns:
-            Whether this manager is to save the checkpoint, and not that of another replica.
+            Whether this manager saves that checkpoint; False if the manager of another replica does.
         """
         return True
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """A step is about to be saved; an error is raised on all ranks, and nothing is saved."""
+        """Called before a step is saved. An error is raised on all ranks, and nothing is saved.
+
+        It must not call other ranks: another rank may have failed in the same phase, and would not answer.
+        """
 
     def after_save(self, step: int, *, last_step: bool) -> None:
-        """Collective: a step was saved, or is being written in the background, unless it is the last."""
+        """Collective: called when a step is saved or being written in the background; the last step is saved."""
 
     def after_commit(self, step: int) -> None:
-        """The checkpoint of a step is durable."""
+        """Called when the checkpoint of a step is durable."""
 
     def after_load(self, step: int | None) -> None:
-        """Collective: a step was loaded; None for a checkpoint that is not this training's, or none."""
+        """Collective: called after a load; None if no step was loaded, but an initial checkpoint or nothing."""
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Collective: go on with what is done in the background; ``blocking`` waits until it is done."""
+        """Collective: finish what the background has done; if ``blocking``, wait until it has done everything."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Collective: end the background, when what is on its way is done.
+        """Collective: finish the background work, and end its threads and processes.
 
         Args:
-            error: Of the training, where it ends by one: then nothing here may wait for other ranks.
+            error: The error that ended the training, if one did. Then the hook must not wait for other ranks, which may
+                still be training.
         """
 
 

@@ -1,4 +1,4 @@
-"""The parts of a CheckpointManager that a configuration asks for."""
+"""The parts of a CheckpointManager, made as its configuration says."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def make_parts(
     allow_globals: tuple[Any, ...],
     fault_tolerance: FaultTolerance | None,
 ) -> tuple[StepWriter | None, list[ManagerPart]]:
-    """Collective: the writer, None where nothing is ever saved; and all parts, the writer first."""
+    """Collective: make the parts of a manager.
+
+    Returns:
+        The writer, None if no step is ever saved; and all parts, the writer first: it commits before the others react.
+    """
     comm = Comm(process_group)
     replica: list[ManagerPart] = []
     if fault_tolerance is not None:
@@ -58,27 +62,29 @@ def make_parts(
 
 
 class Retention(ManagerPart):
-    """Has the checkpoints removed that no policy keeps; a part of the main rank alone."""
+    """Removes the checkpoints that no policy keeps; a part of the main rank alone."""
 
     def __init__(self, folder: StepFolder, policies: Collection[RetentionPolicy]) -> None:
         self._folder = folder
-        self._collector = GarbageCollector(folder, policies)
+        self._gc = GarbageCollector(folder, policies)
         self._metrics = [policy.metric for policy in policies if isinstance(policy, KeepBest)]
-        #: How many steps of this run are kept whatever the policies return: after a load of an earlier step, those that
-        #: lie ahead of it are higher than what this run saves, and KeepLatest would keep them alone.
-        self._protected = max((policy.count for policy in policies if isinstance(policy, KeepLatest)), default=1)
-        #: The steps of this run, oldest first: what it began with, and what it saved.
-        self._own: list[int] = []
+        #: How many of this run's newest steps are kept whatever the policies return. After a load of an earlier step,
+        #: the folder has higher steps than this run saves, and KeepLatest would keep only those.
+        self._protected_count = max((policy.count for policy in policies if isinstance(policy, KeepLatest)), default=1)
+        #: The protected steps, oldest first: the one that this run loaded, and those that it saved.
+        self._protected: list[int] = []
         self._warned: set[str] = set()
 
     def before_save(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Mind what stands in the step's place, and warn of what the user may not expect."""
-        there = self._folder.steps()
-        if step in there:
-            self._collector.wait()  # it may have found that what was there before is to go
-        if there and there[-1] > step:
+        """Wait until the directory of the step is not being removed; warn of later steps and of missing metrics."""
+        existing = self._folder.steps()
+        if step in existing:
+            # A collection that is under way may have chosen to remove the old checkpoint of this step: it would remove
+            # the new one.
+            self._gc.wait()
+        if existing and existing[-1] > step:
             self._warn_once(
-                f"{self._folder} has steps after {step}, the newest is {there[-1]}: a later load takes that one, "
+                f"{self._folder} has steps after {step}, the newest is {existing[-1]}: a later load takes that one, "
                 "unless they are moved away"
             )
         for metric in self._metrics:
@@ -90,23 +96,23 @@ class Retention(ManagerPart):
                 )
 
     def after_commit(self, step: int) -> None:
-        """Have garbage collected."""
-        self._own = [*(each for each in self._own if each != step), step][-self._protected :]
-        self._collector.submit(protected=self._own)
+        """Submit a garbage collection that keeps the newest steps of this run."""
+        self._protected = [*(each for each in self._protected if each != step), step][-self._protected_count :]
+        self._gc.submit(protected=self._protected)
 
     def after_load(self, step: int | None) -> None:
-        """Begin a run with what was loaded."""
+        """Protect the loaded step."""
         if step is not None:
-            self._own = [step]
+            self._protected = [step]
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Wait for removals: before a load they would race with the reader."""
+        """If ``blocking``, wait for removals: they would race with a load."""
         if blocking:
-            self._collector.wait()
+            self._gc.wait()
 
-    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - as every part's
-        """End the removals."""
-        self._collector.close()
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - every part has it
+        """Finish the removals, and end the thread."""
+        self._gc.close()
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
@@ -123,7 +129,7 @@ class HuggingFaceExport(ManagerPart):
         self._config, self._folder, self._states, self._group = config, folder, states, process_group
 
     def after_save(self, step: int, *, last_step: bool) -> None:
-        """Collective: export the model."""
+        """Collective: export the model, if the step is the last."""
         if not last_step:
             return
         path = self._folder.location(step)

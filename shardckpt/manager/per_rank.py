@@ -1,4 +1,4 @@
-"""States that every rank has its own of: data loaders, random generators."""
+"""States that differ from rank to rank: data loaders, random generators."""
 
 from __future__ import annotations
 
@@ -14,50 +14,55 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved and loaded."""
+    """An object whose state can be saved and loaded."""
 
     def state_dict(self) -> Any:
-        """Its state now."""
+        """Return the state: plain data and tensors."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Set its state."""
+        """Set the state to one that :meth:`state_dict` returned."""
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """Wraps a state that is each rank's own: stored once a rank, and given back to the rank that had it.
+    """Wraps a state that differs from rank to rank: every rank saves its own, and loads its own.
+
+    Example::
+
+        states = {"model": model, "dataloader": PerRank(loader)}
 
     Attributes:
-        state: Plain data, and tensors on any device; stored as one object a rank.
-        reshard: Makes a rank's state of those of all ranks, where another number of ranks loads than saved:
-            ``reshard(states, rank, world_size)``, ``states`` by rank. Without it such a load is an error.
+        state: The object. Its state (plain data, and tensors on any device) is stored as one object a rank.
+        reshard: Returns the state of one rank if the number of ranks has changed since the save:
+            ``reshard(states, rank, world_size)`` with the saved ``states`` by rank. Without it, such a load is an
+            error.
     """
 
     state: Stateful
     reshard: Callable[[list[Any], int, int], Any] | None = None
 
     def describe(self, name: str, rank: int, world_size: int) -> ShardedObject:
-        """This rank's, to be saved."""
+        """Return the description of this rank's state, for a save."""
         return ShardedObject(name, self.state.state_dict(), (world_size,), (rank,))
 
-    def wanted(self, name: str, rank: int, world_size: int, saved: int) -> list[ShardedObject]:
-        """What this rank loads of what ``saved`` ranks saved.
+    def request(self, name: str, rank: int, world_size: int, saved_world_size: int) -> list[ShardedObject]:
+        """Return the descriptions of what this rank loads: its own state, or those of all ranks for ``reshard``.
 
         Raises:
-            CheckpointingException: they were not as many as load, and nothing makes their states fit.
+            CheckpointingException: the number of ranks has changed, and there is no ``reshard``.
         """
-        if saved != world_size and self.reshard is None:
+        if saved_world_size != world_size and self.reshard is None:
             raise CheckpointingException(
-                f"the state {name!r} was saved by {saved} rank(s), each its own, and {world_size} load: wrap it as "
-                f"PerRank({name}, reshard=...), a function (states, rank, world_size) that makes a rank's state of "
-                f"those of all, or put {name!r} into exclude_from_loading"
+                f"the state {name!r} was saved by {saved_world_size} rank(s), each with a state of its own, and is "
+                f"loaded by {world_size}: wrap it as PerRank({name}, reshard=...), a function (states, rank, "
+                f"world_size) that returns the state of one rank, or put {name!r} into exclude_from_loading"
             )
-        places = range(saved) if saved != world_size else [rank]
-        return [ShardedObject(name, None, (saved,), (place,), replica_id=rank) for place in places]
+        indices = range(saved_world_size) if saved_world_size != world_size else [rank]
+        return [ShardedObject(name, None, (saved_world_size,), (index,), replica_id=rank) for index in indices]
 
-    def restore(self, loaded: list[Any], rank: int, world_size: int, saved: int) -> None:
-        """Hand over what was loaded for :meth:`wanted`."""
-        fits = saved == world_size or self.reshard is None
+    def restore(self, loaded: list[Any], rank: int, world_size: int, saved_world_size: int) -> None:
+        """Set the state to what was loaded for :meth:`request`."""
+        fits = saved_world_size == world_size or self.reshard is None
         self.state.load_state_dict(loaded[0] if fits else self.reshard(loaded, rank, world_size))  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""States that every rank has alike, of whatever form: their tensors stored as tensors, the rest as one object."""
+"""States that are the same on all ranks: their tensors are stored as tensors, the rest as one object, the form."""
 
 from __future__ import annotations
 
@@ -13,78 +13,110 @@ from shardckpt.state_dict import dict_list_map_outplace, nested_items
 if TYPE_CHECKING:
     from shardckpt.mapping import Replicated, ShardedStateDict
 
-#: Stands for a tensor in what is stored as an object; a value of this type and content is no state of anyone's.
-_MARK = "shardckpt: a tensor"
+#: The first item of a placeholder, ``(this text, dtype name, shape)``, which replaces a tensor in a stored form. It is
+#: part of the checkpoint format.
+_PLACEHOLDER = "shardckpt: a tensor"
 
 
 def describe_form(name: str, state: Any, replicated: Replicated) -> Any:
-    """All of a state but its tensors, as an object to be stored under its name."""
-    return describe_object(dict_list_map_outplace(_marked, state), name, replicated)
+    """Describe a state without its tensors, as one object.
+
+    Args:
+        name: The key of the object.
+        state: Nested dicts and lists; None to describe a load.
+        replicated: True to compare the ranks' objects in a save; ``"unchecked"`` not to.
+
+    Returns:
+        A sharded object: the state with a placeholder for each tensor.
+    """
+    return describe_object(dict_list_map_outplace(_replace_tensor, state), name, replicated)
 
 
 def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedStateDict:
-    """The tensors of a state, by the numbers that they have in its form."""
+    """Describe the tensors of a state.
+
+    Args:
+        name: The first part of their keys.
+        state: Nested dicts and lists.
+        replicated: True to compare the ranks' tensors in a save; ``"unchecked"`` not to.
+
+    Returns:
+        Sharded tensors by the position, from ``"0"``, of their placeholder in the form.
+    """
     return {
-        str(number): describe_leaf(leaf, _key(name, path), replicated)
-        for number, (path, leaf) in enumerate(_tensors(state, lambda leaf: isinstance(leaf, torch.Tensor)))
+        str(number): describe_leaf(leaf, _make_key(name, path), replicated)
+        for number, (path, leaf) in enumerate(_find_leaves(state, lambda leaf: isinstance(leaf, torch.Tensor)))
     }
 
 
 def wanted_tensors(name: str, form: Any, live: Any, taken: set[int]) -> ShardedStateDict:
-    """What is to be loaded for a stored form: into the live state's tensors where they fit, else into new ones.
+    """Describe the tensors to load for a stored form: the live state's where they fit, else new ones.
 
     Args:
-        name: The state's.
+        name: The first part of their keys.
         form: What was loaded for :func:`describe_form`.
-        live: The state as it is now.
-        taken: Memory (:func:`memory_of`) that something else is loaded into; what is filled here is added. Tensors that
-            lie in the same memory now may not have done so when they were saved.
+        live: The state now.
+        taken: Addresses of storage (:func:`memory_of`) that something else is loaded into; those used here are added.
+            Tensors that share storage now may not have shared it when they were saved.
+
+    Returns:
+        Sharded tensors by the position of their placeholder in the form.
     """
-    here = dict(nested_items(live))
+    live_leaves = dict(nested_items(live))
     return {
-        str(number): _wanted(_key(name, path), mark, here.get(path), taken)
-        for number, (path, mark) in enumerate(_tensors(form, _is_mark))
+        str(number): _request_tensor(_make_key(name, path), placeholder, live_leaves.get(path), taken)
+        for number, (path, placeholder) in enumerate(_find_leaves(form, _is_placeholder))
     }
 
 
 def put_together(form: Any, tensors: dict[str, Any]) -> Any:
-    """The state that was saved: the stored form, with the loaded tensors in their places."""
-    found = (tensors[str(number)] for number in range(len(tensors)))
-    return dict_list_map_outplace(lambda leaf: next(found) if _is_mark(leaf) else leaf, form)
+    """Return the state that was saved: the stored form with the loaded tensors instead of the placeholders.
+
+    Args:
+        form: What was loaded for :func:`describe_form`.
+        tensors: What was loaded for :func:`wanted_tensors`.
+    """
+    # Both walks go through a form in the same order, so that position n is the n-th placeholder.
+    ordered = (tensors[str(number)] for number in range(len(tensors)))
+    return dict_list_map_outplace(lambda leaf: next(ordered) if _is_placeholder(leaf) else leaf, form)
 
 
 def memory_of(value: Any) -> int | None:
-    """Where a tensor's storage begins, of a DTensor this rank's; None for what is no tensor, or wraps several."""
+    """Return the address of a tensor's storage, of a DTensor the local one's.
+
+    Returns:
+        The address; None for another value, or a tensor subclass that wraps other tensors.
+    """
     local = value.detach() if isinstance(value, torch.Tensor) else value
     local = local.to_local() if isinstance(local, DTensor) else local
     return local.untyped_storage().data_ptr() if type(local) is torch.Tensor else None
 
 
-def _tensors(nest: Any, matches: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    return [(path, leaf) for path, leaf in nested_items(nest) if matches(leaf)]
+def _find_leaves(state: Any, matches: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return [(path, leaf) for path, leaf in nested_items(state) if matches(leaf)]
 
 
-def _marked(leaf: Any) -> Any:
+def _replace_tensor(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return (_MARK, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+    return (_PLACEHOLDER, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
 
 
-def _is_mark(leaf: Any) -> bool:
-    return isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == _MARK  # noqa: PLR2004 - its name, dtype and shape
+def _is_placeholder(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 3 and leaf[0] == _PLACEHOLDER  # noqa: PLR2004 - text, dtype, shape
 
 
-def _wanted(key: str, mark: tuple[str, str, tuple[int, ...]], live: Any, taken: set[int]) -> Any:
-    _, dtype_name, shape = mark
+def _request_tensor(key: str, placeholder: tuple[str, str, tuple[int, ...]], live: Any, taken: set[int]) -> Any:
+    _, dtype_name, shape = placeholder
     dtype = getattr(torch, dtype_name)
     fits = isinstance(live, torch.Tensor) and tuple(live.shape) == tuple(shape) and live.dtype == dtype
     if not fits or live.is_meta or live.layout != torch.strided:
         return describe_leaf(torch.empty(shape, dtype=dtype), key, "unchecked")
-    return describe_leaf(_fillable(live, taken), key, "unchecked")
+    return describe_leaf(_choose_destination(live, taken), key, "unchecked")
 
 
-def _fillable(live: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """The tensor; or one like it, where some of its elements share memory with each other or with what is taken."""
+def _choose_destination(live: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """Return the tensor, or a new one like it if its storage is taken or its elements may share memory."""
     memory = memory_of(live)
     if memory in taken or not live.is_contiguous():
         return torch.empty_like(live, memory_format=torch.contiguous_format)
@@ -92,7 +124,7 @@ def _fillable(live: torch.Tensor, taken: set[int]) -> torch.Tensor:
     return live
 
 
-def _key(name: str, path: tuple[Any, ...]) -> str:
+def _make_key(name: str, path: tuple[Any, ...]) -> str:
     return ".".join(map(str, (name, *path)))
 
 

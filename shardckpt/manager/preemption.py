@@ -1,4 +1,4 @@
-"""Preemption: after a SIGTERM the next step is saved, and the training can end."""
+"""Preemption: after a SIGTERM, the next call of ``save`` saves its step, and the training can end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 class Preemption(ManagerPart):
-    """Takes the first SIGTERM; a second one does what one did before.
+    """Handles the first SIGTERM. A second one goes to the handler that was installed before.
 
-    Several of a process all take the first. Made in the main thread, which is where Python takes signals.
+    If a process has several of these, all handle the first SIGTERM. Make it in the main thread: Python installs signal
+    handlers only there.
 
     Args:
         process_group: The ranks.
+
+    Raises:
+        CheckpointingException: this is not the main thread.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
@@ -35,11 +39,12 @@ class Preemption(ManagerPart):
         self._before: Any = signal.signal(signal.SIGTERM, self._take)
 
     def is_preempted(self) -> bool:
-        """Collective: whether any rank has had a SIGTERM."""
+        """Collective: return whether any rank got a SIGTERM."""
         return bool(Comm(self._group).largest(self.received)[0])
 
-    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - as every part's
-        """Take no further SIGTERM; where a later handler stands before this one, and gives back, pass it on."""
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - every part has it
+        """Restore the handler that was installed before, unless another library has replaced this one since."""
+        # That library may call this handler, or restore it later: it then passes the signal on.
         self._closed = True
         if self._before is not None and signal.getsignal(signal.SIGTERM) == self._take:
             signal.signal(signal.SIGTERM, self._before)
@@ -49,8 +54,10 @@ class Preemption(ManagerPart):
             self._pass_on(number, frame)
             return
         self.received = True
-        logger.warning("SIGTERM: the next call of save saves, and ranks then see CheckpointManager.preempted")
+        logger.warning("SIGTERM: the next call of save saves its step; CheckpointManager.preempted is then True")
         self.close()
+        # The handler before may be that of another manager, which has to save, too. Any other waits for a second
+        # signal: the default one would end the process before the save.
         if isinstance(getattr(self._before, "__self__", None), Preemption):
             self._before(number, frame)
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint into the training's states."""
+"""Loads a checkpoint into the states of a training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Fetched(NamedTuple):
-    """What :meth:`TrainingStates.restore` takes."""
+    """A checkpoint that was read but not restored: the arguments of :meth:`TrainingStates.restore`."""
 
     names: list[str]
     objects: StateDict
@@ -42,13 +42,13 @@ class Fetched(NamedTuple):
 
 
 class StepReader:
-    """Loads checkpoints.
+    """Loads checkpoints into the states of a training.
 
     Args:
-        states: The training's.
+        states: The states of the training.
         process_group: The ranks.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.load`.
-        excluded: Names of states that stay as they are.
+        excluded: Names of states that are not loaded.
     """
 
     def __init__(
@@ -64,66 +64,73 @@ class StepReader:
         self._excluded = frozenset(excluded)
 
     def read(self, path: Path, *, model_only: bool = False) -> None:
-        """Load a checkpoint; all states that it is asked for, or an error.
+        """Collective: load all states that are not excluded.
 
         Args:
             path: The checkpoint.
-            model_only: Whether to load the model alone, whatever there is; by default only if it is a seed, of step 0.
+            model_only: Whether to load the model alone; that is always so for a seed checkpoint, of step 0.
 
         Raises:
-            CorruptCheckpointError: it is damaged; tensors may have been filled in part.
+            CorruptCheckpointError: the checkpoint is damaged; some tensors may contain what was read.
             CheckpointingException: any other failure; the same on every rank.
         """
         try:
             fetched = self.fetch(path, model_only=model_only)
         except (DtypeMismatchError, KeyMismatchError, ShapeMismatchError) as exc:
             raise type(exc)(
-                f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or name "
-                "those that are to stay as they are in exclude_from_loading"
+                f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or put "
+                "those that need not be loaded into exclude_from_loading"
             ) from exc
-        with Comm(self._group).collective_phase("handing back the states"):
+        with Comm(self._group).collective_phase("restoring the states"):
             self._states.restore(*fetched)
 
     def fetch(self, path: Path, *, model_only: bool = False) -> Fetched:
-        """What :meth:`read` hands back: read, tensors into the live ones, and not handed back yet."""
-        comm = Comm(self._group)
-        return retry_if_replaced(lambda: self._fetched(path, comm, model_only=model_only), path)
+        """Collective: read what :meth:`read` restores, but do not restore it.
 
-    def _fetched(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:
+        Tensors are read into the memory of the live ones where they fit: these are changed already.
+
+        Returns:
+            The arguments of :meth:`TrainingStates.restore`.
+        """
+        comm = Comm(self._group)
+        return retry_if_replaced(lambda: self._fetch(path, comm, model_only=model_only), path)
+
+    def _fetch(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:
         with open_checkpoint(path, comm, host(), self._options) as checkpoint:
             record = checkpoint.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}
             ranks = Ranks.of(comm, None if record is None else record.world_size)
+            # Two loads: the objects say which tensors a plain state had. Only then is each tensor requested.
             with comm.local_phase("choosing states"):
-                names = self._names(path, content.get(CONTENT_KEY) or {}, model_only)
-                wanted = self._states.wanted_objects(names, ranks)
-            objects = _load(wanted, checkpoint, validate=False)
+                names = self._choose_names(path, content.get(CONTENT_KEY) or {}, model_only)
+                requested = self._states.request_objects(names, ranks)
+            objects = _load(requested, checkpoint, validate=False)
             with comm.local_phase("describing the states"):
-                wanted = self._states.wanted_tensors(names, objects)
-            tensors = _load(wanted, checkpoint, validate=True)
+                requested = self._states.wanted_tensors(names, objects)
+            tensors = _load(requested, checkpoint, validate=True)
         return Fetched(names, objects, tensors, ranks)
 
-    def _names(self, path: Path, content: dict[str, Any], model_only: bool) -> list[str]:
-        """The names of the states that are loaded from a checkpoint of which the manager has said ``content``."""
-        wanted = [name for name in self._states.names if name not in self._excluded]
+    def _choose_names(self, path: Path, content: dict[str, Any], model_only: bool) -> list[str]:
+        """Choose the states to load from a checkpoint, by the ``content`` that the manager stored in it."""
+        requested = [name for name in self._states.names if name not in self._excluded]
         if model_only or (content.get("model_only") and not content.get("step")):
             self._check_model(path)
             return [MODEL]
         if content.get("model_only"):
-            self._refuse_more(path, wanted)
+            self._refuse_more(path, requested)
         stored = content.get("states")
-        if stored is None:  # saved by another's hand
-            return wanted
-        missing = [name for name in wanted if name not in stored and name != RNG]
+        if stored is None:  # not saved by a CheckpointManager: the keys are checked when they are loaded
+            return requested
+        missing = [name for name in requested if name not in stored and name != RNG]
         if missing:
             raise CheckpointingException(
-                f"{path} has no state {', '.join(map(repr, missing))}; it has {', '.join(map(repr, stored))}. Put the "
-                "new ones into exclude_from_loading to begin with them as they are"
+                f"{path} has no state {', '.join(map(repr, missing))}; it has {', '.join(map(repr, stored))}. Put new "
+                "states into exclude_from_loading: the training then starts with them as they are"
             )
-        return [name for name in wanted if name in stored]
+        return [name for name in requested if name in stored]
 
     def _check_model(self, path: Path) -> None:
-        """Raise if no state is the model: nothing would be loaded, and the training begin from scratch."""
+        """Raise if no state is the model: nothing would be loaded, and the training would start from scratch."""
         if MODEL not in self._states.names:
             raise CheckpointingException(
                 f"{path}: only the model is to be loaded, and no state is named {MODEL!r} (there are "
@@ -132,22 +139,23 @@ class StepReader:
             )
 
     @staticmethod
-    def _refuse_more(path: Path, wanted: Sequence[str]) -> None:
-        """Raise if more is wanted of a checkpoint than the model, which is all that it has."""
-        if set(wanted) - {MODEL, RNG}:
+    def _refuse_more(path: Path, requested: Sequence[str]) -> None:
+        """Raise if more than the model is requested from a checkpoint that has only the model."""
+        if set(requested) - {MODEL, RNG}:
             raise CannotLoadError(
-                f"{path} has the model alone (last_save_model_only): the training that saved it was over. To go on "
-                "from its weights, give it as initial_load_path with another folder; to go on from a whole state, give "
-                "load_step=<an earlier step>"
+                f"{path} has the model alone (last_save_model_only): the training that saved it was over. To start a "
+                "training from its weights, give it as initial_load_path with another folder; to continue that "
+                "training, give load_step=<an earlier step>"
             )
 
 
-def _load(wanted: ShardedStateDict, checkpoint: OpenCheckpoint, *, validate: bool) -> StateDict:
+def _load(requested: ShardedStateDict, checkpoint: OpenCheckpoint, *, validate: bool) -> StateDict:
+    """Collective: load what is requested; on a rank that requests nothing, take part in the load of the others."""
     comm = checkpoint.context.comm
-    if not comm.largest(any(True for _ in nested_values(wanted)))[0]:
+    if not comm.largest(any(True for _ in nested_values(requested)))[0]:
         return {}
-    found, _ = load_checkpoint(wanted, checkpoint, validate=validate, strict=StrictHandling.RAISE_UNEXPECTED)
-    return found
+    loaded, _ = load_checkpoint(requested, checkpoint, validate=validate, strict=StrictHandling.RAISE_UNEXPECTED)
+    return loaded
 
 
 __all__ = ["Fetched", "StepReader"]

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder keeps: a list of policies, each a function of the steps that are there."""
+"""Retention policies: functions that choose which of a folder's checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardckpt.errors import CheckpointingException
 
 #: The metrics of each checkpoint by its step, in ascending order of the steps.
 StepMetrics = Mapping[int, Mapping[str, Any]]
-#: Returns the steps to keep, of those that it is given. The main rank alone calls it, in the thread that removes
-#: checkpoints, after a save is durable.
+#: A function that returns the steps to keep, of those that it is given. Only the main rank calls it, in the thread that
+#: removes checkpoints, when a save is durable.
 RetentionPolicy = Callable[[StepMetrics], Iterable[int]]
 
 _Count = Annotated[int, Field(ge=1)]
@@ -28,41 +28,41 @@ class KeepLatest:
     """Keeps the highest steps.
 
     Attributes:
-        count: How many.
+        count: How many steps.
     """
 
     count: _Count
 
     def __call__(self, steps: StepMetrics) -> list[int]:
-        """The last of the steps."""
+        """Return the highest steps."""
         return list(steps)[-self.count :]
 
 
 @dataclass(frozen=True, config=_STRICT)
 class KeepEvery:
-    """Keeps the multiples of a number of steps.
+    """Keeps the steps that are multiples of a number.
 
     Attributes:
-        interval: The number.
+        interval: The number, in steps.
     """
 
     interval: _Count
 
     def __call__(self, steps: StepMetrics) -> list[int]:
-        """The steps that the interval divides."""
+        """Return the multiples of the interval."""
         return [step for step in steps if step % self.interval == 0]
 
 
 @dataclass(frozen=True, config=_STRICT)
 class KeepBest:
-    """Keeps the steps with the best value of a metric; of equal values the newer step.
+    """Keeps the steps with the best values of a metric; of equal values, the newer step.
 
-    A step without the metric, or with one that is not a number, is never one of the best.
+    A step without the metric, or whose metric is not a number, is never one of the best.
 
     Attributes:
         metric: A name among the ``metrics`` that ``CheckpointManager.save`` is given.
-        count: How many.
-        mode: Whether the smallest (``min``) or the largest value is the best.
+        count: How many steps.
+        mode: Whether the smallest (``min``) or the largest (``max``) value is the best.
     """
 
     metric: Annotated[str, Field(min_length=1)]
@@ -70,7 +70,7 @@ class KeepBest:
     mode: Literal["min", "max"] = "min"
 
     def __call__(self, steps: StepMetrics) -> list[int]:
-        """The steps with the best values."""
+        """Return the steps with the best values, the best first."""
         sign = -1 if self.mode == "min" else 1
         values = [(step, metrics.get(self.metric)) for step, metrics in steps.items()]
         ranked = sorted(((sign * value, step) for step, value in values if _is_number(value)), reverse=True)
@@ -88,7 +88,7 @@ class KeepPinned:
     steps: tuple[Annotated[int, Field(ge=0)], ...]
 
     def __call__(self, steps: StepMetrics) -> list[int]:
-        """The pinned steps that are there."""
+        """Return the pinned steps that exist."""
         return [step for step in self.steps if step in steps]
 
 
@@ -101,15 +101,15 @@ def steps_to_remove(
     """Choose the steps that no policy keeps; the highest step is always kept.
 
     Args:
-        policies: Without any, all steps are kept.
-        checkpoints: Step and metrics of each whole checkpoint.
+        policies: If empty, all steps are kept.
+        checkpoints: The metrics of each complete checkpoint, by step.
         protected: Steps that are kept whatever the policies return.
 
     Returns:
         The steps in ascending order.
 
     Raises:
-        CheckpointingException: a policy returned something else than steps.
+        CheckpointingException: a policy returned something other than steps.
     """
     if not policies or not checkpoints:
         return []
@@ -120,10 +120,16 @@ def steps_to_remove(
 
 
 def parse_policy(given: Any) -> RetentionPolicy:
-    """Read a policy of a configuration: a callable, or what :func:`describe_policy` returned for a built-in one.
+    """Validate a policy of a configuration.
+
+    Args:
+        given: A callable, or what :func:`describe_policy` returned for a built-in policy.
+
+    Returns:
+        The callable, or the built-in policy.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``given`` is neither.
     """
     if isinstance(given, dict) and given.get("policy") in _BUILT_IN:
         options = {name: value for name, value in given.items() if name != "policy"}
@@ -137,7 +143,7 @@ def parse_policy(given: Any) -> RetentionPolicy:
 
 
 def describe_policy(policy: Any) -> Any:
-    """Describe a policy as JSON: a built-in one with its options, another by its name (it cannot be read back)."""
+    """Return a policy as JSON: the options of a built-in one, the name of another, which cannot be read back."""
     if type(policy) in _BUILT_IN.values():
         return {"policy": type(policy).__name__, **dataclasses.asdict(policy)}
     named = policy if hasattr(policy, "__qualname__") else type(policy)

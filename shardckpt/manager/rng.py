@@ -1,4 +1,4 @@
-"""The states of the random generators of a process, as plain data."""
+"""The states of the random number generators of a process, as plain data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shardckpt.manager.per_rank import PerRank
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: The name of their state; a checkpoint without it is no reason for an error.
+#: The name of the state. A checkpoint without it can be loaded.
 RNG = "rng"
 
 
 class RandomState:
-    """Python's, torch's, the current accelerator's and, where it is imported, NumPy's legacy generator."""
+    """Python's, torch's and the current accelerator's generators, and NumPy's legacy one if NumPy is imported."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Their states now."""
+        """Return the states of the generators by library or device; NumPy's as bytes, torch's as uint8 tensors."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         device = _device_type()
         if device is not None:
@@ -32,7 +32,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set them; those that the state lacks stay as they are."""
+        """Set the generators to their states; those that are not in ``state`` are not changed."""
         if not state:
             return
         random.setstate(state["python"])
@@ -46,13 +46,13 @@ class RandomState:
             numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
 
 
-def with_random_state(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The states and, as ``rng``, those of the random generators, unless the user has a state of that name."""
-    return dict(states) if RNG in states else {**states, RNG: PerRank(RandomState(), own_or_none)}
+def add_random_state(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states with that of the random generators, as ``rng``, unless the user has a state of that name."""
+    return dict(states) if RNG in states else {**states, RNG: PerRank(RandomState(), reshard_random_state)}
 
 
-def own_or_none(states: list[Any], rank: int, _: int) -> Any:
-    """After a change of the number of ranks: what the rank of this number had; a new rank keeps its own seed."""
+def reshard_random_state(states: list[Any], rank: int, _: int) -> Any:
+    """Return the state of the same rank after a change of the number of ranks; an empty one for a new rank."""
     return states[rank] if rank < len(states) else {}
 
 
@@ -61,4 +61,4 @@ def _device_type() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-__all__ = ["RNG", "RandomState", "with_random_state"]
+__all__ = ["RNG", "RandomState", "add_random_state"]

@@ -1,4 +1,4 @@
-"""What a training loop wants saved, by name: described for a save, wanted from a load, and handed back."""
+"""The states of a training by name: described for a save, requested from a load, and restored."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from shardckpt.distributed import Comm
     from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
 
-#: The states that are described together: optimizer state goes by the names of the model's parameters.
+#: These two are described together: the keys of optimizer state contain the names of the model's parameters.
 MODEL = "model"
 OPTIMIZER = "optimizer"
 
-#: Where a checkpoint has the forms of plain states and the states of ranks, beside the tensors.
+#: Keys of a checkpoint: the forms of plain states, the states of each rank, the tensors of plain states.
 _FORMS = "forms"
 _RANKS = "ranks"
 _TENSORS = "tensors"
 
 
 class Ranks(NamedTuple):
-    """Who saves or loads, and how many saved what is loaded."""
+    """This rank, the number of ranks, and the number of ranks that saved the checkpoint."""
 
     rank: int
     world_size: int
-    saved: int
+    saved_world_size: int
 
     @classmethod
-    def of(cls, comm: Comm, saved: int | None = None) -> Ranks:
-        """The ranks of a Comm."""
-        return cls(comm.rank, comm.world_size, comm.world_size if saved is None else saved)
+    def of(cls, comm: Comm, saved_world_size: int | None = None) -> Ranks:
+        """Return the ranks of a Comm; without a saved world size, as if as many had saved."""
+        return cls(comm.rank, comm.world_size, comm.world_size if saved_world_size is None else saved_world_size)
 
 
 class TrainingStates:
@@ -46,9 +46,9 @@ class TrainingStates:
 
     Args:
         states: Modules (or lists of the stages that this rank has), optimizers (under the name ``optimizer``, one or a
-            list, of the modules under ``model``), :class:`PerRank` states, what has ``sharded_state_dict()`` and
-            ``load_state_dict``, and anything with ``state_dict`` and ``load_state_dict`` that all ranks have alike.
-        check_replicas: Whether what ranks hold twice is compared when it is saved.
+            list, of the modules under ``model``), :class:`PerRank` states, objects with ``sharded_state_dict()`` and
+            ``load_state_dict``, and objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks.
+        check_replicas: Whether a save compares values that several ranks hold.
     """
 
     def __init__(self, states: Mapping[str, Any], *, check_replicas: bool = True) -> None:
@@ -60,7 +60,7 @@ class TrainingStates:
         self._per_rank: dict[str, PerRank] = {}
         self._plain: dict[str, Stateful] = {}
         for name, value in states.items():
-            self._sort(_checked_name(name), value)
+            self._sort(_check_name(name), value)
         if self._optimizers and MODEL not in self._modules:
             raise CheckpointingException(
                 f"the state {OPTIMIZER!r} is an optimizer: it goes with modules under the name {MODEL!r}, by whose "
@@ -69,60 +69,83 @@ class TrainingStates:
         self.names = tuple(states)
 
     def describe(self, names: Collection[str], comm: Comm) -> ShardedStateDict:
-        """The named states, to be saved."""
+        """Describe the named states for a save.
+
+        Args:
+            names: The states to save.
+            comm: The ranks that save.
+
+        Returns:
+            A sharded state dict. Modules, optimizers and sharded states stand under their names; plain and per-rank
+            states under the keys ``forms``, ``tensors`` and ``ranks``, then by name.
+        """
         ranks = Ranks.of(comm)
-        plain = {name: state.state_dict() for name, state in self._chosen(self._plain, names)}
-        per_rank = self._chosen(self._per_rank, names)
+        plain = {name: state.state_dict() for name, state in self._select(self._plain, names)}
+        per_rank = self._select(self._per_rank, names)
         return {
-            **self._described_modules(names),
-            **{name: state.sharded_state_dict() for name, state in self._chosen(self._sharded, names)},
+            **self._describe_modules(names),
+            **{name: state.sharded_state_dict() for name, state in self._select(self._sharded, names)},
             _FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
             _TENSORS: {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()},
             _RANKS: {name: state.describe(name, ranks.rank, ranks.world_size) for name, state in per_rank},
         }
 
-    def wanted_objects(self, names: Collection[str], ranks: Ranks) -> ShardedStateDict:
-        """What is loaded first: objects, which say what tensors there are."""
-        forms = self._chosen(self._plain, names)
+    def request_objects(self, names: Collection[str], ranks: Ranks) -> ShardedStateDict:
+        """Describe what is loaded first: the objects, which say what tensors there are."""
+        forms = self._select(self._plain, names)
         return {
             _FORMS: {name: describe_form(name, None, "unchecked") for name, _ in forms},
-            _RANKS: {name: state.wanted(name, *ranks) for name, state in self._chosen(self._per_rank, names)},
+            _RANKS: {name: state.request(name, *ranks) for name, state in self._select(self._per_rank, names)},
         }
 
     def wanted_tensors(self, names: Collection[str], objects: StateDict) -> ShardedStateDict:
-        """What is loaded then, given what was for :meth:`wanted_objects`: into the live tensors where it fits."""
+        """Describe what is loaded second: the tensors, into the live ones where they fit.
+
+        Args:
+            names: The states to load.
+            objects: What was loaded for :meth:`request_objects`.
+        """
         forms = objects.get(_FORMS, {})
         described = {
-            **self._described_modules(names),
-            **{name: state.sharded_state_dict() for name, state in self._chosen(self._sharded, names)},
+            **self._describe_modules(names),
+            **{name: state.sharded_state_dict() for name, state in self._select(self._sharded, names)},
         }
+        # Storage that a module or optimizer is loaded into. A plain state (an EMA that shares the weights) must not be
+        # loaded into it as well: the last one read would win.
         taken = {memory for leaf in nested_values(described) if (memory := memory_of(getattr(leaf, "data", None)))}
         return {
             **described,
             _TENSORS: {
                 name: wanted_tensors(name, forms[name], state.state_dict(), taken)
-                for name, state in self._chosen(self._plain, names)
+                for name, state in self._select(self._plain, names)
             },
         }
 
     def restore(self, names: Collection[str], objects: StateDict, tensors: StateDict, ranks: Ranks) -> None:
-        """Hand over what was loaded."""
-        for name, parts in self._chosen(self._modules, names):
+        """Set the states to what was loaded.
+
+        Args:
+            names: The states to set.
+            objects: What was loaded for :meth:`request_objects`.
+            tensors: What was loaded for :meth:`wanted_tensors`.
+            ranks: The ranks that were given to :meth:`request_objects`.
+        """
+        for name, parts in self._select(self._modules, names):
             if name != MODEL or not self._with_optimizers(names):
                 load_into(tensors[name], parts)
         if self._with_optimizers(names):
             both = {MODEL: tensors[MODEL], OPTIMIZER: tensors[OPTIMIZER]}
             load_into(both, self._modules[MODEL], *self._optimizers)
-        for name, sharded in self._chosen(self._sharded, names):
+        for name, sharded in self._select(self._sharded, names):
             sharded.load_state_dict(tensors[name])
-        for name, plain in self._chosen(self._plain, names):
-            found = tensors.get(_TENSORS, {}).get(name, {})
-            plain.load_state_dict(put_together(objects[_FORMS][name], found))
-        for name, per_rank in self._chosen(self._per_rank, names):
+        for name, plain in self._select(self._plain, names):
+            own_tensors = tensors.get(_TENSORS, {}).get(name, {})
+            plain.load_state_dict(put_together(objects[_FORMS][name], own_tensors))
+        for name, per_rank in self._select(self._per_rank, names):
             per_rank.restore(objects[_RANKS][name], *ranks)
 
     def restore_model(self, loaded: StateDict) -> None:
-        """Hand over what was loaded for the modules that :meth:`describe` described as ``model``, and nothing else."""
+        """Set the modules under ``model`` to what was loaded for them, and nothing else."""
         load_into(loaded, self._modules[MODEL])
 
     @property
@@ -132,32 +155,32 @@ class TrainingStates:
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Those of the model."""
+        """The optimizers of the model."""
         return self._optimizers
 
     @property
     def sharded(self) -> Mapping[str, Any]:
-        """The states that describe themselves, by name."""
+        """The states with ``sharded_state_dict()``, by name."""
         return self._sharded
 
     @property
     def plain(self) -> Mapping[str, Stateful]:
-        """The states that all ranks have alike, by name."""
+        """The states that are the same on all ranks, by name."""
         return self._plain
 
     @property
     def per_rank(self) -> Mapping[str, PerRank]:
-        """The states that each rank has its own of, by name."""
+        """The states that differ from rank to rank, by name."""
         return self._per_rank
 
     @property
     def has_modules(self) -> bool:
-        """Whether the model is one of modules, so that its keys begin with ``model.``."""
+        """Whether the model consists of modules, so that its keys begin with ``model.``."""
         return MODEL in self._modules
 
     def _sort(self, name: str, value: Any) -> None:
         items = list(value) if isinstance(value, (list, tuple)) else [value]
-        items = [inner for item in items for inner in _unpacked(item)]
+        items = [inner for item in items for inner in _unpack_optimizers(item)]
         if callable(getattr(value, "sharded_state_dict", None)):
             self._sharded[name] = value
         elif isinstance(value, PerRank):
@@ -179,9 +202,9 @@ class TrainingStates:
                 "with state_dict and load_state_dict"
             )
 
-    def _described_modules(self, names: Collection[str]) -> ShardedStateDict:
+    def _describe_modules(self, names: Collection[str]) -> ShardedStateDict:
         found: ShardedStateDict = {}
-        for name, parts in self._chosen(self._modules, names):
+        for name, parts in self._select(self._modules, names):
             if name != MODEL or not self._with_optimizers(names):
                 found[name] = to_sharded_state_dict(parts, prefix=f"{name}.", check_replicas=self._check_replicas)
         if self._with_optimizers(names):
@@ -192,24 +215,26 @@ class TrainingStates:
         return OPTIMIZER in names and bool(self._optimizers)
 
     @staticmethod
-    def _chosen(states: Mapping[str, Any], names: Collection[str]) -> list[tuple[str, Any]]:
+    def _select(states: Mapping[str, Any], names: Collection[str]) -> list[tuple[str, Any]]:
         return [(name, state) for name, state in states.items() if name in names]
 
 
-def _checked_name(name: Any) -> str:
+def _check_name(name: Any) -> str:
     if not isinstance(name, str) or not name or name in (_FORMS, _RANKS, _TENSORS):
         raise CheckpointingException(f"{name!r} cannot be the name of a state: give another one")
     return name
 
 
-def _unpacked(value: Any) -> list[Any]:
-    """The optimizers of a container that is one itself, as torchtitan's, or in a wrapper, as torchft's; else itself."""
+def _unpack_optimizers(value: Any) -> list[Any]:
+    """Return the optimizers in a container (torchtitan's) or a wrapper (torchft's) that is itself an optimizer."""
     if not isinstance(value, torch.optim.Optimizer):
         return [value]
     inner = getattr(value, "optimizers", None) or getattr(value, "optim", None)
     if isinstance(inner, torch.optim.Optimizer):
-        return _unpacked(inner)
-    return [each for item in inner for each in _unpacked(item)] if isinstance(inner, (list, tuple)) else [value]
+        return _unpack_optimizers(inner)
+    if isinstance(inner, (list, tuple)):
+        return [each for item in inner for each in _unpack_optimizers(item)]
+    return [value]
 
 
 __all__ = ["MODEL", "OPTIMIZER", "Ranks", "TrainingStates"]

@@ -1,4 +1,4 @@
-"""Step resolution: the step that all ranks load. The main rank chooses; where each has its own disk, all do."""
+"""Step resolution: all ranks choose the same step to load."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LISTED = 20
 
 
 def read_step(folder: StepFolder, reader: StepReader, comm: Comm, step: int = NEWEST) -> int | None:
-    """Collective: load the step that :func:`resolve_step` chooses; the one before it, if the newest proves damaged.
+    """Collective: load the step that :func:`resolve_step` chooses; if the newest proves damaged, the one before it.
 
     Returns:
-        The step that was loaded; None if there is none.
+        The step that was loaded; None if there is no checkpoint.
     """
     damaged: list[int] = []
     while (found := resolve_step(folder, comm, step, without=damaged)) is not None:
         try:
             reader.read(folder.path(found))
-        except CorruptCheckpointError as exc:  # noqa: PERF203 - a load takes longer
+        except CorruptCheckpointError as exc:  # noqa: PERF203 - a load takes longer; every rank gets the same error
             if step != NEWEST:
                 raise
             if comm.is_main:
@@ -45,23 +45,26 @@ def read_step(folder: StepFolder, reader: StepReader, comm: Comm, step: int = NE
 def resolve_step(
     folder: StepFolder, comm: Comm, step: int = NEWEST, *, shared: bool = True, without: Collection[int] = ()
 ) -> int | None:
-    """Collective: choose the step to load, the same on all ranks; None if there is none.
+    """Collective: choose the step to load.
 
-    What is damaged, or was never committed, is skipped with a warning that names it. What is whole, but can be read
-    by no installed strategy, is not: to go on from an older step would lose what was trained since.
+    A checkpoint that is damaged or was never committed is skipped with a warning that names it. A complete checkpoint
+    that no installed strategy can read is an error instead: to continue from an older step would lose training.
 
     Args:
-        folder: Where to look.
+        folder: The folder of the steps.
         comm: The ranks.
-        step: -1 for the newest that counts, or a certain one.
-        shared: Whether all ranks see the same folder: then the main rank alone looks. Else each looks at its own, and
-            the newest step counts that all of them have.
-        without: Steps that were found to be damaged, when they were read: they are passed over.
+        step: The step to load; -1 for the newest.
+        shared: If True, all ranks see the same folder, and the main rank alone chooses. If False, each rank has its own
+            disk, and the newest step that all ranks have is chosen.
+        without: Steps that proved damaged when they were read, to be skipped.
+
+    Returns:
+        The step, the same on all ranks; None if there is no checkpoint.
 
     Raises:
-        CannotLoadError: the certain step is not there, not whole, or nothing reads it; or nothing reads the newest.
-        CorruptCheckpointError: the certain step is damaged; or no step can be loaded, and some are damaged.
-        StorageError: the folder cannot be looked at.
+        CannotLoadError: ``step`` does not exist, is not complete, or no strategy reads it; or none reads the newest.
+        CorruptCheckpointError: ``step`` is damaged; or no step can be loaded, and some are damaged.
+        StorageError: the folder cannot be listed.
     """
     comm.agree(step=step, without=sorted(without))
     if shared:
@@ -81,8 +84,8 @@ def _choose(folder: StepFolder, step: int, without: Collection[int]) -> int | No
 
 
 def _check(folder: StepFolder, step: int) -> None:
-    """Whether a certain step can be loaded."""
-    found = folder.look(step)
+    """Raise if a step cannot be loaded, with the steps that exist."""
+    found = folder.inspect_step(step)
     error = found.error or found.refusal
     if error is not None:
         raise type(error)(f"step {step} cannot be loaded: {error}\nin {folder} there are {_listed(folder.steps())}")
@@ -93,10 +96,10 @@ def _newest(folder: StepFolder, without: Collection[int]) -> int | None:
     for step in reversed(folder.steps()):
         if step in without:
             continue
-        found = folder.look(step)
+        found = folder.inspect_step(step)
         if found.refusal is not None:
             raise found.refusal
-        if found.counts:
+        if found.is_loadable:
             return step
         _warn(folder, found)
         damaged += found.is_damaged
@@ -106,15 +109,15 @@ def _newest(folder: StepFolder, without: Collection[int]) -> int | None:
 
 def _newest_of_all(folder: StepFolder, comm: Comm, without: Collection[int]) -> int | None:
     with comm.local_phase("looking for checkpoints on the disk of each rank"):
-        found = {step: folder.look(step) for step in folder.steps() if step not in without}
-        whole = {step for step, checkpoint in found.items() if checkpoint.error is None}
+        found = {step: folder.inspect_step(step) for step in folder.steps() if step not in without}
+        complete = {step for step, checkpoint in found.items() if checkpoint.error is None}
         for checkpoint in found.values():
             if checkpoint.error is not None:
                 _warn(folder, checkpoint)
-    everyone = comm.all_gather(whole)
-    newest = max(set.intersection(*everyone), default=None)
+    complete_by_rank = comm.all_gather(complete)
+    newest = max(set.intersection(*complete_by_rank), default=None)
     if comm.is_main:
-        _warn_of_parts(folder, everyone, newest)
+        _warn_of_missing_steps(folder, complete_by_rank, newest)
     damaged = comm.largest(sum(checkpoint.is_damaged for checkpoint in found.values()))[0]
     with comm.collective_phase("choosing the step"):
         if newest is None:
@@ -125,24 +128,24 @@ def _newest_of_all(folder: StepFolder, comm: Comm, without: Collection[int]) -> 
 
 
 def _check_damage(folder: StepFolder, damaged: int) -> None:
-    """Whether there is nothing to load because nothing was saved, and not because it was lost."""
+    """Raise if no checkpoint can be loaded because those that were saved are damaged."""
     if damaged:
         raise CorruptCheckpointError(
-            f"{folder}: no checkpoint there can be loaded, and {damaged} are damaged (the log names them); training "
-            "does not begin anew by itself: move them away if it should, or give another folder"
+            f"{folder}: no checkpoint there can be loaded, and {damaged} are damaged (the log names them); to start "
+            "the training from the beginning, move them away or give another folder"
         )
 
 
 def _warn(folder: StepFolder, found: StepCheckpoint) -> None:
-    what = "damaged" if found.is_damaged else "not a whole checkpoint"
+    what = "damaged" if found.is_damaged else "not a complete checkpoint"
     logger.warning("step %d in %s is skipped, %s: %s", found.step, folder, what, found.fault)
 
 
-def _warn_of_parts(folder: StepFolder, everyone: list[set[int]], newest: int | None) -> None:
-    newer = sorted(step for step in set.union(*everyone) if newest is None or step > newest)
+def _warn_of_missing_steps(folder: StepFolder, complete_by_rank: list[set[int]], newest: int | None) -> None:
+    newer = sorted(step for step in set.union(*complete_by_rank) if newest is None or step > newest)
     for step in newer:
-        lacking = [rank for rank, steps in enumerate(everyone) if step not in steps]
-        logger.warning("step %d in %s is skipped: %s have it not", step, folder, f"ranks {_shortened(lacking)}")
+        lacking = [rank for rank, steps in enumerate(complete_by_rank) if step not in steps]
+        logger.warning("step %d in %s is skipped: ranks %s do not have it", step, folder, _shortened(lacking))
 
 
 def _listed(steps: list[int]) -> str:
@@ -150,7 +153,7 @@ def _listed(steps: list[int]) -> str:
 
 
 def _shortened(numbers: Iterable[int]) -> str:
-    """The numbers in order; of very many the last."""
+    """Return the numbers in order as text; if there are many, only the highest."""
     ordered = sorted(numbers)
     return ("..., " if len(ordered) > _LISTED else "") + ", ".join(map(str, ordered[-_LISTED:]))
 

@@ -1,4 +1,4 @@
-"""The steps that a folder has checkpoints of: which directories they are, and which of them count."""
+"""The folder of a training's checkpoints: the names of the steps' directories, and which can be loaded."""
 
 from __future__ import annotations
 
@@ -37,49 +37,54 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What of ``content_metadata`` is the manager's.
+#: The manager's key in ``content_metadata``.
 CONTENT_KEY = "shardckpt_manager"
 
 
 @dataclass(frozen=True)
 class StepNames:
-    """How a trainer names the directory of a step; a name is one of these as a whole, or not at all.
+    """How a trainer names the directory of a step: a prefix and the number.
 
     Attributes:
-        prefix: What stands before the number.
-        width: Digits that the number has at least, with zeros before it.
+        prefix: The text before the number.
+        width: The minimum number of digits, filled up with zeros.
     """
 
     prefix: str
     width: int = 1
 
     def name(self, step: int) -> str:
-        """The name of a step's directory."""
+        """Return the name of a step's directory.
+
+        Raises:
+            CheckpointingException: the step is negative.
+        """
         if step < 0:
             raise CheckpointingException(f"step {step}: steps are counted from 0")
         return f"{self.prefix}{step:0{self.width}d}"
 
     def parse(self, name: str) -> int | None:
-        """The step whose directory has exactly that name, if there is one."""
+        """Return the step whose directory has exactly this name, or None."""
         digits = name.removeprefix(self.prefix)
         if not (digits.isascii() and digits.isdecimal()):
             return None
+        # Only the exact name counts: step-007 is not step 7.
         return int(digits) if name == self.name(int(digits)) else None
 
 
-#: The manager's own.
+#: The names that the manager gives.
 STEPS = StepNames("step-")
 
 
 @dataclass(frozen=True)
 class StepCheckpoint:
-    """What stands in a step's directory, as far as that is known without reading its data.
+    """The state of a step's directory, as known from its JSON files and the sizes of the others.
 
     Attributes:
         step: The step.
-        manifest: What it says of itself; None where that cannot be read.
-        error: Why it is no whole checkpoint, if it is none: it was never committed, or is damaged.
-        refusal: Why nothing installed reads it, if it is whole: another installation would.
+        manifest: Its manifest; None if that cannot be read.
+        error: Why it is not a complete checkpoint: it was never committed, or is damaged. None if it is complete.
+        refusal: Why no installed strategy can read a complete checkpoint; None if one can.
     """
 
     step: int
@@ -88,43 +93,44 @@ class StepCheckpoint:
     refusal: CannotLoadError | None = None
 
     @property
-    def counts(self) -> bool:
-        """Whether it is committed, has all its files, and can be read."""
+    def is_loadable(self) -> bool:
+        """Whether it is committed, has all its files, and an installed strategy can read it."""
         return self.error is None and self.refusal is None
 
     @property
     def fault(self) -> str:
-        """Why it is no whole checkpoint; ``""`` if it is one."""
+        """Why it is not a complete checkpoint; ``""`` if it is."""
         return "" if self.error is None else str(self.error)
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it was a checkpoint once; else what is wrong is that it never became one."""
+        """Whether it was a complete checkpoint once; False also for a save that was never committed."""
         return self.error is not None and not isinstance(self.error, CannotLoadError)
 
     @property
     def content(self) -> dict[str, Any]:
-        """The ``content_metadata`` that it was saved with; empty where there is none."""
+        """The ``content_metadata`` that it was saved with, or an empty dict."""
         record = None if self.manifest is None else self.manifest.record
         content = None if record is None else record.content_metadata
         return content if isinstance(content, dict) else {}
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What the manager was given as the step's metrics."""
-        own = self.content.get(CONTENT_KEY)
-        metrics = own.get("metrics") if isinstance(own, dict) else None
+        """The metrics that ``CheckpointManager.save`` was given for the step, or an empty dict."""
+        # Another program may have written anything there: no error may come from it.
+        managed = self.content.get(CONTENT_KEY)
+        metrics = managed.get("metrics") if isinstance(managed, dict) else None
         return metrics if isinstance(metrics, dict) else {}
 
 
 class StepFolder:
-    """A directory or URL with a directory for each step; everything else in it is someone else's.
+    """A directory or URL that has a directory for each step. Everything else in it is ignored.
 
-    Nothing here is collective: the main rank looks, and tells the others.
+    No method is collective: the main rank calls them, and sends the results to the other ranks.
 
     Args:
         folder: A path or URL; it need not exist yet.
-        host: The installed plugins.
+        host: The plugin manager.
         names: How the steps' directories are named.
 
     Raises:
@@ -135,48 +141,51 @@ class StepFolder:
         #: The directory, or the store's folder.
         self.place = locate(folder, host)
         self.names = names
-        #: The installed plugins.
+        #: The plugin manager.
         self.host = host
 
     def location(self, step: int) -> str:
-        """A step's directory or URL, as it can be given to ``save`` and ``load`` (a URL with its password)."""
+        """Return a step's directory or URL for ``save`` and ``load``; a URL contains its password."""
         path = self.place / self.names.name(step)
         remote = on_store(path)
         return str(path) if remote is None else remote.url
 
     def path(self, step: int) -> Path:
-        """A step's directory or URL, with symbolic links resolved."""
+        """Return a step's directory or URL, with symbolic links resolved."""
         return locate(self.location(step), self.host)
 
     def directories(self) -> list[str]:
-        """Names of all directories in the folder, those of steps and others; none where the folder is not there."""
+        """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
         remote = on_store(self.place)
         return _directories(self.place) if remote is None else _folders(remote)
 
     def steps(self) -> list[int]:
-        """All steps that have a directory, in ascending order, whatever is in it."""
+        """Return all steps that have a directory, in ascending order, whatever the directory contains."""
         return sorted(step for step in map(self.names.parse, self.directories()) if step is not None)
 
-    def look(self, step: int) -> StepCheckpoint:
-        """What stands in a step's directory, by its JSON files and the sizes of the others.
+    def inspect_step(self, step: int) -> StepCheckpoint:
+        """Inspect a step's directory: its JSON files, and that the other files exist with the right sizes.
+
+        Returns:
+            What was found; an error of the checkpoint is stored there, not raised.
 
         Raises:
-            StorageError: the store does not answer, or other saves replace it again and again: that says nothing of
-                the checkpoint.
+            StorageError: the store does not answer, or other saves replace the checkpoint repeatedly. Neither says
+                whether the checkpoint is good, so it must not be skipped as a damaged one.
         """
         directory = self.path(step)
         manifest: Manifest | None = None
 
         def check() -> Manifest:
             nonlocal manifest
-            manifest = None  # what an attempt before has found is gone
+            manifest = None  # forget that of an earlier attempt: the checkpoint was replaced since
             place, manifest = hold_checkpoint(directory, self.host)
             with detect_replacement(place):
                 _check_files(place, manifest)
             return manifest
 
         try:
-            with naming("look at", directory):
+            with naming("inspect", directory):
                 found = retry_if_replaced(check, directory)
             choose_reader(directory, found, self.host)
         except (StorageError, CorruptCheckpointError) as exc:
@@ -191,15 +200,15 @@ class StepFolder:
         return StepCheckpoint(step, manifest)
 
     def committed(self) -> list[StepCheckpoint]:
-        """The checkpoints that count, the newest last."""
-        return [found for found in map(self.look, self.steps()) if found.counts]
+        """Return the checkpoints that can be loaded, in ascending order of steps."""
+        return [found for found in map(self.inspect_step, self.steps()) if found.is_loadable]
 
     def __str__(self) -> str:
         return str(self.place)
 
 
 def _directories(folder: Path) -> list[str]:
-    """Names of the directories in a directory, links to directories too."""
+    """Return the names of the directories in a directory, and of links to directories."""
     with naming("list", folder):
         try:
             with os.scandir(folder) as entries:
@@ -209,19 +218,19 @@ def _directories(folder: Path) -> list[str]:
 
 
 def _folders(place: RemotePath) -> list[str]:
-    """Names of the folders below a URL."""
+    """Return the names of the folders directly below a URL."""
     folder = place.folder
     if not isinstance(folder, ListsFolders):
         raise StorageError(
-            f"cannot look for checkpoints in {place}: the plugin that serves it cannot list folders "
-            f"({type(folder).__name__} lacks what shardckpt.storage.remote.ListsFolders has); give a directory, or a "
-            "URL that fsspec serves"
+            f"cannot find checkpoints in {place}: the plugin that serves it cannot list folders "
+            f"({type(folder).__name__} lacks methods of shardckpt.storage.ListsFolders); give a directory, or a URL "
+            "that fsspec serves"
         )
     return attempt("list the folders of", place, folder.folders)
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
-    """Whether all files are there that the checkpoint names, with the sizes that it has of them."""
+    """Raise unless every file that the checkpoint names exists with the size that it states."""
     expected = named_files(directory, manifest)
     faults = [fault for name, size in expected.items() if (fault := _file_fault(directory / name, size))]
     if faults:
@@ -237,7 +246,7 @@ def _file_fault(path: Path, size: int | None) -> str:
 
 
 def _copy(error: Any) -> Any:
-    """The error without the frames that its traceback holds."""
+    # An error that is kept must not keep the traceback, whose frames hold file contents and buffers.
     return type(error)(*error.args)
 
 

@@ -1,4 +1,4 @@
-"""Writes the steps' checkpoints, in the foreground or behind the training, and has old ones removed afterwards."""
+"""Writes the steps' checkpoints, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepWriter(ManagerPart):
-    """Saves, at most one of them behind the training at a time.
+    """Saves checkpoints, at most one at a time in the background.
 
     Args:
-        config: Which strategy, and who writes.
+        config: Says which strategy writes, and in which thread or process.
         process_group: The ranks.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
     """
@@ -54,7 +54,7 @@ class StepWriter(ManagerPart):
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is on its way; the same on every rank."""
+        """Whether a checkpoint is being written or not yet committed; the same on every rank."""
         return self._queue is not None and bool(self._queue.get_num_unfinalized_calls())
 
     def write(
@@ -66,24 +66,24 @@ class StepWriter(ManagerPart):
         *,
         background: bool,
     ) -> None:
-        """Collective: save; in the background, if that is wanted and there is one.
+        """Collective: save, in the background if ``background`` is True and the configuration has an async mode.
 
         Args:
-            state: Described; its tensors may change when this returns.
-            target: The checkpoint, which is replaced if it is there: a directory in one step, what is at a URL is
-                removed before.
-            content: Its ``content_metadata``: the main rank's is stored, the others' may differ (their metrics).
+            state: A sharded state dict. The caller may change its tensors as soon as this returns.
+            target: The checkpoint's directory or URL. An existing checkpoint is replaced: a directory in one step; one
+                at a URL is deleted before the save.
+            content: The ``content_metadata``. The main rank's is stored; others may differ (in their metrics).
             on_commit: Called on every rank when the checkpoint is durable.
-            background: Whether to return when the tensors are copied.
+            background: Whether to return as soon as the tensors are copied.
 
         Raises:
-            CheckpointingException: the same on every rank; nothing has changed at ``target``.
+            CheckpointingException: the same on every rank. A directory at ``target`` is unchanged.
         """
         comm = Comm(self._group)
-        with comm.local_phase("looking at the target"):
-            place = locate(target, host())
-        if (remote := on_store(place)) is not None:
-            comm.main_runs("making room on the store", functools.partial(_make_room, remote))
+        with comm.local_phase("finding the target"):
+            path = locate(target, host())
+        if (remote := on_store(path)) is not None:
+            comm.main_runs("deleting the old checkpoint", functools.partial(_delete_existing, remote))
         queue = self._queue if background else None
         request = dist_checkpointing.save(
             state,
@@ -103,33 +103,34 @@ class StepWriter(ManagerPart):
         queue.schedule_async_request(request)
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Collective: commit what all ranks have written; ``blocking`` waits for that.
+        """Collective: commit a checkpoint that all ranks have written; if ``blocking``, wait until they have.
 
         Raises:
-            CheckpointingException: the same on every rank: it could not be written, and is absent.
+            CheckpointingException: the same on every rank: the checkpoint could not be written, and does not exist.
         """
         if self._queue is not None and self.busy:
             self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Collective: commit what is on its way, and end the background.
+        """Collective: commit the checkpoint that is being written, and end the background thread or process.
 
         Args:
-            error: Of the training, where it ends by one: what ranks would have to agree upon is given up.
+            error: The error that ended the training, if one did: then a commit that needs other ranks is given up.
         """
         if self._queue is not None:
             self._queue.__exit__(None if error is None else type(error), error, None)
 
 
 def _without_content(common: dict[str, Any]) -> dict[str, Any]:
+    # Metrics differ from rank to rank: a comparison of the common state across ranks must not fail because of them.
     return {key: value for key, value in common.items() if key != "content_metadata"}
 
 
-def _make_room(place: RemotePath) -> None:
-    """Remove a checkpoint that a run has left which was given up: no step changes several objects at once."""
-    if (place / MARKER_NAME).is_file():
-        logger.warning("%s is saved anew: what is there is removed first", place)
-        delete_checkpoint(place.folder)
+def _delete_existing(path: RemotePath) -> None:
+    """Delete the checkpoint of an abandoned run: a store cannot replace several objects in one step."""
+    if (path / MARKER_NAME).is_file():
+        logger.warning("%s is saved a second time: the checkpoint that is there is deleted first", path)
+        delete_checkpoint(path.folder)
 
 
 __all__ = ["StepWriter"]

@@ -437,7 +437,7 @@ def test_a_step_removed_while_it_is_looked_at_is_no_refusal(scene: Scene, monkey
         check(place, manifest)
 
     monkeypatch.setattr(steps, "_check_files", check_what_is_removed)
-    found = steps.StepFolder(scene.place, host()).look(1)
+    found = steps.StepFolder(scene.place, host()).inspect_step(1)
     assert (found.refusal, type(found.error)) == (None, NotACheckpointError)
 
 

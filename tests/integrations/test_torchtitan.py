@@ -8,6 +8,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from shardckpt.errors import CheckpointingException
+from shardckpt.manager import KeepEvery, KeepLatest
 from tests.integrations import small, titan  # first: it finds torchtitan, or what stands in for it
 
 from shardckpt.integrations.torchtitan import TitanCheckpointManager, checkpoint_config  # isort: skip
@@ -101,7 +102,8 @@ def test_disabled_is_disabled(tmp_path: Path) -> None:
 
 def test_every_option_has_its_meaning(tmp_path: Path) -> None:
     """Torchtitan's options arrive under our names; those that there are none for are known."""
-    config = config_of(keep_latest_k=3, exclude_from_loading=["dataloader"], strategy="torch_dist")
+    policies = (KeepLatest(3), KeepEvery(100))
+    config = config_of(retention=policies, exclude_from_loading=["dataloader"], strategy="torch_dist")
     ours = checkpoint_config(config, str(tmp_path))
     assert ours.folder == str(tmp_path / "checkpoint")
     for name in {each.name for each in fields(config)} - {"enable", "folder", "initial_load_in_hf_quantized"}:

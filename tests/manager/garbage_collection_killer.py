@@ -86,9 +86,9 @@ def _die_at_store(run: Path, number: int, location: str) -> None:
 def _seen(location: str) -> dict[str, Any]:
     """Which steps count, which load, and which look like a checkpoint that was damaged."""
     folder = folders.steps_of(location)
-    looks = [folder.look(step) for step in folder.steps()]
+    looks = [folder.inspect_step(step) for step in folder.steps()]
     return {
-        "counts": [look.step for look in looks if look.counts],
+        "counts": [look.step for look in looks if look.is_loadable],
         "damaged": [look.fault for look in looks if look.is_damaged],
         "intact": [look.step for look in looks if folders.is_intact(folder.location(look.step), look.step)],
     }

@@ -97,7 +97,7 @@ def test_what_is_left_is_said_once_with_the_reason(tmp_path: Path, caplog: pytes
     assert folders.names_in(place) == {"step-1", "step-3", "step-9", "epoch_7", "checkpoint-5"}
     said = {line.strip().partition(": ")[0]: line for line in caplog.text.splitlines()[1:]}
     assert said.keys() == {str(place / name) for name in ("step-1", "step-9", "epoch_7", "checkpoint-5")}
-    assert "no step's (step-<n>, checkpoint-<n>, iter_<n>, global_step_<n>)" in said[str(place / "epoch_7")]
+    assert "not a step's (step-<n>, checkpoint-<n>, iter_<n>, global_step_<n>)" in said[str(place / "epoch_7")]
     assert "it is a link" in said[str(place / "step-9")]
     assert "bytes, " in said[str(place / "step-1")]
     caplog.clear()

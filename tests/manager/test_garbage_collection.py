@@ -345,7 +345,7 @@ def test_close_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureF
     collector = GarbageCollector(Hanging(tmp_path, host()), LATEST)
     collector.submit()
     collector.close(timeout=0.01)
-    assert "a later one will end them" in caplog.text
+    assert "the next run finishes them" in caplog.text
     hold.set()
     collector.wait()
 
@@ -390,9 +390,9 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
         assert f"step 1 in {url} is to be removed, and stays for now" in caplog.text
         caplog.clear()
         store.works()
-        look = folders.steps_of(url).look(1)
+        look = folders.steps_of(url).inspect_step(1)
         assert not look.is_damaged
-        assert look.counts == folders.is_intact(f"{url}/step-1", 1) == (number == 1)
+        assert look.is_loadable == folders.is_intact(f"{url}/step-1", 1) == (number == 1)
         _collect(url)
         assert folders.steps_of(url).steps() == [2, 3]
 

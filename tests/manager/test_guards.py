@@ -60,14 +60,14 @@ def test_garbage_collection_leaves_what_is_saved_anew(tmp_path: Path, monkeypatc
     with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=0), {"train_state": state}) as manager:
         _saved(manager, state, 2, 4, 6, 8)
     begun, go_on = threading.Event(), threading.Event()
-    remove = garbage_collection._is_removed
+    remove = garbage_collection._try_to_remove
 
     def slow(*arguments: Any) -> bool:
         begun.set()
         go_on.wait(10)
         return remove(*arguments)
 
-    monkeypatch.setattr(garbage_collection, "_is_removed", slow)
+    monkeypatch.setattr(garbage_collection, "_try_to_remove", slow)
     with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=2), {"train_state": state}) as manager:
         assert manager.load(2)
         _saved(manager, state, 3)
@@ -82,14 +82,14 @@ def test_a_load_waits_for_removals(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """No checkpoint is removed while it is read: one that is to go is gone before the load looks for it."""
     state = _progress()
     begun, go_on = threading.Event(), threading.Event()
-    remove = garbage_collection._is_removed
+    remove = garbage_collection._try_to_remove
 
     def slow(*arguments: Any) -> bool:
         begun.set()
         go_on.wait(10)
         return remove(*arguments)
 
-    monkeypatch.setattr(garbage_collection, "_is_removed", slow)
+    monkeypatch.setattr(garbage_collection, "_try_to_remove", slow)
     with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=2), {"train_state": state}) as manager:
         _saved(manager, state, 2, 4, 6)
         assert begun.wait(10)
@@ -191,8 +191,8 @@ def _made_too_early(folder: str) -> str:
 def test_no_password_is_stored() -> None:
     """What a checkpoint has of the configuration names the store, and not how to get in."""
     config = CheckpointConfig(folder="s3://user:secret@host/run", initial_load_path="/data/first")
-    assert config.stored()["folder"] == "s3://user:***@host/run"
-    assert config.stored()["initial_load_path"] == "/data/first"
+    assert config.describe()["folder"] == "s3://user:***@host/run"
+    assert config.describe()["initial_load_path"] == "/data/first"
 
 
 def test_what_was_loaded_is_told(tmp_path: Path) -> None:

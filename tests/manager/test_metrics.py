@@ -33,4 +33,4 @@ def _saved(folder: str) -> list[str]:
 def test_each_rank_may_have_its_own_metrics(ranks: RankPool, tmp_path: Path) -> None:
     """The main rank's are stored, and no rank warns of it: a loss is different on every rank."""
     assert ranks.run(2, _saved, str(tmp_path)) == [[], []]
-    assert steps_of(tmp_path).look(1).metrics == {"loss": 0.5}
+    assert steps_of(tmp_path).inspect_step(1).metrics == {"loss": 0.5}

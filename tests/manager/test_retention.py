@@ -132,11 +132,11 @@ def test_policies_are_stored_and_read_back() -> None:
     """A stored configuration has the built-in policies as JSON that makes them again, and a function by its name."""
     policies = (KeepLatest(2), KeepEvery(50), KeepBest("loss", 3, "max"), KeepPinned((4, 7)))
     config = CheckpointConfig(retention=policies)
-    stored = json.loads(json.dumps(config.stored()))
+    stored = json.loads(json.dumps(config.describe()))
     assert stored["retention"][1] == {"policy": "KeepEvery", "interval": 50}
     assert CheckpointConfig(**stored) == config
     assert CheckpointConfig(retention=KeepLatest(2)).retention == (KeepLatest(2),)
-    named = CheckpointConfig(retention=[test_policies_are_stored_and_read_back]).stored()["retention"]
+    named = CheckpointConfig(retention=[test_policies_are_stored_and_read_back]).describe()["retention"]
     assert named == ["tests.manager.test_retention.test_policies_are_stored_and_read_back"]
 
 

@@ -78,7 +78,7 @@ def test_a_damaged_newest_is_skipped_and_named(tmp_path: Path, caplog: pytest.Lo
     damaged, unfinished = (record.getMessage() for record in caplog.records)
     assert f"step 3 in {tmp_path} is skipped, damaged: " in damaged
     assert "__0_0.distcp has" in damaged
-    assert f"step 2 in {tmp_path} is skipped, not a whole checkpoint: " in unfinished
+    assert f"step 2 in {tmp_path} is skipped, not a complete checkpoint: " in unfinished
 
 
 def test_what_was_found_damaged_is_not_given_again(tmp_path: Path) -> None:

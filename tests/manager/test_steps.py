@@ -77,11 +77,11 @@ def test_what_was_saved_with_it_is_known(tmp_path: Path) -> None:
     folders.save(tmp_path, 5, loss=0.25)
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-6")
     folder = folders.steps_of(str(tmp_path))
-    ours, plain = folder.look(5), folder.look(6)
+    ours, plain = folder.inspect_step(5), folder.inspect_step(6)
     assert ours.content["shardckpt_manager"]["step"] == 5
     assert ours.metrics == {"loss": 0.25}
-    assert ours.counts
-    assert plain.counts
+    assert ours.is_loadable
+    assert plain.is_loadable
     assert (plain.content, plain.metrics) == ({}, {})
 
 
@@ -106,7 +106,7 @@ def test_incomplete_and_damaged_steps_do_not_count(tmp_path: Path) -> None:
         8: "does not exist",
     }
     for step, text in expected.items():
-        found = folder.look(step)
+        found = folder.inspect_step(step)
         assert text in found.fault
         assert f"step-{step}" in found.fault
         assert found.refusal is None
@@ -119,9 +119,9 @@ def test_files_of_a_record_that_is_not_ours_are_looked_for(tmp_path: Path) -> No
     (tmp_path / "step-1/shardckpt.json").unlink()
     digests = '{"files": {"common.pt": "00", "__0_0.distcp": "00"}}'
     (tmp_path / "step-1/integrity.json").write_text(digests)
-    assert folders.steps_of(tmp_path).look(1).counts
+    assert folders.steps_of(tmp_path).inspect_step(1).is_loadable
     (tmp_path / "step-1/common.pt").unlink()
-    assert "common.pt is missing" in folders.steps_of(tmp_path).look(1).fault
+    assert "common.pt is missing" in folders.steps_of(tmp_path).inspect_step(1).fault
 
 
 def test_what_nothing_installed_reads_is_no_damage(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_what_nothing_installed_reads_is_no_damage(tmp_path: Path) -> None:
     folders.say_backend(tmp_path / "step-3", "torch_dist", 99)
     folder = folders.steps_of(tmp_path)
     assert [found.step for found in folder.committed()] == [1]
-    assert isinstance(folder.look(2).refusal, UnknownBackendError)
-    assert isinstance(folder.look(3).refusal, VersionTooNewError)
-    assert folder.look(2).fault == folder.look(3).fault == ""
+    assert isinstance(folder.inspect_step(2).refusal, UnknownBackendError)
+    assert isinstance(folder.inspect_step(3).refusal, VersionTooNewError)
+    assert folder.inspect_step(2).fault == folder.inspect_step(3).fault == ""
 
 
 def test_a_link_to_a_checkpoint_is_read(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_url_in_memory(memory: str) -> None:
     files.rm_file("/bucket/run/step-100/common.pt")
     assert folder.steps() == [3, 20, 100]
     assert [found.step for found in folder.committed()] == [3, 20]
-    assert "common.pt is missing" in folder.look(100).fault
+    assert "common.pt is missing" in folder.inspect_step(100).fault
     assert folder.location(3) == "memory://bucket/run/step-3"
     assert folders.is_intact(folder.location(3), 3)
 
@@ -193,7 +193,7 @@ def test_an_upload_under_way_does_not_count(tmp_path: Path, store: Store, monkey
     (tmp_path / "store/step-2/__0_0.distcp").write_bytes(b"1234")
     folder = folders.steps_of(url)
     assert folder.steps() == [1, 2]
-    found = folder.look(2)
+    found = folder.inspect_step(2)
     assert "has not ended" in found.fault
     assert not found.is_damaged
 
@@ -209,7 +209,7 @@ def test_a_store_that_does_not_answer_is_no_damage(
     store.forget()
     store.fails("read", 1)
     with pytest.raises(StorageError, match="does not answer"):
-        folder.look(1)
+        folder.inspect_step(1)
     (tmp_path / "faults").write_text('["list", 1, 999, "before"]\n')  # listings of the folder are noted beside it
     with pytest.raises(StorageError, match=r"cannot list the folders of faulty://.*does not answer"):
         folder.steps()

@@ -1,4 +1,4 @@
-"""Fault tolerance: several replicas that train the same model."""
+"""Fault tolerance: checkpoints of several replicas that train the same model."""
 
 from shardckpt.manager.replicas.fault_tolerance import FaultTolerance, ReplicaManager
 from shardckpt.manager.replicas.replica import Replica

@@ -1,4 +1,4 @@
-"""Replica checkpoints: what a replica saves of its own, after every step: places in the data, random generators."""
+"""Replica checkpoints: a replica's own states (data loaders, random generators), saved after every step."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ logger = logging.getLogger(__name__)
 
 #: Saves between two garbage collections.
 _COLLECTED_AFTER = 10
-#: How many of the newest stay: one to fall back on.
+#: How many of the newest are kept: two, so that one remains if the newest is damaged.
 NEWEST_KEPT = 2
 
 
 class ReplicaCheckpoints:
-    """Saves and loads the states that each rank of one replica has its own of; collective in the replica.
+    """Saves and loads the :class:`PerRank` states of one replica. Collective means: on all ranks of this replica.
 
-    With an async mode a thread writes them; the writer is never that of the steps' checkpoints.
+    With an async mode a thread writes them, with another writer than that of the steps' checkpoints: a small save must
+    not wait for a large one.
 
     Args:
-        folder: Where they are: a ``step-<n>`` for each, of which few stay.
-        steps: Where the steps' checkpoints are, to which these belong.
-        states: The training's.
-        config: The manager's.
-        process_group: The replica's ranks.
+        folder: The folder of these checkpoints, with a ``step-<n>`` for each.
+        steps: The folder of the steps' checkpoints, to which these belong.
+        states: The states of the training.
+        config: The options of the manager.
+        process_group: The ranks of this replica.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
     """
 
@@ -59,29 +60,29 @@ class ReplicaCheckpoints:
         allow_globals: Iterable[Any],
     ) -> None:
         self._folder, self._steps, self._states, self._group = folder, steps, states, process_group
-        self._wanted = [name for name in states.per_rank if name not in config.exclude_from_loading]
-        others = [name for name in states.names if name not in self._wanted]
+        self._names = [name for name in states.per_rank if name not in config.exclude_from_loading]
+        others = [name for name in states.names if name not in self._names]
         self._reader = StepReader(states, process_group, allow_globals, others)
         self._skips = config.on_busy == "skip"
         self._last: int | None = None
         self._uncollected = 0
-        #: Those of steps whose checkpoint another replica may be writing.
+        #: The last steps that were due. Another replica may still be writing their checkpoints, so ours must be kept.
         self._due: deque[int] = deque(maxlen=2)
         self._loaded: dict[int, Fetched] = {}
         self._writer: StepWriter | None = None
-        self._collector: GarbageCollector | None = None
+        self._gc: GarbageCollector | None = None
         if not config.load_only:
-            self._begin_saving(config, allow_globals)
+            self._make_writer(config, allow_globals)
 
     def save(self, step: int, *, due: bool) -> None:
-        """Save; what is saved belongs to this step.
+        """Collective: save the replica's own states of a step.
 
         Args:
-            step: Steps made.
-            due: Whether the step's checkpoint is saved, too, by whatever replica: this one must not be left out.
+            step: How many steps the training has made.
+            due: Whether a replica saves the checkpoint of this step: then this save must not be skipped.
 
         Raises:
-            CheckpointingException: the same on every rank: it failed, or the one before it did, in the background.
+            CheckpointingException: the same on every rank: this save, or an earlier one in the background, failed.
         """
         if self._writer is None or step == self._last:
             return
@@ -94,91 +95,94 @@ class ReplicaCheckpoints:
         if self._writer.busy:
             return
         names = list(self._states.per_rank)
-        with comm.local_phase("describing the states of the replica's own"):
+        with comm.local_phase("describing the replica's own states"):
             state = self._states.describe(names, comm)
-        self._loaded = {}
+        self._loaded = {}  # the live states are newer than what was loaded
         content = {"step": step, "states": names, "model_only": False, "metrics": {}}
         self._writer.write(
-            state, self._folder.location(step), {CONTENT_KEY: content}, self._collect_sometimes, background=True
+            state, self._folder.location(step), {CONTENT_KEY: content}, self._count_commit, background=True
         )
         self._last = step
 
     def load(self, step: int | None) -> None:
-        """Load what belongs to a step, or is next before it; it and the newest are held for :meth:`go_to`.
+        """Collective: load the replica's own states of a step, else of the newest step before it.
+
+        The newest ones after it are read, too, and kept in memory for :meth:`restore_up_to`: a replica that joins gets
+        the states of a later step than it loaded.
 
         Args:
-            step: The one that was loaded; None for none: then nothing is set.
+            step: The step that was loaded; None if there was none: then no state is set.
 
         Raises:
-            CheckpointingException: the same on every rank: what there is does not fit the states.
+            CheckpointingException: the same on every rank: the checkpoint does not fit the states.
         """
         self._loaded = {}
-        if not self._wanted:
+        if not self._names:
             return
         comm = Comm(self._group)
         found = comm.main_runs(
-            "looking for the replica's own", lambda: [each.step for each in self._folder.committed()]
+            "finding the replica's own checkpoints", lambda: [each.step for each in self._folder.committed()]
         )
         for later in [each for each in found if step is None or each > step][-NEWEST_KEPT:]:
             self._fetch(later)
         if step is None:
             return
         base = next((each for each in reversed(found) if each <= step and self._fetch(each)), None)
-        if comm.is_main and base != step and step:  # with step 0, a seed, nothing has been read yet
-            self._warn(step, base)
-        with comm.collective_phase("handing back the states of the replica's own"):
-            self.go_to(step)
+        if comm.is_main and base != step and step:  # before step 0, a seed, a replica has read no data
+            self._warn_of_gap(step, base)
+        with comm.collective_phase("restoring the replica's own states"):
+            self.restore_up_to(step)
 
-    def go_to(self, step: int) -> None:
-        """Set the states to the newest that :meth:`load` has found up to a step; not collective.
+    def restore_up_to(self, step: int) -> None:
+        """Set the states to the newest that :meth:`load` read, up to a step. Not collective.
 
-        They stay as they are where there is none, and where this replica has saved since.
+        They are not changed if there is none, or if this replica has saved since the load.
         """
         found = max((each for each in self._loaded if each <= step), default=None)
-        if found is not None:
+        if found is not None:  # a copy: a loader may keep what it is given and change it, and this may be called twice
             self._states.restore(*copy.deepcopy(self._loaded[found]))
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Commit what all ranks of the replica have written; ``blocking`` waits for that, and for removals."""
+        """Collective: commit what all ranks of the replica have written; if ``blocking``, wait for it and removals."""
         if self._writer is not None:
             self._writer.advance(blocking=blocking)
-        if self._collector is not None and blocking:
-            self._collector.wait()
+        if self._gc is not None and blocking:
+            self._gc.wait()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Commit what is on its way, unless the training ends by an error, and end the background."""
+        """Collective: commit what is being written, unless the training ended by an error, and end the threads."""
         try:
             if self._writer is not None:
                 self._writer.close(error)
         finally:
-            if self._collector is not None:
+            if self._gc is not None:
                 if self._uncollected:
-                    self._collector.submit(self._due)
-                self._collector.close()
+                    self._gc.submit(self._due)
+                self._gc.close()
 
-    def _begin_saving(self, config: CheckpointConfig, allow_globals: Iterable[Any]) -> None:
+    def _make_writer(self, config: CheckpointConfig, allow_globals: Iterable[Any]) -> None:
         if Comm(self._group).is_main:
             policy = functools.partial(keep_replica_steps, steps=self._steps, interval=config.interval)
-            self._collector = GarbageCollector(self._folder, [policy])
+            self._gc = GarbageCollector(self._folder, [policy])
         is_async = config.async_mode is not AsyncMode.DISABLED
         threaded = config.model_copy(update={"async_mode": AsyncMode.ASYNC}) if is_async else config
         self._writer = StepWriter(threaded, self._group, allow_globals)
 
     def _abandon(self, step: int, comm: Comm) -> None:
-        """Remove what an earlier run has saved at this step and later: this one did not go on from it."""
+        """Remove what an earlier run saved at this step and later: this run did not continue from it."""
         comm.main_runs(
-            "removing what a run that was given up has left",
-            lambda: remove_steps(self._folder, lambda own: abandoned_steps(own, self._steps, step)),
+            "removing checkpoints of an abandoned run",
+            lambda: remove_steps(self._folder, lambda own: find_abandoned_steps(own, self._steps, step)),
         )
 
-    def _collect_sometimes(self) -> None:
+    def _count_commit(self) -> None:
         self._uncollected += 1
-        if self._collector is not None and self._uncollected >= _COLLECTED_AFTER:
+        if self._gc is not None and self._uncollected >= _COLLECTED_AFTER:
             self._uncollected = 0
-            self._collector.submit(self._due)
+            self._gc.submit(self._due)
 
     def _fetch(self, step: int) -> bool:
-        """Read one, without handing it back; whether it is whole."""
+        """Collective: read the checkpoint of a step into memory; return whether it is not damaged."""
         try:
             self._loaded[step] = self._reader.fetch(self._folder.path(step))
         except CorruptCheckpointError as exc:
@@ -186,32 +190,36 @@ class ReplicaCheckpoints:
             return False
         return True
 
-    def _warn(self, step: int, base: int | None) -> None:
-        names = ", ".join(self._wanted)
+    def _warn_of_gap(self, step: int, base: int | None) -> None:
+        names = ", ".join(self._names)
         if base is None:
-            logger.warning("%s has nothing of step %d or before: %s stay as they are", self._folder, step, names)
+            logger.warning("%s has no checkpoint of step %d or before: %s are not loaded", self._folder, step, names)
         else:
-            logger.warning("%s has nothing of step %d: %s go on from step %d", self._folder, step, names, base)
+            logger.warning("%s has no checkpoint of step %d: %s are those of step %d", self._folder, step, names, base)
 
 
 def keep_replica_steps(own: StepMetrics, steps: StepFolder, interval: int) -> list[int]:
-    """A retention policy: the newest, and each step that has a checkpoint, or may be getting one from another replica.
+    """Choose the replica checkpoints to keep: the newest, and those of steps that have a checkpoint or may yet get one.
 
     Args:
-        own: A replica's own checkpoints.
+        own: The metrics of a replica's own checkpoints, by step.
         steps: The folder of the steps' checkpoints.
-        interval: Steps between these.
+        interval: Steps between two of these.
+
+    Returns:
+        The steps to keep; some may have no replica checkpoint.
     """
     full = steps.steps()
     newest = max(full, default=-1)
+    # Another replica may still be writing the checkpoints of these.
     coming = [step for step in own if step >= newest and step % interval == 0]
     return [*sorted(own)[-NEWEST_KEPT:], *full, *coming]
 
 
-def abandoned_steps(own: StepMetrics, steps: StepFolder, since: int) -> list[int]:
-    """The replica's own steps that a run made which was given up at ``since``; not those that have a checkpoint."""
+def find_abandoned_steps(own: StepMetrics, steps: StepFolder, since: int) -> list[int]:
+    """Choose the replica checkpoints of an abandoned run: from step ``since`` on, without a checkpoint of the step."""
     full = set(steps.steps())
     return [step for step in own if step >= since and step not in full]
 
 
-__all__ = ["NEWEST_KEPT", "ReplicaCheckpoints", "abandoned_steps", "keep_replica_steps"]
+__all__ = ["NEWEST_KEPT", "ReplicaCheckpoints", "find_abandoned_steps", "keep_replica_steps"]

@@ -1,4 +1,4 @@
-"""What a replica at work hands to one that joins: the states that all replicas have alike, rank by rank."""
+"""Healing: a replica that is training transfers its states to one that joins, rank by rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from shardckpt.manager.states import TrainingStates
 
 
-class Part(NamedTuple):
-    """This rank's part of a DTensor, on its way to the rank of the same number in another replica.
+class LocalShard(NamedTuple):
+    """The local shard of a DTensor, sent to the same rank of another replica.
 
-    (The DTensor itself would take its mesh with it, which is this replica's.)
+    The DTensor itself cannot be sent: its device mesh contains process groups of this replica.
     """
 
     local: torch.Tensor
@@ -34,73 +34,73 @@ class Part(NamedTuple):
 
 
 class Healing:
-    """Gives the live states to another replica, and takes another's.
+    """Gives the live states to another replica, or takes those of another.
 
-    Nothing here is collective: torchft calls on each rank by itself, and :meth:`give` in a thread of its own while the
-    model computes. So modules, which then may be unsharded, are looked at by :meth:`refresh`, between steps; everything
-    else is as it is when it is given. Tensors are not copied: they change only when the step is committed, and by then
-    the other replica has them.
+    No method is collective: torchft calls each rank by itself, and :meth:`give` in a thread while the model computes.
+    At that moment FSDP may have unsharded the modules, so :meth:`refresh` collects their tensors between steps. Tensors
+    are not copied: they change only when the step is committed, and the other replica has them by then.
 
     Args:
-        states: The training's. What each rank has its own of stays each replica's own.
+        states: The states of the training. :class:`PerRank` states are not transferred.
     """
 
     def __init__(self, states: TrainingStates) -> None:
         self._states = states
-        #: Whether values of modules are made for each look at them (extra state), and do not change with the module.
+        #: Whether a module returns copies (extra state), which do not change when the module does.
         self.has_copies = False
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the modules again; between steps.
+        """Collect the tensors of the modules; to be called between steps.
 
         Raises:
-            CheckpointingException: there is a ShardedTensor, which cannot be given.
+            CheckpointingException: a module has a ShardedTensor, which cannot be transferred.
         """
         self._modules = {name: model_state(parts) for name, parts in self._states.modules.items()}
-        self._names = self._parameter_names()
-        storages = {memory_of(tensor) for parts in self._states.modules.values() for tensor in _tensors(parts)}
+        self._names = self._name_parameters()
+        storages = {memory_of(tensor) for parts in self._states.modules.values() for tensor in _module_tensors(parts)}
         found = [value for values in self._modules.values() for value in values.values()]
         self.has_copies = not storages.issuperset(memory_of(value) or -1 for value in found)
         for name, values in self._modules.items():
             for key, value in values.items():
                 if is_sharded_tensor(value):
                     raise CheckpointingException(
-                        f"fault tolerance: {name}.{key} is a ShardedTensor (FSDP1), which cannot be handed to a "
+                        f"fault tolerance: {name}.{key} is a ShardedTensor (FSDP1), which cannot be transferred to a "
                         "replica that joins; shard with fully_shard (FSDP2)"
                     )
 
     def give(self) -> dict[str, Any]:
-        """The states, for :meth:`take` on the rank of the same number."""
+        """Return the states of this rank, for :meth:`take` on the same rank of another replica."""
         sharded = {name: state.sharded_state_dict() for name, state in self._states.sharded.items()}
         return {
-            "modules": {name: _parts(values) for name, values in self._modules.items()},
-            OPTIMIZER: self._optimizer_parts(),
-            "sharded": {name: _parts(dict_list_map_outplace(_data, state)) for name, state in sharded.items()},
-            "plain": {name: _parts(state.state_dict()) for name, state in self._states.plain.items()},
+            "modules": {name: _localize(values) for name, values in self._modules.items()},
+            OPTIMIZER: self._give_optimizer(),
+            "sharded": {name: _localize(dict_list_map_outplace(_get_data, state)) for name, state in sharded.items()},
+            "plain": {name: _localize(state.state_dict()) for name, state in self._states.plain.items()},
         }
 
     def take(self, given: dict[str, Any]) -> None:
         """Set the states to what another replica gave.
 
         Raises:
-            CheckpointingException: its states are others, or lie otherwise on its ranks.
+            CheckpointingException: it has other states, or they are sharded in another way.
         """
         states = self._states
         self._check_names(given)
-        loaded = {name: _put_together(given["modules"][name], live) for name, live in self._modules.items()}
+        loaded = {name: _rebuild(given["modules"][name], live) for name, live in self._modules.items()}
         for name, parts in states.modules.items():
             if name == MODEL and states.optimizers:
-                load_into({MODEL: loaded[MODEL], OPTIMIZER: self._taken(given[OPTIMIZER])}, parts, *states.optimizers)
+                both = {MODEL: loaded[MODEL], OPTIMIZER: self._rebuild_optimizer(given[OPTIMIZER])}
+                load_into(both, parts, *states.optimizers)
             else:
                 load_into(loaded[name], parts)
         for name, sharded in states.sharded.items():
-            sharded.load_state_dict(_put_together(given["sharded"][name], sharded.sharded_state_dict()))
+            sharded.load_state_dict(_rebuild(given["sharded"][name], sharded.sharded_state_dict()))
         for name, plain in states.plain.items():
-            plain.load_state_dict(_put_together(given["plain"][name], plain.state_dict()))
+            plain.load_state_dict(_rebuild(given["plain"][name], plain.state_dict()))
         self.refresh()
 
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
+    def _name_parameters(self) -> dict[torch.Tensor, str]:
         found: dict[torch.Tensor, str] = {}
         for number, optimizer in enumerate(self._states.optimizers):
             groups = groups_of(self._states.modules[MODEL], optimizer, number)
@@ -108,24 +108,24 @@ class Healing:
                 found.update(zip(group["params"], named["params"], strict=True))
         return found
 
-    def _optimizer_parts(self) -> dict[str, Any]:
-        """State and options by the parameters' names; of an optimizer that has made no step, no state."""
-        parts: dict[str, Any] = {"state": {}, "param_groups": {}}
+    def _give_optimizer(self) -> dict[str, Any]:
+        """Return the optimizers' states and options by parameter name; no states before the first step."""
+        given: dict[str, Any] = {"state": {}, "param_groups": {}}
         for optimizer in self._states.optimizers:
             for group in optimizer.param_groups:
                 options = {option: value for option, value in group.items() if option != "params"}
                 for param in group["params"]:
                     name = self._names[param]
-                    parts["param_groups"][name] = options
+                    given["param_groups"][name] = options
                     if param in optimizer.state:
-                        parts["state"][name] = _parts(optimizer.state[param])
-        return parts
+                        given["state"][name] = _localize(optimizer.state[param])
+        return given
 
-    def _taken(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's part of what :func:`load_into` takes."""
+    def _rebuild_optimizer(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizers' states and options as :func:`load_into` takes them."""
         params = {name: param for param, name in self._names.items()}
         return {
-            "state": {name: _put_together(state, params.get(name)) for name, state in given["state"].items()},
+            "state": {name: _rebuild(state, params.get(name)) for name, state in given["state"].items()},
             "param_groups": {name: {"values": options} for name, options in given["param_groups"].items()},
         }
 
@@ -137,45 +137,45 @@ class Healing:
         ):
             if given[kind].keys() != own.keys():
                 raise CheckpointingException(
-                    f"the replica that this one takes its states from has {sorted(given[kind])}, this one has "
-                    f"{sorted(own)}: run the same program on all replicas"
+                    f"the replica that sent its states has {sorted(given[kind])}, this one has {sorted(own)}: run the "
+                    "same program on all replicas"
                 )
 
 
-def _parts(nest: Any) -> Any:
-    """A nest as it can be sent: DTensors as the part that this rank has."""
-    return dict_list_map_outplace(_part, nest)
+def _localize(state: Any) -> Any:
+    """Replace the DTensors in nested dicts and lists by their local shards."""
+    return dict_list_map_outplace(_localize_leaf, state)
 
 
-def _part(leaf: Any) -> Any:
+def _localize_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = leaf.detach()
     if not isinstance(leaf, DTensor):
         return leaf
-    return Part(leaf.to_local(), leaf.placements, tuple(leaf.shape), leaf.stride())
+    return LocalShard(leaf.to_local(), leaf.placements, tuple(leaf.shape), leaf.stride())
 
 
-def _data(leaf: Any) -> Any:
-    """What a leaf of a sharded state dict stands for; nothing for what stays where it is."""
+def _get_data(leaf: Any) -> Any:
+    """Return the value of a leaf of a sharded state dict; None for an object that is not saved."""
     if isinstance(leaf, LocalNonpersistentObject):
         return None
     return leaf.data if isinstance(leaf, ShardedBase) else leaf
 
 
-def _put_together(value: Any, live: Any) -> Any:
-    """What :func:`_parts` was given by another replica, on the meshes of this one's live nest, or DTensor."""
-    if isinstance(value, Part):
-        return _dtensor(value, _data(live))
+def _rebuild(value: Any, live: Any) -> Any:
+    """Undo :func:`_localize`: shards from another replica become DTensors on the device meshes of the live state."""
+    if isinstance(value, LocalShard):
+        return _rebuild_dtensor(value, _get_data(live))
     if isinstance(value, dict):
-        return {key: _put_together(each, _below(live, key)) for key, each in value.items()}
+        return {key: _rebuild(each, _get_child(live, key)) for key, each in value.items()}
     if isinstance(value, list):
-        return [_put_together(each, _below(live, place)) for place, each in enumerate(value)]
+        return [_rebuild(each, _get_child(live, index)) for index, each in enumerate(value)]
     return live.unwrap() if isinstance(live, LocalNonpersistentObject) else value
 
 
-def _below(live: Any, key: Any) -> Any:
-    """The live value under a key, if it has one; below a tensor, the tensor."""
+def _get_child(live: Any, key: Any) -> Any:
+    """Return the live value under a key, or None; a tensor itself: an optimizer's state is sharded as its parameter."""
     if isinstance(live, dict):
         return live.get(key)
     if isinstance(live, list):
@@ -183,28 +183,29 @@ def _below(live: Any, key: Any) -> Any:
     return live
 
 
-def _dtensor(part: Part, live: Any) -> DTensor:
+def _rebuild_dtensor(shard: LocalShard, live: Any) -> DTensor:
+    # Optimizer state may have another shape than its parameter, which `live` then is.
     if not isinstance(live, DTensor) or (
-        part.shape == tuple(live.shape)
-        and (tuple(part.placements), part.local.shape) != (live.placements, live.to_local().shape)
+        shard.shape == tuple(live.shape)
+        and (tuple(shard.placements), shard.local.shape) != (live.placements, live.to_local().shape)
     ):
         here = f"{live.placements} of {tuple(live.shape)}" if isinstance(live, DTensor) else type(live).__name__
         raise CheckpointingException(
-            f"the replica that this one takes its states from has a DTensor with {part.placements} of {part.shape}, "
-            f"this one has {here}: give all replicas the same number of ranks and the same parallelism"
+            f"the replica that sent its states has a DTensor with {shard.placements} of {shard.shape}, this one has "
+            f"{here}: give all replicas the same number of ranks and the same parallelism"
         )
     return DTensor.from_local(
-        part.local,
+        shard.local,
         live.device_mesh,
-        part.placements,
+        shard.placements,
         run_check=False,
-        shape=torch.Size(part.shape),
-        stride=tuple(part.stride),
+        shape=torch.Size(shard.shape),
+        stride=tuple(shard.stride),
     )
 
 
-def _tensors(parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+def _module_tensors(parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
 
 
-__all__ = ["Healing", "Part"]
+__all__ = ["Healing", "LocalShard"]

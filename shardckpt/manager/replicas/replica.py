@@ -1,4 +1,4 @@
-"""One of several replicas that train the same model: what it saves and loads, and what it takes from the others."""
+"""One of several replicas that train the same model: what it saves, loads, and receives from another replica."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _DATALOADER = "dataloader"
 
 
 class Replica(ManagerPart):
-    """What a CheckpointManager does besides, where it is that of one replica of several.
+    """The part of a CheckpointManager for one of several replicas.
 
-    The states that each rank has its own of (data loaders, random generators) are the replica's own, the others are
-    alike in all replicas: one of these saves them, and all load them.
+    :class:`PerRank` states (data loaders, random generators) belong to the replica, which saves and loads them itself.
+    All other states are the same in all replicas: one replica saves them, and all load them.
 
-    Where a replica joins, torchft gives it the states of one at work. Its own then are set to the newest that it has
-    saved up to that step: it reads on where it was when it was lost. Where all begin again from a step, each has its
-    own of that step: what was read since is read again, as the steps are made again.
+    When a replica joins, torchft transfers to it the other states of one that is training. Its own states are then set
+    to the newest that it saved up to that step, so that it reads on from where it was lost. When all replicas restart
+    from a step, each loads its own states of that step: the steps after it are trained a second time, with the same
+    data.
 
     Args:
-        fault_tolerance: Which replica, and who says what it does.
-        config: The manager's.
-        states: The training's.
-        process_group: The replica's ranks.
+        fault_tolerance: Which replica this is, and which manager of replicas to ask.
+        config: The options of the manager.
+        states: The states of the training.
+        process_group: The ranks of this replica.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save`.
 
     Raises:
-        CheckpointingException: the same on every rank of the replica: its states cannot be those of a replica.
+        CheckpointingException: the same on every rank of the replica: the states do not allow fault tolerance.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Replica(ManagerPart):
         process_group: ProcessGroup | None,
         allow_globals: Iterable[Any],
     ) -> None:
-        #: The steps made, as far as the manager knows.
+        #: How many steps the training has made.
         self.step = 0
         self.own_states = tuple(states.per_rank) if config.enable_ft_dataloader_checkpoints else ()
         self._tolerance = fault_tolerance
@@ -65,7 +66,7 @@ class Replica(ManagerPart):
             self._healing = Healing(states)
             fault_tolerance.register(self._take, self._give)
         if self.own_states and config.enable_checkpoint:
-            with comm.collective_phase("opening the replica's own folder"):
+            with comm.collective_phase("opening the folder of the replica"):
                 comm.agree(replica_id=fault_tolerance.replica_id)
                 folders = (
                     StepFolder(f"{config.folder}/{fault_tolerance.folder}", host()),
@@ -74,37 +75,42 @@ class Replica(ManagerPart):
                 self._checkpoints = ReplicaCheckpoints(*folders, states, config, process_group, allow_globals)
 
     def on_step(self, step: int) -> None:
-        """Remember how far the training has come: a replica that joins is told."""
+        """Store the step: a replica that joins gets it with the states."""
         self.step = step
 
     def joins_step(self, step: int, *, due: bool) -> bool:
-        """Collective: save what is the replica's own; whether it is this replica that saves the rest."""
+        """Collective: save the replica's own states.
+
+        Returns:
+            Whether this replica saves the checkpoint of the step: the first of those that take part does.
+        """
         comm = Comm(self._group)
         rank = comm.main_runs("asking which replicas take part", self._tolerance.manager.participating_rank)
+        # Copies (extra state) are outdated after each step; other tensors are the live ones.
         if due or self._healing.has_copies:
-            with comm.local_phase("looking at the modules"):
+            with comm.local_phase("refreshing the modules' tensors"):
                 self._healing.refresh()
-        if rank is None:  # it has still to take over another's states, or is a spare: what it read was for nothing
+        if rank is None:  # a spare, or a replica that has yet to get the states: the step that it made does not count
             self.advance()
         elif self._checkpoints is not None:
             self._checkpoints.save(step, due=due)
         return rank == 0
 
     def after_load(self, step: int | None) -> None:
-        """Collective: load what is the replica's own."""
+        """Collective: load the replica's own states."""
         self.step = step or 0
-        with Comm(self._group).collective_phase("looking at the modules"):
+        with Comm(self._group).collective_phase("refreshing the modules' tensors"):
             self._healing.refresh()
         if self._checkpoints is not None:
             self._checkpoints.load(step)
 
     def advance(self, *, blocking: bool = False) -> None:
-        """Collective: commit what is written of the replica's own."""
+        """Collective: commit the replica's own checkpoint that is being written."""
         if self._checkpoints is not None:
             self._checkpoints.advance(blocking=blocking)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Collective: end the background."""
+        """Collective: finish the background work of the replica's own checkpoints, and end its threads."""
         if self._checkpoints is not None:
             self._checkpoints.close(error)
 
@@ -112,11 +118,11 @@ class Replica(ManagerPart):
         return {"step": self.step, "states": self._healing.give()}
 
     def _take(self, given: dict[str, Any]) -> None:
-        """Go on from another replica's states; on each rank by itself."""
+        """Set the states to those of another replica. Not collective: torchft calls it on each rank by itself."""
         self._healing.take(given["states"])
         self.step = given["step"]
         if self._checkpoints is not None:
-            self._checkpoints.go_to(self.step)
+            self._checkpoints.restore_up_to(self.step)
         if self._tolerance.healed is not None:
             self._tolerance.healed(self.step)
 
@@ -124,8 +130,8 @@ class Replica(ManagerPart):
 def _check_loader(states: TrainingStates) -> None:
     if _DATALOADER in states.names and _DATALOADER not in states.per_rank:
         raise CheckpointingException(
-            f"the state {_DATALOADER!r} is not wrapped in PerRank: a replica that joins would be given another's place "
-            "in the data; give PerRank(loader)"
+            f"the state {_DATALOADER!r} is not wrapped in PerRank: a replica that joins would get another replica's "
+            "position in the data; give PerRank(loader)"
         )
 
 

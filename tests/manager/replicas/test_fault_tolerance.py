@@ -9,7 +9,7 @@ import torch
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, FaultTolerance, PerRank, ReplicaManager
-from shardckpt.manager.replicas.checkpoints import abandoned_steps, keep_replica_steps
+from shardckpt.manager.replicas.checkpoints import find_abandoned_steps, keep_replica_steps
 from shardckpt.manager.retention import steps_to_remove
 from tests.manager.folders import steps_of
 from tests.manager.replicas import jobs as replicas
@@ -106,7 +106,7 @@ def test_what_of_its_own_may_go(tmp_path: Path) -> None:
     assert steps_to_remove(policies, own, [14]) == [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 15]
     (tmp_path / "step-16").mkdir()
     assert steps_to_remove(policies, own) == [1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15]
-    assert abandoned_steps(own, steps, 7) == [7, 9, 10, 11, 12, 13, 14, 15, 17, 18]
+    assert find_abandoned_steps(own, steps, 7) == [7, 9, 10, 11, 12, 13, 14, 15, 17, 18]
 
 
 def test_a_run_that_was_given_up_leaves_nothing_newer(ranks: RankPool, tmp_path: Path) -> None:
