@@ -177,6 +177,8 @@ class _Watch:
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.on:
             return
+        if event == "mmap.__new__" and args[0] == -1:  # anonymous memory: a buffer of a reader
+            return
         writes = event == "open" and isinstance(args[2], int) and args[2] & _WRITES
         if writes or event.startswith(_FORBIDDEN):
             self.events.append(f"{event} {args!r:.200}")
