@@ -160,7 +160,7 @@ class NewFile:
     def _direct_write(self, view: memoryview, offset: int, what: str) -> int:
         """Write directly; return the number of bytes written.
 
-        All, unless the file system refuses or stops inside a page: the caller then writes the rest through the page cache.
+        All, unless the file system refuses or stops inside a page; the caller writes the rest through the page cache.
         """
         done = 0
         try:
