@@ -27,7 +27,7 @@ def main(pipe: int, parent: int) -> None:
 def _receive(connection: Connection, parent: int) -> bytes:
     """Wait for the next call; return b"" if there are no more."""
     while not connection.poll(_ROUND):
-        if os.getppid() != parent:  # no EOF tells: forks of the parent may hold its end of the pipe open
+        if os.getppid() != parent:  # there may be no EOF: forks of the parent can hold its end of the pipe open
             return b""
     return connection.recv_bytes()
 

@@ -184,7 +184,7 @@ def publish_staging(staging: Path, target: Path) -> None:
     try:
         sync_directory(target.parent)
     except StorageError as exc:
-        raise StorageError(f"{exc}; {target} is the new checkpoint, whole, perhaps not yet durable") from exc
+        raise StorageError(f"{exc}; {target} is the new checkpoint, complete, perhaps not yet durable") from exc
 
 
 def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.stat_result | None = None) -> None:
@@ -220,7 +220,7 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
         if not _is_directory(target, new):
             _undo_swap(staging, target, aside)
             raise
-        state = f"{target} is the new checkpoint, perhaps not yet durable, and {aside} the one before it, whole"
+        state = f"{target} is the new checkpoint, perhaps not yet durable, and {aside} the complete old one"
         if isinstance(exc, StorageError):
             raise StorageError(f"{exc}; {state}") from exc
         logger.warning("interrupted: %s", state)

@@ -58,10 +58,10 @@ def delete_checkpoint(folder: RemoteFolder) -> None:
     target = RemotePath(folder)
     spool = create_spool()
     try:
-        mark = spool / REMOVAL_MARK
-        with naming("write", mark):
-            mark.write_text("The checkpoint in this place is being removed.\n")
-        attempt("upload", target / REMOVAL_MARK, lambda: folder.upload(REMOVAL_MARK, mark))
+        local = spool / REMOVAL_MARK
+        with naming("write", local):
+            local.write_text("The checkpoint in this place is being removed.\n")
+        attempt("upload", target / REMOVAL_MARK, lambda: folder.upload(REMOVAL_MARK, local))
     finally:
         shutil.rmtree(spool, ignore_errors=True)
     _delete(folder, MARKER_NAME)  # before all other objects: without it no load begins

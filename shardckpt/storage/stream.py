@@ -104,7 +104,7 @@ class WriterPool:
     def close(self) -> None:
         """End the threads."""
         pools = [pool for pool in (self._pool, *self._own) if pool is not None]
-        for pool in pools:  # tell all first: an interrupt may end the wait for one
+        for pool in pools:  # all first: an interrupt may end the wait for one
             pool.shutdown(wait=False)
         for pool in pools:
             pool.shutdown()
@@ -311,7 +311,7 @@ class FileStream:
 
     def _named(self) -> str:
         """What the block holds, for errors."""
-        return self._what and f"{self._what} and what lies before it"
+        return self._what and f"{self._what} and what precedes it"
 
     def _free(self, block: Buffer) -> None:
         block_pool.release(block)
