@@ -127,7 +127,9 @@ class CheckpointReader:
             StorageError: another library has written to a file that was read.
         """
         if self._by_requests and not self._has_digests and self.was_replaced():
-            raise replaced_error(self.directory, "without digests it is not known whether everything that was read is of one save")
+            raise replaced_error(
+                self.directory, "without digests it is not known whether everything that was read is of one save"
+            )
         self._files.check_unchanged()
 
     def open_files(self, names: Collection[str]) -> None:

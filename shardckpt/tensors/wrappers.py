@@ -162,7 +162,7 @@ def _replace(destination: Any, make: Callable[..., Any], values: torch.Tensor) -
 def _configuration(
     destination: Any, values: torch.Tensor, shown: Iterable[str], parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a quantizing method, from the tensor's configuration; scales come from the values."""
+    """Return the keyword arguments of a quantizing method, from its configuration; scales come from the values."""
     inner = inner_tensors(destination)
     known = {name: getattr(destination, name) for name in shown if name not in inner}
     if "float8_dtype" in parameters:
