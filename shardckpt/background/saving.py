@@ -86,7 +86,7 @@ class _BackgroundSave:
         )
 
     def stage(self) -> StagedWork:
-        """Copy the tensors to a staging buffer."""
+        """Copy the tensors to a staging buffer, and return the work with the copies."""
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
         cached = self.cached

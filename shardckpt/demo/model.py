@@ -54,7 +54,7 @@ class Block(nn.Module):
         self.network = network
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, length, width) in and out."""
+        """Return the block's output; input and output have shape (batch, length, width)."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         before = self.norms[0](x)
         x = x + self.attention(before, before, before, attn_mask=mask, is_causal=True, need_weights=False)[0]
@@ -75,7 +75,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, length, width) in and out."""
+        """Return the weighted sum of the experts; input and output have shape (batch, length, width)."""
         tokens = x.flatten(0, 1)
         scores = self.router(tokens).softmax(-1)
         # Relative to the best expert that is not chosen: where rounding decides a near tie, in another way with another

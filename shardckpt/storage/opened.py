@@ -121,7 +121,7 @@ class OpenFiles:
         self._open: dict[str, OpenFile] = {}
 
     def opened(self, name: str) -> OpenFile:
-        """Open a file for the caller alone, who closes it."""
+        """Open a file for the caller alone, who closes it, and return it."""
         path = self._directory / check_file_name(name)
         record = None if self._records is None else self._records.get(name)
         if self._records is not None and record is None:
