@@ -1,4 +1,4 @@
-"""Saves behind the training: staging, the thread or process that writes, and the queue that finalizes."""
+"""Background saves: staging, the thread or process that writes, and the queue that finalizes."""
 
 from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from shardckpt.background.queue import AsyncCallsQueue

@@ -1,4 +1,4 @@
-"""Who runs the background part of a request: a thread of this process, or a process of its own."""
+"""The background part of a request runs in a thread of this process, or in a separate process."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ if TYPE_CHECKING:
 
 
 class AsyncCaller(ABC):
-    """Runs the ``async_fn`` of requests behind the training."""
+    """Runs the ``async_fn`` of requests in the background."""
 
     @abstractmethod
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
-        """Begin to run a staged request's ``async_fn``; the Future has what it comes to."""
+        """Begin to run a staged request's ``async_fn``, and return the Future of its result or error."""
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
-        """End; ``abort`` does not wait for what is running where that can be left."""
+        """Wait for what is running, and end; with ``abort`` do not wait where that is possible."""
 
 
 class TemporalAsyncCaller(AsyncCaller):
-    """Runs every request in a thread of its own: nothing is copied to another process, and nothing has to start.
+    """Runs every request in a new thread: nothing is sent to another process, and no process has to start.
 
-    The interpreter waits for the threads at its exit.
+    The thread competes with the training for Python's interpreter lock (GIL). The interpreter waits for the threads at
+    its exit.
     """
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
-        """Start the thread."""
+        """Start a thread that runs ``async_fn``, and return the Future of its result or error."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background")
@@ -43,17 +44,17 @@ class TemporalAsyncCaller(AsyncCaller):
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         return future
 
-    def close(self, abort: bool = False) -> None:  # noqa: ARG002 - threads cannot be left
+    def close(self, abort: bool = False) -> None:  # noqa: ARG002 - threads cannot be ended
         """Wait for the threads: they cannot be ended from outside."""
         for thread in self._threads:
             thread.join()
 
 
 class PersistentAsyncCaller(AsyncCaller):
-    """Runs requests one after the other in one process, which shares no interpreter lock with the training.
+    """Runs requests one after the other in one process, which does not compete for the training's GIL.
 
-    The process starts with the first request, or ahead of it by :meth:`warmup`, and imports nothing of the program's:
-    no ``__main__`` guard is needed. What is handed to it must be picklable; staged tensors are mapped, not copied.
+    The process starts with the first request, or before by :meth:`warmup`. It does not import the program's main
+    module: no ``__main__`` guard is needed. Requests must be picklable; staged tensors are mapped, not copied.
     """
 
     _warm: ClassVar[WorkerProcess | None] = None
@@ -62,21 +63,21 @@ class PersistentAsyncCaller(AsyncCaller):
         self._worker: WorkerProcess | None = None
 
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
-        """Hand it to the process."""
+        """Send the request to the process, and return the Future of its result or error."""
         if self._worker is None or not self._worker.alive:
             self.warmup()
             self._worker, PersistentAsyncCaller._warm = PersistentAsyncCaller._warm, None
         return self._worker.submit(request)  # type: ignore[union-attr]
 
     def close(self, abort: bool = False) -> None:
-        """End the process: after what it is doing, or at once."""
+        """End the process: after its requests, or at once with ``abort``."""
         if self._worker is not None:
             self._worker.close(kill=abort)
             self._worker = None
 
     @classmethod
     def warmup(cls) -> None:
-        """Start the process that the next caller will use, so that its first request finds it ready."""
+        """Start the process of the next caller, so that its first request need not wait for the start."""
         if cls._warm is None or not cls._warm.alive:
             cls._warm = WorkerProcess()
 
@@ -84,7 +85,7 @@ class PersistentAsyncCaller(AsyncCaller):
 def _run(request: AsyncRequest, future: Future[Any]) -> None:
     try:
         result = request.run()
-    except BaseException as exc:  # noqa: BLE001 - it is raised in the training process
+    except BaseException as exc:  # noqa: BLE001 - the training process raises it
         future.set_exception(exc)
     else:
         future.set_result(result)

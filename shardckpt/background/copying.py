@@ -1,4 +1,4 @@
-"""Copying tensors into a run of memory at its speed: large ones in pieces, small ones many at a time, by threads."""
+"""Copy tensors into one staging buffer with several threads: large tensors in pieces, small ones in batches."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from shardckpt.tensors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-#: Where a tensor begins, in bytes: torch's own allocator aligns to it, and so do the largest elements.
+#: Tensors begin at multiples of this, in bytes, as in torch's allocator: enough for the largest elements.
 _ALIGNED = 64
-#: From this size on, in bytes, tensors have the place in their page that the caller's have.
+#: Bytes. A larger tensor gets the same offset in its page as the caller's tensor has.
 _LARGE = LARGE
-#: Bytes of other tensors that a thread takes at a time.
+#: Bytes of larger tensors that a thread copies at a time.
 _PIECE = 8 << 20
-#: Elements that torch copies in the thread that calls it: it would start threads of its own for more.
+#: Most elements of a small tensor: to copy more, torch would start threads of its own.
 _FEW = 32768
-#: Small tensors that a thread takes at a time.
+#: Small tensors that a thread copies at a time.
 _BATCH = 256
 
-#: Dtypes whose tensors are copied as bytes: torch has no copy of integers of less than a byte, makes bools what they
-#: mean, and has the scales of quantized ones elsewhere.
+#: Dtypes whose tensors are copied as bytes, not by torch: it cannot copy integers narrower than a byte, normalizes
+#: bools to 0 and 1, and keeps the scales of quantized dtypes elsewhere.
 _BY_BYTES = re.compile(r"torch\.(bool|bit|u?int[1-7]|qu?int.*)")
-_Move = tuple[int, int, int]  # to an address, from another, so many bytes
+_Move = tuple[int, int, int]  # target address, source address, number of bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors stand in a run of memory; a list has an entry for each.
+    """Where tensors lie in a buffer; each list has one entry for each tensor.
 
     Attributes:
-        offsets: Of the first bytes.
-        sizes: In bytes.
-        dtypes: Their dtypes.
-        shapes: Their shapes.
-        nbytes: Of all together.
+        offsets: Of the tensors' first bytes, in bytes.
+        sizes: Of the tensors, in bytes.
+        dtypes: Of the tensors.
+        shapes: Of the tensors.
+        nbytes: Of the buffer.
     """
 
     offsets: list[int]
@@ -65,9 +65,10 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
-        """Places for copies of the tensors, one after the other; a large one lies in its page as the tensor does.
+        """Return a layout for copies of the tensors, one after the other.
 
-        (Files are laid out so that they can be written from such a place past the page cache.)
+        The copy of a large tensor has the same address modulo the page size as the tensor: files are laid
+        out so that a direct write can take a tensor from such an address, without another copy.
         """
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         offsets = []
@@ -81,10 +82,10 @@ class Layout:
         return cls(offsets, sizes, [tensor.dtype for tensor in tensors], shapes, end)
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors there.
+        """Return the tensors as contiguous views of a buffer.
 
         Args:
-            memory: Whole bytes of the largest element.
+            memory: The buffer, a uint8 tensor; its size is a multiple of the largest element's.
         """
         typed = {dtype: memory.view(dtype) for dtype in set(self.dtypes)}
         strides = {shape: torch.empty(shape, device="meta").stride() for shape in set(self.shapes)}
@@ -95,12 +96,12 @@ class Layout:
 
 
 class Copies:
-    """What copying tensors takes.
+    """A plan to copy tensors, which sorts them by the way they are copied.
 
     Args:
-        keys: Whose they are, for errors.
-        tensors: On any device, of any strides, quantized ones too.
-        layout: Of an earlier copy of tensors with the same dtypes and shapes, to use it again.
+        keys: Of the tensors, for errors.
+        tensors: On any device, of any strides, quantized ones included.
+        layout: The layout of an earlier copy of tensors with the same dtypes and shapes, to be reused.
 
     Raises:
         ShardingError: the tensors are not those that the layout is for.
@@ -135,12 +136,13 @@ class Copies:
         """Copy the tensors.
 
         Args:
-            views: Where they go: :meth:`Layout.views` of memory, pinned if any tensor is on a CUDA device.
+            views: The copies: :meth:`Layout.views` of a buffer, which is pinned if any tensor is on a CUDA device.
 
         Raises:
             ShardingError: a tensor has no memory of its own that holds its values.
         """
         try:
+            # first the devices' copies: they run while the threads below copy from the host's memory
             for number in self._others:
                 _copy(self._keys[number], self._tensors[number], views[number])
             jobs = [*self._moves(views), *self._batches(views)]
@@ -149,11 +151,11 @@ class Copies:
                     job()
             else:
                 Workers(settings.io_threads(), "shardckpt-stage").each(lambda job: job(), enumerate(jobs))
-        finally:  # after an error too: a copy still under way would land in what the next save has staged
+        finally:  # after an error too: a copy in flight would overwrite what the next save stages here
             synchronize_devices(self._tensors[n] for n in self._others)
 
     def _moves(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-        """What copies the tensors whose values lie in a row."""
+        """Yield functions that copy the contiguous tensors, about ``_PIECE`` bytes each."""
         moves: list[_Move] = []
         ahead = 0
         for number in self._rows:
@@ -168,7 +170,7 @@ class Copies:
         yield partial(_move, moves)
 
     def _batches(self, views: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
-        """What copies the small ones."""
+        """Yield functions that copy the small tensors, ``_BATCH`` each."""
         for start in range(0, len(self._small), _BATCH):
             batch = self._small[start : start + _BATCH]
             yield partial(self._copy_batch, batch, views)
@@ -177,14 +179,14 @@ class Copies:
         try:
             copy_each([views[n] for n in batch], [self._tensors[n] for n in batch])
         except RuntimeError:
-            for number in batch:  # one of them by one, to say which
+            for number in batch:  # one by one, so that the error names the tensor
                 _copy(self._keys[number], self._tensors[number], views[number])
             raise
 
 
 def _move(moves: Sequence[_Move]) -> None:
     for target, source, nbytes in moves:
-        ctypes.memmove(target, source, nbytes)
+        ctypes.memmove(target, source, nbytes)  # ctypes releases the GIL: other threads copy meanwhile
 
 
 def _copy(key: str, tensor: torch.Tensor, into: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The end of a program that runs on several ranks: whether they can still finalize a background save together."""
+"""At the end of a program: check whether all ranks can still finalize a background save together."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a rank waits at its end for the other ranks. A job in which one rank fails ends that much later.
+#: Seconds that a rank waits at its end for the other ranks: so much later a job ends in which one rank failed.
 END_TIMEOUT = 20.0
 
 
 def meet_at_end(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
-    """Collective: wait until the programs of all ranks end.
+    """Collective: wait until the programs of all ranks end, for 20 s at most.
 
-    It uses the store of the process group, not a collective of torch, because a rank that is not at its end would not
-    take part.
+    It uses the store of the process group, not a collective of torch: a rank that still trains would not join that one,
+    and this rank would hang until the group's timeout.
 
     Args:
-        name: What is to be finalized; the same on all ranks, and used for nothing else.
+        name: Identifies what is to be finalized; the same on all ranks, used once.
         comm: The ranks.
         group: The process group of ``comm``; None for the default one.
 
     Returns:
-        ``""`` if all ranks are there, and may call collectives; else the reason why they may not.
+        ``""`` if all ranks have arrived and may call collectives; else the reason why they may not.
     """
     store = _store(comm, name, group)
     if store is None:
@@ -44,9 +44,9 @@ def meet_at_end(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
         if store.add(counter, 1) == comm.world_size:
             store.set(met, b"1")
         store.wait([met], dt.timedelta(seconds=END_TIMEOUT))
-    except RuntimeError:  # nobody serves the store any more, or the time is over
+    except RuntimeError:  # the rank that serves the store has ended, or the time is over
         with suppress(RuntimeError):
-            if store.check([met]):  # the last one came just now, and goes on with the others
+            if store.check([met]):  # the last rank has just arrived, and continues
                 return ""
         _leave(store, counter, comm.world_size)
         return f"another rank has not ended within {END_TIMEOUT:g} s, or ended before"
@@ -54,7 +54,7 @@ def meet_at_end(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
 
 
 def say(text: str, comm: Comm) -> None:
-    """Report to the user: the main rank on stderr, however logging is configured; other ranks log an error."""
+    """Report to the user: rank 0 on stderr, whatever the logging configuration; other ranks log an error."""
     if comm.rank == 0 and sys.stderr is not None:
         sys.stderr.write(f"shardckpt: {text}\n")
         sys.stderr.flush()
@@ -63,16 +63,16 @@ def say(text: str, comm: Comm) -> None:
 
 
 def _store(comm: Comm, name: str, group: dist.ProcessGroup | None) -> Any:
-    """The store of the group of ranks, with keys for what is to be finished; None if the group was destroyed."""
+    """Return the process group's store, with a prefix for ``name``; None if the group was destroyed."""
     if dist.is_initialized():
-        with suppress(CommunicationError, ValueError):  # ValueError: of a group that someone still refers to
-            comm.members  # noqa: B018 - a default group that was made since is another one
+        with suppress(CommunicationError, ValueError):  # ValueError: destroyed, and still referred to
+            comm.members  # noqa: B018 - raises if the default group is a newer one
             return group_store(dist.group.WORLD if group is None else group, f"shardckpt/{name}")
     return None
 
 
 def _leave(store: Any, counter: str, world_size: int) -> None:
-    """Let a rank that ends later not believe that all are there."""
+    """Take this rank off the counter: a rank that ends later must not take it for present."""
     try:
         store.add(counter, -world_size)
     except RuntimeError:

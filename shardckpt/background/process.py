@@ -1,4 +1,4 @@
-"""A process that runs functions one after the other, and whose death is noticed at once: its pipe ends with it."""
+"""A child process that runs functions one after the other; the end of its pipe shows its death at once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from shardckpt.errors import CheckpointingException, RankFailedError
 if TYPE_CHECKING:
     from shardckpt.background.request import AsyncRequest
 
-#: Length of a call's number, with which it and its outcome begin.
+#: Bytes of the call's number at the start of each message, calls and outcomes.
 NUMBER_BYTES = 8
-#: Seconds that a process which was told to end may take.
+#: Seconds that the process may take to end after it was asked to.
 _END_TIMEOUT = 5.0
-#: The training process decides when this one ends: signals to all of a job's processes are for it. They are ignored
-#: before anything slow is imported, and nothing is imported from the directory that the job happens to be in.
+#: The child's program. A scheduler may signal all processes of a job (Ctrl-C, preemption): the child ignores that,
+#: because the training process decides when the child ends. It does so before the slow imports. It takes over the
+#: parent's sys.path, so that nothing is imported from the current directory by accident.
 _PROGRAM = """
 import signal, sys
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
@@ -39,18 +40,21 @@ main(int(pipe), int(parent))
 
 
 class Outcome(NamedTuple):
-    """What a call came to."""
+    """The result of a call, or the report of its error."""
 
     result: Any
     failure: ErrorReport | None = None
 
 
 class WorkerTraceback(Exception):
-    """Where an error came from in another process; the cause of the error in this one."""
+    """The traceback of an error in the child process; the cause of the error that this process raises."""
 
 
 class WorkerProcess:
-    """A child process; it ends when this process does."""
+    """A child process, which ends with this process.
+
+    Not a fork: CUDA, and the threads of gloo and torch, do not survive one.
+    """
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -75,98 +79,98 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The child's process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it takes calls: a fork of the process that started it has to start its own."""
+        """Whether it takes calls; False in a fork of the process that started it, which must start its own."""
         return not self._ended and self._owner == os.getpid()
 
     def submit(self, request: AsyncRequest) -> Future[Any]:
-        """Let it call the request's ``async_fn``; does not wait until the process takes it."""
+        """Let the child call the request's ``async_fn``; return the Future of its result or error without waiting."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         number = next(self._numbers)
         try:
             data = number.to_bytes(NUMBER_BYTES, "little")
             data += pickle.dumps((request.async_fn, request.async_fn_args, request.async_fn_kwargs))
-        except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
+        except Exception as exc:  # noqa: BLE001 - pickling may raise anything
             future.set_exception(_unpicklable(request, exc))
             return future
         with self._lock:
             self._calls[number] = future
         self._outbox.put(data)
-        if self._ended:
+        if self._ended:  # perhaps just after the listener had failed all calls
             self._fail_all()
         return future
 
     def close(self, *, kill: bool) -> None:
-        """End it: at once, or after the calls that it has."""
+        """End the child: at once with ``kill``, else after its calls."""
         if self._owner != os.getpid():
             return
         if kill:
             self._process.kill()
         for future in [] if kill else list(self._calls.values()):
             future.exception()
-        self._outbox.put(b"")  # there are no more calls
+        self._outbox.put(b"")  # asks the child to end
         self._end()
-        for thread in self._threads:  # one that lets go of a tensor while the interpreter ends would abort it
+        for thread in self._threads:  # a thread that frees a tensor during the interpreter's exit would abort it
             if thread is not threading.current_thread():
                 thread.join(_END_TIMEOUT)
 
     def _send(self) -> None:
-        """Hand calls over as fast as the process takes them, until there are no more."""
+        """Send calls as fast as the child reads them, in a thread: a full pipe must not block the training."""
         try:
             while data := self._outbox.get():
                 self._pipe.send_bytes(data)
             self._pipe.send_bytes(b"")
         except OSError:
-            self._process.kill()  # most likely it is dead already; now the listener hears of it in any case
+            self._process.kill()  # probably dead already; now the listener's pipe ends for certain
 
     def _listen(self) -> None:
-        """Hand out results until the process ends."""
+        """Resolve the futures with the outcomes that arrive, until the child ends."""
         with suppress(EOFError, OSError):
             while True:
                 data = self._pipe.recv_bytes()
                 with self._lock:
                     future = self._calls.pop(int.from_bytes(data[:NUMBER_BYTES], "little"))
                 _resolve(future, data[NUMBER_BYTES:], self.pid)
-                del future  # and with it, all that the call was to save
+                del future  # it may hold the last reference to the staged tensors
         self._end()
         self._fail_all()
         self._outbox.put(b"")
 
     def _end(self) -> None:
-        """Wait for its end, which is near."""
+        """Wait for the child's end, and kill it if that takes too long."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT)
             return
         self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # not even a kill ends who waits for a dead file server
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for a dead file server survives even SIGKILL
             self._process.wait(_END_TIMEOUT)
 
     def _fail_all(self) -> None:
-        """Let every call that waits hear that the process is dead."""
+        """Fail every call without an outcome: the child is dead."""
         with self._lock:
             self._ended = True
             waiting, self._calls = list(self._calls.values()), {}
         for future in waiting:
-            future.set_exception(RankFailedError(f"the process that saves in the background {self._epitaph()}"))
+            future.set_exception(RankFailedError(f"the process that saves in the background {self._describe_end()}"))
 
-    def _epitaph(self) -> str:
+    def _describe_end(self) -> str:
         code = self._process.poll()
         if code is None:
-            return f"(process {self.pid}) does not answer any more"
+            return f"(process {self.pid}) has stopped answering"
         cause = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"(process {self.pid}) {cause} before it had written its files; the next save starts a new one"
 
 
 def _resolve(future: Future[Any], data: bytes, pid: int) -> None:
-    """Give a future the outcome that the process has sent."""
+    """Set a future to the outcome that the child has sent."""
     try:
         outcome: Outcome = unpickled(data)
-    except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
+    except Exception as exc:  # noqa: BLE001 - unpickling may raise anything
         text = f"its result cannot be unpickled in the training process: {type(exc).__name__}: {exc}"
         error: CheckpointingException = RankFailedError(f"in process {pid}: {text}")
         error.__cause__ = exc

@@ -1,9 +1,9 @@
-"""The requests that are written behind the training, in order: Megatron's AsyncCallsQueue."""
+"""The queue of background saves, finalized in order: Megatron's AsyncCallsQueue."""
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - what it does at the end of the program must be registered before ours
+import concurrent.futures.thread  # noqa: F401 - registers its exit function before ours
 import logging
 import os
 import threading
@@ -27,27 +27,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which ranks that wait tell each other that they still do: less than any process group's timeout.
+#: Seconds that ranks wait between two collectives, so that they enter each one well within a process group's timeout.
 _ROUND = 1.0
 
 
 class _Call(NamedTuple):
-    """A request on its way."""
+    """A scheduled request, and the Future that has its outcome."""
 
     request: AsyncRequest
     future: Future[Any]
 
 
 class AsyncCallsQueue:
-    """Schedules requests, and finalizes them in order when they are written on all ranks; a context manager.
+    """Schedules requests, and finalizes them in order when all ranks have written them; a context manager.
 
-    All ranks schedule the same requests in the same order, and call :meth:`maybe_finalize_async_calls` and
-    :meth:`close` alike: these are collective. Left by an error, it finalizes what one process can finalize alone; with
-    more ranks, which may not have failed, it gives its requests up. Not for use by several threads.
+    All ranks must schedule the same requests in the same order, and call the collective methods in the same order. At
+    the end of the ``with`` block it closes. After an error in the block, a single process finalizes its requests; one
+    of several ranks abandons them, since the other ranks may not have failed and would not join a collective. Not
+    thread-safe.
 
     Args:
-        persistent: Whether a process of its own writes, instead of a thread.
+        persistent: Whether a separate process writes, instead of threads.
         process_group: The ranks; by default all, or this process alone without torch.distributed.
+
+    Example:
+        >>> queue = AsyncCallsQueue()  # doctest: +SKIP
+        >>> queue.schedule_async_request(save(state, path, async_sharded_save=True))
+        >>> for step in steps:  # training goes on
+        ...     queue.maybe_finalize_async_calls()  # commits the save once all ranks have written it
+        >>> queue.close()
     """
 
     def __init__(self, persistent: bool = False, process_group: ProcessGroup | None = None) -> None:
@@ -58,11 +66,17 @@ class AsyncCallsQueue:
         self._scheduled = 0
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Stage a request and begin to write it; returns its number.
+        """Stage a request, and begin to write it in the background.
 
-        When this returns, the tensors that the request is to save may change; their values are those of this moment.
-        (Objects and common state were taken when the request was made.) What goes wrong with it is raised by
-        :meth:`maybe_finalize_async_calls`, on all ranks.
+        When this returns, the request's tensors may change: their values are copied. (Objects and common state were
+        copied when the request was made.) A failure is not raised here but by :meth:`maybe_finalize_async_calls`, on
+        all ranks.
+
+        Args:
+            async_request: What :func:`~shardckpt.dist_checkpointing.save` returned.
+
+        Returns:
+            The request's number in this queue, from 1.
         """
         if self._comm is None or not self._calls:
             self._comm = Comm(self._group)
@@ -71,14 +85,14 @@ class AsyncCallsQueue:
         try:
             request = request.staged()
             written = self._caller.schedule_async_call(request)
-        except Exception as exc:  # noqa: BLE001 - the other ranks go on: they hear of it when they finalize
+        except Exception as exc:  # noqa: BLE001 - the other ranks go on; finalizing raises it on all
             written = Future()
             written.set_exception(exc)
         except BaseException as exc:
             _fail(request, exc)
             raise
         future: Future[Any] = Future()
-        written.add_done_callback(lambda written: _hand_on(written, request, future))
+        written.add_done_callback(lambda written: _finish_writing(written, request, future))
         self._calls.append(_Call(request, future))
         _busy[self] = os.getpid()
         return self._scheduled
@@ -86,18 +100,20 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False, timeout: float | None = None
     ) -> list[int]:
-        """Finalize the requests that are written on all ranks, in the order in which they were scheduled.
+        """Collective: finalize the requests that all ranks have written, in the order of scheduling.
 
         Args:
-            blocking: Wait for all of them.
-            no_dist: Look at this rank alone: for requests whose finalize functions need no other.
-            timeout: Seconds to wait, by default without end: what is not written by then stays scheduled.
+            blocking: Whether to wait for all requests.
+            no_dist: Whether to consider this rank alone, for requests whose finalize functions need no other; the call
+                is then not collective.
+            timeout: Seconds to wait with ``blocking``, by default without limit; requests that are not written then
+                stay scheduled.
 
         Returns:
-            The numbers of the requests that were finalized.
+            The numbers of the finalized requests.
 
         Raises:
-            CheckpointingException: the same on every rank: a request failed on some rank, and is given up.
+            CheckpointingException: the same on every rank: a request failed on some rank, and was dropped.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         finalized: list[int] = []
@@ -112,27 +128,30 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """Number of requests that are scheduled and not finalized."""
+        """Return the number of requests that are scheduled and not finalized."""
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalize all requests and end the background; ``abort`` gives up those that are not finalized yet.
+        """Collective: finalize all requests, and end the threads or the process that writes.
+
+        Args:
+            abort: Whether to abandon the requests that are not finalized; the call is then not collective.
 
         Raises:
-            CheckpointingException: a request failed; the others are finalized, and the background has ended.
+            CheckpointingException: a request failed; the others are finalized, and the queue is closed.
         """
         try:
             if not abort:
                 self._finalize_all()
         finally:
             self._caller.close(abort)
-            self._give_up()
+            self._abandon_all()
 
     @classmethod
     def warmup_persistent_caller(cls, *_: Any, **__: Any) -> None:
-        """Start the process of the next queue that is persistent, so that its first save finds it ready.
+        """Start the process of the next persistent queue, so that its first save need not wait for the start.
 
-        Megatron's arguments are accepted, and mean nothing here.
+        Megatron's arguments are accepted and ignored.
         """
         PersistentAsyncCaller.warmup()
 
@@ -146,10 +165,10 @@ class AsyncCallsQueue:
         self.close(abort=error is not None and not alone)
 
     def _finalize_all(self) -> None:
-        """Finalize every request; the first error is raised when all have been tried."""
+        """Try to finalize every request; then raise the first error."""
         first: CheckpointingException | None = None
         before = -1
-        while self._calls and len(self._calls) != before:  # else it was not given up: ranks are lost, or out of step
+        while self._calls and len(self._calls) != before:  # unchanged: ranks are lost or out of step
             before = len(self._calls)
             try:
                 self.maybe_finalize_async_calls(blocking=True)
@@ -158,19 +177,22 @@ class AsyncCallsQueue:
         if first is not None:
             raise first
 
-    def _give_up(self) -> None:
-        """Leave nothing of what is not finalized."""
+    def _abandon_all(self) -> None:
+        """Abandon the requests that are not finalized: their files are removed."""
         while self._calls:
             _fail(self._calls.popleft().request, CheckpointingException("its queue was closed before it was finalized"))
         _busy.pop(self, None)
 
     def end_with_the_program(self) -> None:
-        """Finish what this process can finish alone, or with all ranks where they end together; say what is lost."""
+        """Finalize the requests at the end of the program, if this is the only rank or all ranks end together.
+
+        Else abandon them, and report to the user what is lost: a rank that still trains would not join a collective.
+        """
         if self._comm is None or self._comm.world_size == 1 or not self._calls:
             self.close()
             return
         lost = ", ".join(call.request.name for call in self._calls)
-        first = self._calls[0].request.call_idx  # no path: ranks may have the same place by different names
+        first = self._calls[0].request.call_idx  # not its path, which may differ among ranks
         why = meet_at_end(f"end/{first}/{len(self._calls)}/{self._scheduled}", self._comm, self._group)
         if not why:
             try:
@@ -188,7 +210,7 @@ class AsyncCallsQueue:
         self.close(abort=True)
 
 
-#: Queues with requests that are not finalized, and the processes that they belong to: not a fork's.
+#: Queues with unfinalized requests, and the id of the process that owns each: a fork must not finalize them.
 _busy: dict[AsyncCallsQueue, int] = {}
 
 
@@ -202,17 +224,17 @@ def _end_queues() -> None:
             logger.exception("a background save failed at the end of the program: it is absent")
 
 
-# before concurrent.futures ends its threads, which writing needs: functions of atexit come after that
+# Not atexit: its functions run after concurrent.futures has ended its threads, and writing needs those threads.
 getattr(threading, "_register_atexit", atexit.register)(_end_queues)
 
 
-def _hand_on(written: Future[Any], request: AsyncRequest, future: Future[Any]) -> None:
-    """Let a request count as written when its ``written_fn`` has run: futures wake who waits before they call back."""
+def _finish_writing(written: Future[Any], request: AsyncRequest, future: Future[Any]) -> None:
+    """Run ``written_fn``, then mark the request as written: a Future wakes its waiters before it calls callbacks."""
     try:
         if request.written_fn is not None:
             request.written_fn(written)
         future.set_result(written.result())
-    except BaseException as exc:  # noqa: BLE001 - it is raised by the one who finalizes
+    except BaseException as exc:  # noqa: BLE001 - finalize raises it
         future.set_exception(exc)
 
 
@@ -226,8 +248,9 @@ def _failed(call: _Call) -> bool:
 
 
 def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None) -> bool:
-    """Whether all ranks have written the request that they have in front, or one of them has failed to."""
+    """Collective: whether all ranks have written their first request, or one of them has failed to."""
     number = call.request.call_idx
+    # All ranks leave the loop in the same round, because each decides on the maximum over all ranks.
     while True:
         over = not blocking or (deadline is not None and time.monotonic() >= deadline)
         newest, oldest, writing, failed, end = comm.largest(

@@ -1,4 +1,4 @@
-"""A save that is planned and waits to be written: Megatron's AsyncRequest."""
+"""A background save that is planned and not written yet: Megatron's AsyncRequest."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 
 class AsyncRequest(NamedTuple):
-    """What is to be done before, behind and after the training: stage, write, finalize.
+    """The three steps of a background save: stage (copy), write, finalize.
 
     Args:
-        async_fn: Runs in a background thread or process; None for nothing to do there.
-        async_fn_args: Its arguments; where there is a ``preload_fn``, its result takes the place of the second.
+        async_fn: Writes, in a background thread or process; None if there is nothing to write.
+        async_fn_args: Its arguments; if there is a ``preload_fn``, its result replaces the second.
         finalize_fns: Run in the training process, in order, when ``async_fn`` has ended on all ranks.
-        async_fn_kwargs: More arguments of ``async_fn``.
-        preload_fn: Runs in the training process when the request is scheduled: copies what must not change.
-        is_frozen: Whether finalize functions can no longer be added: set when it is scheduled.
-        call_idx: Its number in the queue.
-        written_fn: Gets the finished Future of ``async_fn``, in any thread, before the request counts as written.
-        failed_fn: Runs in the training process in the place of the finalize functions, if any rank failed; gets the
-            error.
-        name: What it saves, for messages: the checkpoint's path.
+        async_fn_kwargs: Keyword arguments of ``async_fn``.
+        preload_fn: Runs in the training process when the request is scheduled: copies the tensors.
+        is_frozen: Whether no finalize function can be added: True once the request is scheduled.
+        call_idx: The request's number in its queue, from 1.
+        written_fn: Called with the finished Future of ``async_fn``, in any thread, before the request counts as
+            written.
+        failed_fn: Called with the error, in the training process, instead of the finalize functions, if any rank
+            failed.
+        name: The checkpoint's path, for messages.
     """
 
     async_fn: Callable[..., Any] | None
@@ -43,17 +44,25 @@ class AsyncRequest(NamedTuple):
     name: str = "a request"
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Run ``fn`` after the finalize functions that there are; ranks may add different ones."""
+        """Add a finalize function after the present ones; ranks may add different ones.
+
+        Args:
+            fn: Called without arguments in the training process. A function that is collective must be added on all
+                ranks, at the same position.
+
+        Raises:
+            CheckpointingException: the request is already scheduled.
+        """
         if self.is_frozen:
-            raise CheckpointingException("the request is scheduled already: add finalize functions before that")
+            raise CheckpointingException("the request is already scheduled: add finalize functions before that")
         self.finalize_fns.append(fn)
 
     def freeze(self) -> AsyncRequest:
-        """The same request, to which no finalize function can be added."""
+        """Return the same request, to which no finalize function can be added."""
         return self._replace(is_frozen=True)
 
     def staged(self) -> AsyncRequest:
-        """The same request with its ``preload_fn`` run."""
+        """Run the ``preload_fn``, and return the request with its result in ``async_fn_args``."""
         if self.preload_fn is None:
             return self
         if len(self.async_fn_args) < 2:  # noqa: PLR2004 - Megatron's convention: the second
@@ -62,11 +71,11 @@ class AsyncRequest(NamedTuple):
         return self._replace(async_fn_args=(first, self.preload_fn(), *rest), preload_fn=None)
 
     def run(self) -> Any:
-        """Call ``async_fn``, here and now."""
+        """Call ``async_fn`` in this thread, and return its result."""
         return None if self.async_fn is None else self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
 
     def execute_sync(self, process_group: ProcessGroup | None = None) -> None:
-        """Stage, write and finalize without any background; all ranks call it.
+        """Collective: stage, write and finalize now, in this thread.
 
         Args:
             process_group: The ranks; by default all, or this process alone without torch.distributed.
@@ -78,20 +87,20 @@ class AsyncRequest(NamedTuple):
         try:
             request = self.staged()
             future.set_result(request.run())
-        except BaseException as exc:  # noqa: BLE001 - raised on all ranks by finalize
+        except BaseException as exc:  # noqa: BLE001 - finalize raises it on all ranks
             future.set_exception(exc)
         if self.written_fn is not None:
             self.written_fn(future)
         self.finalize(future, Comm(process_group))
 
     def finalize(self, future: Future[Any], comm: Comm) -> None:
-        """Run the finalize functions, once ``async_fn`` has ended on all ranks.
+        """Collective: run the finalize functions, once ``async_fn`` has ended on all ranks.
 
-        Ranks may have added different numbers of them, as Megatron's do: the first of all ranks run together, then the
-        second of those that have one, and so on.
+        Ranks may have different numbers of them, as with Megatron: the first functions of all ranks run together, then
+        the second of those ranks that have one, and so on.
 
         Args:
-            future: What this rank's ``async_fn`` came to.
+            future: The outcome of this rank's ``async_fn``.
             comm: The ranks.
 
         Raises:
@@ -99,7 +108,7 @@ class AsyncRequest(NamedTuple):
         """
         try:
             with comm.collective_phase("saving in the background"):
-                if future.done():  # else another rank has failed, and this one's writing is in vain
+                if future.done():  # not done: another rank has failed, and nobody needs what this one writes
                     future.result()
             (most,) = comm.largest(len(self.finalize_fns))
             for number in range(most):

@@ -1,4 +1,4 @@
-"""A save whose files are written behind the training: prepared by all ranks, written by each, committed by all."""
+"""A background save: all ranks plan it together, each writes its files alone, and all commit it together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class _Job(NamedTuple):
-    """Where a rank writes, for which save, with which digests; and the URL to which it uploads, if any."""
+    """What a rank needs to write: directory, rank, save, digests, and the URL to upload to, ``""`` if it is local.
+
+    It is pickled for the worker process.
+    """
 
     staging: Path
     rank: int
@@ -38,7 +41,7 @@ class _Job(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What a rank has written, for which save, and of which shards."""
+    """What a rank has written; pickled on the way back from the worker process."""
 
     save_id: str
     written: Written
@@ -61,7 +64,7 @@ class _BackgroundSave:
     committed: bool = False
 
     def request(self) -> AsyncRequest:
-        """The save as a request that a queue takes."""
+        """Return the save as a request for an AsyncCallsQueue."""
         transaction = self.transaction
         rank = transaction.operation.comm.rank
         job = _Job(
@@ -83,7 +86,7 @@ class _BackgroundSave:
         )
 
     def stage(self) -> StagedWork:
-        """Copy what is to be written."""
+        """Copy the tensors to a staging buffer, and return the work with the copies."""
         if self.staged is not None:
             raise CheckpointingException(f"the request to save {self.transaction.target} has been scheduled before")
         cached = self.cached
@@ -93,14 +96,14 @@ class _BackgroundSave:
         return self.staged
 
     def written(self, future: Future[_Result]) -> None:
-        """This rank's writing has ended: its copies can go."""
+        """Release the staging buffer and keep the result; called when this rank's writing has ended."""
         if self.staged is not None:
             self.staged.release()
         if future.exception() is None:
             self.result = future.result()
 
     def finish(self) -> None:
-        """Write what names the files of all ranks, and commit."""
+        """Collective: write the files that name those of all ranks, and commit."""
         comm = self.transaction.operation.comm
         with comm.local_phase("finishing a background save"):
             self._finish(comm)
@@ -122,7 +125,7 @@ class _BackgroundSave:
         self.committed = True
 
     def failed(self, error: BaseException) -> None:
-        """Nothing of the save remains, unless it is committed and something else has failed after it."""
+        """Remove the save's files, unless it is committed and only a later finalize function failed."""
         if self.committed:
             return
         self.transaction.abort()
@@ -137,7 +140,22 @@ def request_save(
     host: PluginHost,
     options: SaveOptions,
 ) -> AsyncRequest:
-    """Plan a save together; see :func:`shardckpt.dist_checkpointing.save` for the arguments."""
+    """Collective: plan a background save.
+
+    Args:
+        sharded_state_dict: As in :func:`shardckpt.dist_checkpointing.save`.
+        target: The checkpoint's directory.
+        strategy: As in :func:`shardckpt.dist_checkpointing.save`.
+        comm: The ranks.
+        host: The plugin manager.
+        options: The other options of the save.
+
+    Returns:
+        The request, to be scheduled on an AsyncCallsQueue.
+
+    Raises:
+        CheckpointingException: the same on every rank.
+    """
     operation = Operation("save", target, comm, host)
     with operation.open_span():
         state = check_state(sharded_state_dict, strategy, operation, options, background=True)
@@ -162,7 +180,7 @@ def request_save(
 
 
 def release_memory() -> None:
-    """Give staging memory that no save uses back to the system, and clear the plan cache; the next save is a first."""
+    """Return unused staging memory to the system, and clear the plan cache: the next save is as slow as the first."""
     staging.release_memory()
     saved_plans.clear()
 
@@ -177,9 +195,9 @@ def _in_background(saver: Any) -> AsyncSaveStrategy:
 
 
 def _write(job: _Job, staged: StagedWork) -> _Result:
-    """Write a rank's files, in whatever thread or process."""
+    """Write a rank's files; runs in a background thread or the worker process."""
     with (
-        staged.opened() as work,  # the threads of the writer end before the copies may go
+        staged.opened() as work,  # the outer context: the writer's threads end before the copies are released
         CheckpointWriter(job.staging, job.rank, sha256=job.sha256, algorithm=job.algorithm) as writer,
     ):
         result = work.write(writer)

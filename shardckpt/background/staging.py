@@ -1,4 +1,4 @@
-"""Copying what a save is to write, so that the training can go on with its own tensors."""
+"""Copy the tensors of a save to a staging buffer, so that the training may change its own tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ os.register_at_fork(after_in_child=_pool.forget)
 
 @dataclass
 class StagedWork:
-    """Work whose tensors are copies in a staging buffer.
+    """Background work whose tensors are copies in a staging buffer.
 
-    It travels to a thread as it is, and to a process by the path of the buffer.
+    A thread gets the object itself. A process gets it pickled, without the buffer, and maps the buffer by its path.
     """
 
     work: BackgroundWork
@@ -34,13 +34,13 @@ class StagedWork:
     nbytes: int
 
     def __post_init__(self) -> None:
-        if self.buffer is not None:  # who is staged and then forgotten must not keep the memory from others
+        if self.buffer is not None:  # a request that is staged and never run must not hold the buffer for ever
             self._release = weakref.finalize(self, _pool.release, self.buffer)
             self._release.atexit = False
 
     @contextmanager
     def opened(self) -> Iterator[BackgroundWork]:
-        """The work, with its tensors."""
+        """Return a context manager that gives the work with its tensors."""
         if self.buffer is None:
             self.work.tensors = self.layout.views(attach(self.path, self.nbytes))
         else:
@@ -51,7 +51,7 @@ class StagedWork:
             self.work.tensors = []
 
     def release(self) -> None:
-        """The copies are no longer needed."""
+        """Return the buffer to the pool; without effect if that was done."""
         if self.buffer is not None:
             self.buffer = None
             self._release()
@@ -61,13 +61,19 @@ class StagedWork:
 
 
 def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
-    """Copy the work's tensors; when this returns, their owner may change them.
+    """Copy the work's tensors; when this returns, the caller may change them.
 
-    At most ``SHARDCKPT_STAGED_SAVES`` saves are staged at a time: for the next one this waits until one is written.
+    At most ``SHARDCKPT_STAGED_SAVES`` saves are staged at a time: the next one waits here until one of them is written.
 
     Args:
-        work: What is to be written.
-        layout: Of an earlier save of tensors with the same dtypes and shapes.
+        work: What is to be written; its tensors are removed from it.
+        layout: The layout of an earlier save of tensors with the same dtypes and shapes.
+
+    Returns:
+        The work with the copies.
+
+    Raises:
+        ShardingError: a tensor has no memory of its own that holds its values.
     """
     tensors, work.tensors = work.tensors, []
     copies = Copies(work.keys, tensors, layout)
@@ -83,7 +89,7 @@ def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
 
 
 def release_memory() -> None:
-    """Give staging memory that no save uses back to the system."""
+    """Return the memory of free staging buffers to the system."""
     _pool.clear()
 
 

@@ -1,4 +1,4 @@
-"""Memory that staged tensors are copied into: taken from the system once, touched once, and used again."""
+"""Staging buffers: memory for copies of tensors, allocated once and reused, since the first touch of a page is dear."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Sizes are rounded up to this, in bytes.
 _ROUND = 2 << 20
-#: Seconds after which a save that waits for memory says so.
+#: Seconds after which a save that waits for a buffer logs a warning.
 _PATIENCE = 30.0
 
 
 class StagingBuffer:
-    """A run of memory that another process can map by its path.
+    """Memory that another process of this user can map by its path.
 
     Args:
-        nbytes: Its size.
+        nbytes: Size in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -41,24 +42,24 @@ class StagingBuffer:
         except BaseException:
             os.close(self._fd)
             raise
-        self.memory = _mapped(self._fd, nbytes)
+        self.memory = _map(self._fd, nbytes)
         self._pinned = False
         self._viewed: tuple[Layout, list[torch.Tensor]] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return self.memory.numel()
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
-        """The tensors that stand in it; the last ones are kept, for the next save has the same."""
+        """Return the tensors in the buffer; the last list is cached, since most saves have the same layout."""
         if self._viewed is None or self._viewed[0] is not layout:
-            with torch.inference_mode(False):  # the next save may be staged in another mode
+            with torch.inference_mode(False):  # the cached views must work outside inference mode, too
                 self._viewed = (layout, layout.views(self.memory))
         return list(self._viewed[1])
 
     def pin(self) -> None:
-        """Let CUDA devices copy into it behind the host's back; without effect where there is none."""
+        """Pin the memory, so that CUDA devices copy into it asynchronously; without effect where there is no CUDA."""
         if self._pinned or not torch.cuda.is_available():
             return
         error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.nbytes, 0)  # type: ignore[no-untyped-call]
@@ -69,31 +70,32 @@ class StagingBuffer:
             )
 
     def close(self) -> None:
-        """Give the memory back to the system, once no tensor views it."""
+        """Unpin the memory and close the file; the system frees the memory with the last tensor that views it."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
         self.forget()
 
     def forget(self) -> None:
-        """Let go of it in a fork of the process that it belongs to."""
+        """Close the file without unpinning: in a fork the memory is still the parent's."""
         self._viewed = None
         os.close(self._fd)
 
 
 def attach(path: str, nbytes: int) -> torch.Tensor:
-    """The memory of another process's staging buffer."""
+    """Map another process's staging buffer, and return it as a uint8 tensor."""
     fd = os.open(path, os.O_RDWR)
     try:
-        return _mapped(fd, nbytes)
+        return _map(fd, nbytes)
     finally:
         os.close(fd)
 
 
 class StagingBufferPool:
-    """At most as many buffers as saves may be staged at a time; a save that wants one more waits for a free one.
+    """At most ``SHARDCKPT_STAGED_SAVES`` buffers; a save that needs one more waits.
 
-    Not a :class:`shardckpt.storage.BufferPool`: another process maps these buffers by their paths, and each may have
-    all bytes of a rank. So their number is bounded, and one that is too small goes before a larger one comes.
+    Not a :class:`shardckpt.storage.BufferPool`: another process maps these buffers by their paths, and each may hold
+    all bytes of a rank. So their number is bounded, and those that are too small are freed before a larger one is
+    allocated.
     """
 
     def __init__(self) -> None:
@@ -102,7 +104,7 @@ class StagingBufferPool:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> StagingBuffer:
-        """Return a buffer of at least this size; :meth:`release` ends its use."""
+        """Wait for a free buffer of at least ``nbytes`` bytes, and return it; :meth:`release` ends its use."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._taken < settings.staged_saves(), _PATIENCE):
                 logger.warning(
@@ -116,7 +118,7 @@ class StagingBufferPool:
             if fitting:
                 self._free.remove(fitting[0])
                 return fitting[0]
-            while self._free:  # all too small: what replaces them must not come on top of them
+            while self._free:  # all are too small: free them first, so that memory never holds both
                 self._free.pop().close()
             try:
                 return StagingBuffer(max(_ROUND, -(-nbytes // _ROUND) * _ROUND))
@@ -125,7 +127,7 @@ class StagingBufferPool:
                 raise
 
     def release(self, buffer: StagingBuffer) -> None:
-        """The buffer's contents are no longer needed; in a fork, whose parent goes on using them, nothing happens."""
+        """Return a buffer to the pool; without effect in a fork, whose parent still uses the buffer."""
         if buffer.owner != os.getpid():
             return
         with self._changed:
@@ -134,20 +136,20 @@ class StagingBufferPool:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Give the memory of the buffers that nothing uses back to the system."""
+        """Return the memory of free buffers to the system."""
         with self._changed:
             while self._free:
                 self._free.pop().close()
 
     def forget(self) -> None:
-        """In a fork: what it has inherited is still its parent's, who goes on writing there."""
+        """Drop all buffers in a fork: the memory is still the parent's, which writes to it."""
         for buffer in self._free:
             buffer.forget()
         self.__init__()  # type: ignore[misc]
 
 
 def _memory_file() -> tuple[int, str]:
-    """A file without a name, in memory if Python can do that, and the path by which this user's processes open it."""
+    """Create a file without a name, in memory where possible; return its descriptor, and a path to open it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("shardckpt-staging")
     else:
@@ -156,7 +158,7 @@ def _memory_file() -> tuple[int, str]:
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _mapped(fd: int, nbytes: int) -> torch.Tensor:
+def _map(fd: int, nbytes: int) -> torch.Tensor:
     memory: Any = mmap.mmap(fd, nbytes)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The other side of a WorkerProcess: takes calls from its pipe until there are no more."""
+"""The child's side of a WorkerProcess: runs the calls that come through its pipe."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from shardckpt.background.process import NUMBER_BYTES, Outcome
 from shardckpt.distributed import ErrorReport, unpickled
 from shardckpt.errors import CheckpointingException
 
-#: Seconds after which a process that has nothing to do sees whether it still has a parent.
+#: Seconds between two checks of an idle process whether its parent is alive.
 _ROUND = 1.0
 
 
 def main(pipe: int, parent: int) -> None:
-    """Serve the calls that come through the inherited socket ``pipe``, as long as the process ``parent`` lives."""
+    """Run the calls that come through the inherited socket ``pipe``, while the process ``parent`` is alive."""
     connection = Connection(pipe)
-    with suppress(EOFError, OSError):  # the parent is gone
-        while data := _received(connection, parent):
-            connection.send_bytes(data[:NUMBER_BYTES] + _pickled(_outcome(data[NUMBER_BYTES:])))
+    with suppress(EOFError, OSError):  # the parent has ended
+        while data := _receive(connection, parent):
+            connection.send_bytes(data[:NUMBER_BYTES] + _pickle(_run(data[NUMBER_BYTES:])))
 
 
-def _received(connection: Connection, parent: int) -> bytes:
-    """The next call; b"" if there are no more."""
+def _receive(connection: Connection, parent: int) -> bytes:
+    """Wait for the next call; return b"" if there are no more."""
     while not connection.poll(_ROUND):
-        if os.getppid() != parent:  # its forks may hold its end of the pipe open
+        if os.getppid() != parent:  # there may be no EOF: forks of the parent can hold its end of the pipe open
             return b""
     return connection.recv_bytes()
 
 
-def _outcome(call: bytes) -> Outcome:
+def _run(call: bytes) -> Outcome:
     try:
-        function, args, kwargs = _unpickled(call)
+        function, args, kwargs = _unpickle(call)
         return Outcome(None if function is None else function(*args, **kwargs))
-    except Exception as exc:  # noqa: BLE001 - whatever it is, the training process must hear of it
-        return _failed(exc)
+    except Exception as exc:  # noqa: BLE001 - the training process raises it
+        return _report(exc)
 
 
-def _unpickled(call: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _unpickle(call: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     try:
         return unpickled(call)  # type: ignore[no-any-return]
     except Exception as exc:
@@ -50,15 +50,15 @@ def _unpickled(call: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         ) from exc
 
 
-def _failed(error: BaseException) -> Outcome:
+def _report(error: BaseException) -> Outcome:
     return Outcome(None, ErrorReport.of(error, f"in process {os.getpid()}", with_traceback=True))
 
 
-def _pickled(outcome: Outcome) -> bytes:
+def _pickle(outcome: Outcome) -> bytes:
     try:
         return pickle.dumps(outcome)
-    except Exception as exc:  # noqa: BLE001 - any class may refuse in any way
-        return pickle.dumps(_failed(exc))
+    except Exception as exc:  # noqa: BLE001 - pickling may raise anything
+        return pickle.dumps(_report(exc))
 
 
 __all__ = ["main"]

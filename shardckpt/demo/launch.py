@@ -1,6 +1,6 @@
-"""What ``shardckpt demo`` does with train.py: start it, kill it, start it again with other ranks, and compare.
+"""Run ``shardckpt demo``: start train.py, kill it, restart it with other numbers of ranks, and compare the losses.
 
-It runs without torch, which each rank imports for itself.
+This module does not import torch; each rank does.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shardckpt.errors import CheckpointingException, StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-#: Largest relative difference of two losses that still counts as agreement. float32 sums are made in another order
-#: with another number of ranks, and every step carries the difference on. With the same ranks it is 0.
+#: Largest relative difference of two losses that count as equal. With another number of ranks float32 sums have another
+#: order, and every step carries the difference on. With the same number it must be 0.
 TOLERANCE = 1e-5
 
 _LOST_STEPS = 8  # after the checkpoint, before the kill: at most, for there must be no other checkpoint
 _TIME_LIMIT = 300.0  # seconds for all groups together
-_LAST_WORDS = 2.0  # seconds that the other ranks have to say their reason after the first failure
+_LAST_WORDS = 2.0  # seconds that the other ranks have to report their errors after the first failure
 _LOG_LINES = 4
-_QUIET = "ignore:Failed to initialize NumPy"  # torch says so where numpy is not installed; nothing here needs it
+_QUIET = "ignore:Failed to initialize NumPy"  # torch warns where numpy is not installed; nothing here needs it
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Run:
     """What a group has reported.
 
     Attributes:
-        layout: The group.
-        losses: Of the steps that it made, by step.
-        state: Digest of model and optimizer at the checkpoint, when it was saved or loaded.
+        layout: The group's number of ranks.
+        losses: The losses of its steps, by step.
+        state: Digest of model and optimizer at the checkpoint, computed when the group saved or loaded it.
     """
 
     layout: Layout
@@ -73,16 +73,16 @@ class Run:
 
 
 def run_demo(directory: str | None, steps: int, layouts: Sequence[Layout], say: Callable[[str], None]) -> list[Run]:
-    """Train with one group, kill it after its checkpoint, and go on from that with the next, until the last ends.
+    """Train with one group of ranks, kill it after its checkpoint, continue with the next; let the last one end.
 
     Args:
-        directory: Where checkpoints and the ranks' logs stay: absent or empty; by default they are removed.
-        steps: Training steps before the checkpoint; as many follow, 8 at most, which are lost by the kill.
-        layouts: Of the groups, in their order.
+        directory: For checkpoints and the ranks' logs: new or empty; by default a temporary one.
+        steps: Training steps before the checkpoint; as many follow, 8 at most, which the kill loses.
+        layouts: Of the groups, in order.
         say: Prints a line of progress.
 
     Returns:
-        What each group has reported, for `check`.
+        What each group has reported, for `check` and `differences`.
 
     Raises:
         CheckpointingException: a group failed.
@@ -110,9 +110,11 @@ def run_demo(directory: str | None, steps: int, layouts: Sequence[Layout], say: 
 
 
 def differences(runs: Sequence[Run]) -> dict[int, list[float]]:
-    """How far each later group's loss lies from the first group's, relative to it, by step after the checkpoint.
+    """Compare the losses of the groups.
 
-    Infinite where one of them is not a number: that is no agreement.
+    Returns:
+        For each step after the checkpoint, the relative differences of the later groups' losses from the first
+        group's; infinite where a loss is not a number.
     """
     first, *others = (run.losses for run in runs)
     return {step: [_distance(first[step], losses[step]) for losses in others] for step in sorted(others[-1])}
@@ -124,10 +126,10 @@ def _distance(loss: float, other: float) -> float:
 
 
 def check(runs: Sequence[Run]) -> None:
-    """Compare what the groups have loaded and how they went on.
+    """Check that each group has loaded what the first one saved, and continued with the same losses.
 
     Raises:
-        CheckpointingException: they differ; says in what.
+        CheckpointingException: they differ; names the groups.
     """
     first, *others = runs
     faults = [
@@ -147,10 +149,10 @@ class _Group:
     """The processes of one group of ranks.
 
     Args:
-        run: Where what they report goes.
-        options: Of train.py.
-        logs: Where their logs go: the beginning of the path.
-        kill_at: The step after which they are killed; None if they end by themselves.
+        run: Receives what they report.
+        options: Command line of train.py.
+        logs: Prefix of the paths of their logs.
+        kill_at: The step after which they are killed; None to let them end.
     """
 
     def __init__(self, run: Run, options: list[str], logs: Path, kill_at: int | None) -> None:
@@ -161,10 +163,10 @@ class _Group:
         self._lines: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
 
     def run(self, limit: float, say: Callable[[str], None]) -> None:
-        """Start the ranks, and listen until they end or are killed; none is left behind.
+        """Start the ranks, and read what they report until they end or are killed; no process survives this call.
 
         Args:
-            limit: When they are ended by force, by the clock of :func:`time.monotonic`.
+            limit: Time of :func:`time.monotonic` at which they are killed.
             say: Prints a line of progress.
 
         Raises:
@@ -186,14 +188,14 @@ class _Group:
         with self._logs[rank].open("wb") as log:
             return subprocess.Popen(  # noqa: S603 - our own module with our own arguments
                 [sys.executable, "-W", _QUIET, "-c", self._code],
-                stdin=subprocess.PIPE,  # closed by our end, whatever it is: then the rank ends too
+                stdin=subprocess.PIPE,  # closes when this process ends, however it does: then the rank ends, too
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=os.environ | environment,
             )
 
     def _pass_lines_on(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Queue what a rank prints, and its exit status after that."""
+        """Queue the lines that a rank prints, and then its exit status."""
         for line in process.stdout or ():
             if line.startswith(b"{"):  # some releases of gloo print, too
                 self._lines.put((rank, json.loads(line)))
@@ -225,9 +227,11 @@ class _Group:
             raise CheckpointingException("\n".join(f"{', '.join(who)}: {why}" for why, who in names.items()))
 
     def _take(self, fields: dict[str, Any], say: Callable[[str], None]) -> bool:
-        """Keep what rank 0 has reported; whether it is the step to kill the ranks at."""
+        """Store what rank 0 has reported; return whether it is the step at which to kill the ranks."""
         if "loss" not in fields:
-            self._run.state = self._run.state or fields["state"]  # a later one is of the end
+            self._run.state = (
+                self._run.state or fields["state"]
+            )  # the first report is of the checkpoint; a later one is of the end
             say(f"loaded step {fields['loaded']}" if "loaded" in fields else f"saved step {fields['saved']}")
             return False
         step, loss = fields["step"], fields["loss"]
@@ -237,14 +241,14 @@ class _Group:
         return bool(step == self._kill_at)
 
     def _last_words(self, rank: int, status: int) -> str:
-        """Why a rank ended that has not said it."""
+        """Return why a rank ended that has not reported an error: its status, and the end of its log."""
         how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
         lines = self._logs[rank].read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
         return "\n".join([f"the process {how}", *lines])
 
 
 def run_rank(options: list[str], kill_at: int | None) -> None:
-    """Be a rank: run train.py; end with the launcher; after the step to be killed at, wait for that."""
+    """Run train.py as one rank, which ends when the launcher does; after step ``kill_at`` wait to be killed."""
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
     status = 0
     try:
@@ -262,11 +266,11 @@ def run_rank(options: list[str], kill_at: int | None) -> None:
         print(json.dumps({"error": str(exc) if known else f"{type(exc).__name__}: {exc}"}), flush=True)  # noqa: T201
         status = 1
     sys.stderr.flush()
-    os._exit(status)  # nothing is left to do, and torch's way out is slow and, with gloo's threads, may abort
+    os._exit(status)  # torch's exit is slow, and gloo's threads may abort it
 
 
 def _end_with_the_launcher() -> None:
-    """Wait until the launcher's end of our standard input closes, by its death too, and end this process."""
+    """End this process when the launcher closes its end of our standard input, or dies."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
@@ -274,7 +278,7 @@ def _end_with_the_launcher() -> None:
 
 @contextmanager
 def _workplace(directory: str | None) -> Iterator[Path]:
-    """A directory of our own: the caller's, which must be empty, or a temporary one."""
+    """Return a context manager that gives the working directory: the caller's, if it is empty, or a temporary one."""
     if directory is None:
         with TemporaryDirectory(prefix="shardckpt-demo-") as name:
             yield Path(name)

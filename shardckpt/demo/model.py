@@ -1,4 +1,4 @@
-"""The model of the demo and its text: a small byte-level transformer, with or without experts."""
+"""The demo's model and training text: a small byte-level transformer, with or without experts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ BATCH, CONTEXT = 8, 128  # sequences a step, of all ranks together, and bytes a 
 
 
 class ByteTransformer(nn.Module):
-    """Predicts every byte of a text from those before it.
+    """Predicts every byte of a text from the bytes before it.
 
     Args:
-        network: Makes the network of a block, with input and output of shape (batch, length, width).
+        network: Creates the feed-forward network of a block, with input and output of shape (batch, length, width).
     """
 
     def __init__(self, network: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(257, WIDTH)  # a byte, or 256 before the first
+        self.embedding = nn.Embedding(257, WIDTH)  # a byte, or 256 for the start
         self.position = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.02)
         self.blocks = nn.ModuleList(Block(network()) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of bytes of shape (batch, length), in nats a byte."""
+        """Return the mean cross-entropy of bytes of shape (batch, length), in nats per byte."""
         x = self.embedding(functional.pad(text[:, :-1], (1, 0), value=256)) + self.position
         for block in self.blocks:
             x = block(x)
@@ -54,7 +54,7 @@ class Block(nn.Module):
         self.network = network
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, length, width) in and out."""
+        """Return the block's output; input and output have shape (batch, length, width)."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         before = self.norms[0](x)
         x = x + self.attention(before, before, before, attn_mask=mask, is_causal=True, need_weights=False)[0]
@@ -62,12 +62,12 @@ class Block(nn.Module):
 
 
 def feed_forward() -> nn.Module:
-    """A network of two layers."""
+    """Return a feed-forward network of two layers."""
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
 
 
 class MixtureOfExperts(nn.Module):
-    """Weighs the outputs of some of many networks, for each token anew."""
+    """Sums the outputs of a few experts, chosen and weighted for each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,10 +75,11 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, length, width) in and out."""
+        """Return the weighted sum of the experts; input and output have shape (batch, length, width)."""
         tokens = x.flatten(0, 1)
         scores = self.router(tokens).softmax(-1)
-        # Relative to the best that is not chosen: a near tie that rounding decides, otherwise with other ranks, is 0.
+        # Relative to the best expert that is not chosen: where rounding decides a near tie, in another way with another
+        # number of ranks, the weight is near 0, so that losses stay comparable.
         weights = functional.relu(scores - scores.topk(CHOSEN + 1).values[:, -1:])
         return self.experts(tokens, weights).view(x.shape)  # type: ignore[no-any-return]
 
@@ -99,9 +100,16 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
 
     def forward(self, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Tokens (count, width) and weights (count, experts) in, (count, width) out; collective if experts are split.
+        """Collective if the experts are split: sum the outputs of the experts, weighted for each token.
 
-        Every rank takes the tokens of all through its experts; the sum goes back to the rank that a token is of.
+        Every rank applies its experts to the tokens of all ranks; each token's sum goes back to its rank.
+
+        Args:
+            tokens: Shape (count, width).
+            weights: Shape (count, experts).
+
+        Returns:
+            Shape (count, width).
         """
         if self.mesh is None:
             return _mix(tokens, weights, self.up, self.down)
@@ -116,7 +124,7 @@ class Experts(nn.Module):
 
 
 def _local(parameter: torch.Tensor, size: int) -> torch.Tensor:
-    """This rank's experts, with gradients of the mean of the ranks' losses, not of their sum."""
+    """Return this rank's experts, whose gradients are of the mean of the ranks' losses, not of their sum."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if local.requires_grad:
         local.register_hook(lambda gradient: gradient / size)  # type: ignore[no-untyped-call]
@@ -130,12 +138,12 @@ def _mix(tokens: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: to
 
 @cache
 def text() -> bytes:
-    """What the demo trains on, since every machine with torch has it: torch's own sources."""
+    """Return the training text: torch's own sources, which every machine with torch has."""
     return b"".join(path.read_bytes() for path in sorted(Path(torch.__file__).parent.glob("*.py")))
 
 
 def batch(step: int) -> torch.Tensor:
-    """The bytes of a training step, shape (batch, length): the same for any number of ranks."""
+    """Return the bytes of a training step, int64 of shape (batch, length): the same for any number of ranks."""
     starts = torch.randint(len(text()) - CONTEXT, (BATCH,), generator=torch.Generator().manual_seed(step))
     return torch.tensor([list(text()[start : start + CONTEXT]) for start in starts.tolist()])
 

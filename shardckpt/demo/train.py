@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m shardckpt.demo.train --dir run --steps 200 --interval 20  # after Ctrl-C or kill -9
     python -m shardckpt.demo.train --dir run --steps 200 --interval 20  # one process, no process group
 
-Copy `train`: its comments say why each call stands where it does. `main` and `shard` show the process group and the
+Copy `train`: its comments say why each call is where it is. `main` and `shard` show the process group and the
 sharding that it expects. The model, in model.py, knows nothing of checkpoints.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def print_line(**fields: Any) -> None:
-    """On rank 0, print what there is to report as a line of JSON."""
+    """Print the fields as a line of JSON, on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(fields), flush=True)  # noqa: T201
 
@@ -56,15 +56,15 @@ def train(options: argparse.Namespace, report: Callable[..., None] = print_line)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 
     config = CheckpointConfig(
-        folder=str(Path(options.dir) / "checkpoints"),  # all ranks see it; a URL of an object store will do, too
+        folder=str(Path(options.dir) / "checkpoints"),  # one that all ranks share, or a URL of an object store
         interval=options.interval,
-        keep_latest_k=2,  # one to fall back on if the newest is damaged
-        last_save_model_only=False,  # the last checkpoint has all states: a call with more steps can go on from it
-        strategy=("ep", 1) if options.ep else None,  # for saves; a load goes by what the checkpoint says
+        keep_latest_k=2,  # the second is there if the newest is damaged
+        last_save_model_only=False,  # the last checkpoint has all states: a run with more steps can continue from it
+        strategy=("ep", 1) if options.ep else None,  # for saves; a load uses what the checkpoint names
         # async_mode="async_with_pinned_mem" lets another process write while the training goes on.
     )
-    # All that the next step depends on. The place in the data follows from the step here; a data loader with
-    # state_dict() is one state more: "loader": PerRank(loader). Random generators are saved without being named.
+    # Everything that the next step depends on. Here the position in the data follows from the step; a data loader with
+    # state_dict() would be one more state: "loader": PerRank(loader). Random generators are saved by default.
     states = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule}
 
     # After init_process_group, since all ranks take part in each of the manager's calls. As a context manager it waits
@@ -94,7 +94,7 @@ def train(options: argparse.Namespace, report: Callable[..., None] = print_line)
 def shard(model: ByteTransformer, ep: int) -> None:
     """Collective: shard a model over all ranks with FSDP2, in place; experts over ``ep`` ranks first, if it is not 0.
 
-    A parameter of the experts becomes a DTensor on the mesh (efsdp, ep): its description says which experts it has.
+    A parameter of the experts becomes a DTensor on the mesh (efsdp, ep), which says which experts a rank has.
     """
     world_size = dist.get_world_size()
     all_ranks = init_device_mesh("cpu", (world_size,))
@@ -109,7 +109,7 @@ def shard(model: ByteTransformer, ep: int) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command line, by default this process's."""
+    """Return the parsed options of a command line, by default of this process."""
     parser = argparse.ArgumentParser(description="Train a small transformer; go on from the newest checkpoint.")
     parser.add_argument("--dir", required=True, help="directory that all ranks share")
     parser.add_argument("--steps", type=int, default=32, help="training steps in all (32)")
@@ -121,7 +121,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None, report: Callable[..., None] = print_line) -> None:
-    """Train, as one of the ranks that torchrun started, or alone."""
+    """Train as one of the ranks that torchrun started, or as a single process."""
     options = parse(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it, and RANK
     if world_size > 1:  # on GPUs: "nccl", torch.cuda.set_device, and "cuda" in the place of "cpu"
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None, report: Callable[..., None] = p
 
 
 def mean(loss: torch.Tensor) -> float:
-    """Collective: the mean of the ranks' losses."""
+    """Collective: return the mean of the ranks' losses."""
     if not dist.is_initialized():
         return loss.item()
     total = loss.detach().clone()
@@ -141,9 +141,9 @@ def mean(loss: torch.Tensor) -> float:
 
 
 def state_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Collective: SHA-256 of model and optimizer, gathered: the same for any sharding of the same values.
+    """Collective: return a SHA-256 of model and optimizer, the same for any sharding of the same values.
 
-    For the proof that a load gives back every bit. Leave it out of a real job: each rank gathers the global tensors.
+    It proves that a load restores every bit. Leave it out of a real job: each rank gathers the global tensors.
     """
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     sha = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Bytes on disk: checked files, staging directories and the one rename that publishes them."""
+"""Files of checkpoints: reads and writes with digests, staging directories, and the rename that commits them."""
 
 from shardckpt.storage.abilities import can_rename, has_local_files, on_store
 from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool

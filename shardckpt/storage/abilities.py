@@ -1,6 +1,6 @@
-"""What can be done where a checkpoint is: each path says it of itself, so that no code asks which store it has.
+"""What the place of a checkpoint can do: each path answers for itself, so that no code tests for a class of store.
 
-A directory of this machine can do all of it. A path of another kind has attributes of these functions' names, as
+A directory of this machine can do everything. Another kind of path has attributes with the names of these functions, as
 :class:`~shardckpt.storage.remote.RemotePath` has.
 """
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def can_rename(path: Path) -> bool:
-    """Whether a directory gets another name there in one step; where not, a checkpoint is whole by its last object."""
+    """Return whether a directory can be renamed there in one step; if not, a last object completes a checkpoint."""
     return bool(getattr(path, "can_rename", True))
 
 
 def has_local_files(path: Path) -> bool:
-    """Whether the system opens the files that are there; where not, they are read by requests for ranges."""
+    """Return whether the system can open the files there; if not, they are read by requests for ranges."""
     return bool(getattr(path, "has_local_files", True))
 
 
 def on_store(path: Path) -> RemotePath | None:
-    """The path with what only a store's has (its folder, sizes, ranges); None where the files are local."""
+    """Return the path as a RemotePath, which has a folder, sizes and ranges; None if the files are local."""
     return None if has_local_files(path) else cast("RemotePath", path)
 
 

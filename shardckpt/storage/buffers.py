@@ -1,4 +1,4 @@
-"""Memory that is used again and again: fresh pages cost more than the bytes that they take."""
+"""Pools of reused buffers: the first touch of a fresh page costs more than to copy the bytes that go into it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardckpt.tensors import tensor_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Bytes of a buffer of :data:`block_pool`.
+#: Size of the buffers of :data:`block_pool`, in bytes.
 BLOCK_BYTES = 1 << 20
 
 
@@ -23,24 +23,24 @@ class Buffer:
 
     Args:
         nbytes: The size, at least 1.
-        pinned: Whether a CUDA device shall copy from it behind the host's back. Other memory begins on a page, and is
-            private: what a forked child writes there stays its own.
+        pinned: Whether it is pinned memory, from which a CUDA device copies asynchronously. Other memory begins on a
+            page boundary, and is private: what a forked child writes there, the parent does not see.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.pinned = pinned
         if pinned:
             self.view = tensor_bytes(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
-        else:  # pages of its own: direct writes from torch's memory take 5 to 10% longer
+        else:  # not torch.empty: direct writes from memory of torch's allocator take 5 to 10% longer
             self.view = memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class BufferPool:
-    """Buffers for the threads of a process; the last used one comes first: its pages are there, perhaps in the cache.
+    """Buffers for the threads of a process, last in first out: the pages of the last one may still be in the cache.
 
     Args:
-        nbytes: The size of each; more where more is asked for.
-        kept: How many wait for their next use at most; more are given back to the system.
+        nbytes: The size of each, if no more is requested.
+        kept: How many free buffers of each kind are kept at most; further ones go back to the system.
     """
 
     def __init__(self, nbytes: int, kept: int = sys.maxsize) -> None:
@@ -59,14 +59,14 @@ class BufferPool:
         return found
 
     def release(self, buffer: Buffer) -> None:
-        """Let others use the buffer."""
+        """Return a buffer to the pool; the caller must not use it after that."""
         free = self._free[buffer.pinned]
         if len(free) < self._kept:
             free.append(buffer)
 
     @contextmanager
     def acquired(self, nbytes: int = 0, *, pinned: bool = False) -> Iterator[memoryview]:
-        """Acquire a buffer, and release it at the end of the block; gives its bytes."""
+        """Return a context manager that acquires a buffer, gives its bytes, and releases it at the end of the block."""
         buffer = self.acquire(nbytes, pinned=pinned)
         try:
             yield buffer.view
@@ -74,7 +74,7 @@ class BufferPool:
             self.release(buffer)
 
 
-#: Blocks of the process, for writers and for runs of small items.
+#: Blocks of this process, for writers and for groups of small items.
 block_pool = BufferPool(BLOCK_BYTES, kept=16)
 
 

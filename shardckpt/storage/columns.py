@@ -1,7 +1,7 @@
-"""Columns of integers and names as the bytes of a safetensors file: what tables are on the wire and on the disk.
+"""Columns of integers and text as the bytes of a safetensors file: the form of tables on the wire and on the disk.
 
-Format: https://github.com/huggingface/safetensors#format. Written here, because safetensors' own writer needs numpy;
-taken apart by safetensors. Integers are as narrow as a column allows, names are one JSON list a column.
+Format: https://github.com/huggingface/safetensors#format. The writer is here because that of safetensors needs numpy;
+safetensors parses. Integers have the narrowest dtype that holds a column; a column of text is one JSON list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.tensors import tensor_bytes
 
-#: Integers that are not negative, of any shape, or text.
+#: Integers, not negative, of any shape; or text.
 Column: TypeAlias = torch.Tensor | Sequence[str]
 
 _INTEGERS = {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"}
@@ -25,10 +25,13 @@ _ALIGN = 8
 
 
 def pack(columns: Mapping[str, Column]) -> bytes:
-    """The columns as one file.
+    """Pack columns into one safetensors file.
 
     Args:
-        columns: By name.
+        columns: Integer tensors of any shape, or sequences of text, by name.
+
+    Returns:
+        The bytes of the file, for :class:`Columns`.
     """
     header: dict[str, object] = {}
     parts: list[memoryview | bytes] = []
@@ -47,11 +50,11 @@ class Columns:
     """The columns of a packed file.
 
     Args:
-        data: The bytes that :func:`pack` gave.
+        data: The bytes that :func:`pack` returned.
         source: Named in errors.
 
     Raises:
-        CorruptCheckpointError: they are not such bytes.
+        CorruptCheckpointError: the bytes are no safetensors file.
     """
 
     def __init__(self, data: bytes, source: str) -> None:
@@ -62,12 +65,16 @@ class Columns:
             raise CorruptCheckpointError(f"{source} is not a table of columns: {exc}") from exc
 
     def integers(self, name: str) -> torch.Tensor:
-        """A column of integers, as int64."""
+        """Return a column of integers as an int64 tensor of its shape.
+
+        Raises:
+            CorruptCheckpointError: there is no such column, or it has another dtype or negative values.
+        """
         column = self._column(name)
         dtype = _DTYPES.get(column["dtype"])
         if dtype is None:
             raise CorruptCheckpointError(f"{self._source}: its column {name!r} is of {column['dtype']}")
-        if not column["data"]:  # of which torch makes no tensor
+        if not column["data"]:  # torch.frombuffer refuses an empty buffer
             return torch.empty(column["shape"], dtype=torch.int64, device="cpu")
         found = torch.frombuffer(column["data"], dtype=dtype).to(torch.int64)
         if dtype is not torch.uint8 and int(found.min()) < 0:
@@ -75,7 +82,11 @@ class Columns:
         return found if len(column["shape"]) == 1 else found.view(column["shape"])
 
     def texts(self, name: str) -> list[str]:
-        """A column of text."""
+        """Return a column of text.
+
+        Raises:
+            CorruptCheckpointError: there is no such column, or it is not a JSON list of text.
+        """
         try:
             found = json.loads(self._column(name)["data"].decode())
         except (ValueError, RecursionError) as exc:
@@ -85,14 +96,14 @@ class Columns:
         return found
 
     def _column(self, name: str) -> dict[str, Any]:
-        """What the file says of a column: its dtype by safetensors' name, shape and bytes."""
+        """Return a column as safetensors parsed it: its dtype by safetensors' name, shape and bytes."""
         if name not in self._found:
             raise CorruptCheckpointError(f"{self._source} has no column {name!r}")
         return self._found[name]
 
 
 def _narrow(column: torch.Tensor) -> tuple[str, list[int], memoryview]:
-    """The column in the narrowest dtype that holds it."""
+    """Convert a column to the narrowest dtype that holds it; return the dtype's name, the shape and the bytes."""
     most = int(column.max()) if column.numel() else 0
     dtype = next(dtype for dtype in _INTEGERS if most <= torch.iinfo(dtype).max)
     return _INTEGERS[dtype], list(column.shape), tensor_bytes(column.to(dtype).contiguous())

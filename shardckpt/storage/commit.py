@@ -1,10 +1,15 @@
-"""Whole or absent: a save fills a staging directory beside its target, and one rename publishes it.
+"""Complete or absent: a save fills a staging directory next to its target, and one rename publishes it.
 
-One process does it all in ``with staging_directory(target) as staging: ...; commit_staging(staging, target, ...)``; the
-ranks of a save use its parts (:mod:`shardckpt.engine.transaction`).
+A single process writes ``with staging_directory(target) as staging: ...; commit_staging(staging, target, ...)``; the
+ranks of a save call the parts (:mod:`shardckpt.engine.transaction`).
 
-The steps, in the order that a power cut asks for: every file fsynced by who wrote it; then the files that make the
-checkpoint valid; then the staging directory; then the rename, or the exchange with what stood there; then the parent.
+The order makes every moment of a power cut safe:
+
+1. The writer of each file fsyncs it: a name must not become durable before its bytes.
+2. The main rank writes and fsyncs the files that make the checkpoint valid: its record and ``metadata.json``.
+3. The staging directory is fsynced: its entries must be durable before it has the checkpoint's name.
+4. One rename publishes it, or one exchange with the old checkpoint. Before it a load sees the old, after it the new.
+5. The parent directory is fsynced: without this a power cut may undo the rename, which leaves the old checkpoint.
 """
 
 from __future__ import annotations
@@ -41,22 +46,24 @@ logger = logging.getLogger(__name__)
 
 
 def staging_path(target: Path, save_id: str, owner: Owner | None = None) -> Path:
-    """The staging directory of a save to ``target``, beside it.
+    """Return the path of a save's staging directory, which has the same parent as the target.
+
+    The same parent, because a rename is one step only inside one file system.
 
     Args:
         target: The checkpoint's directory.
-        save_id: The save's own name.
+        save_id: What :func:`~shardckpt.storage.staging_names.new_save_id` returned for the save.
         owner: The process that commits it; by default this one.
     """
     return target.with_name(temporary_name(target.name, STAGING, save_id, owner))
 
 
 def create_staging(target: Path, save_id: str) -> Path:
-    """Make the staging directory of a save that this process commits, where :func:`staging_path` says."""
+    """Create the staging directory of a save that this process commits, and return its path (:func:`staging_path`)."""
     staging = staging_path(target, save_id)
     with naming("create the staging directory", staging):
         _make_directory(target.parent)
-        claim(staging.name)  # first: garbage collection in another thread removes what is not claimed
+        claim(staging.name)  # before it exists: garbage collection in another thread removes what is not claimed
         try:
             staging.mkdir()
         except BaseException:
@@ -67,10 +74,19 @@ def create_staging(target: Path, save_id: str) -> Path:
 
 @contextmanager
 def staging_directory(target: Path) -> Iterator[Path]:
-    """A new staging directory, which the block fills and commits; if it does not, nothing of it remains.
+    """Create a staging directory for the block, which fills and commits it; remove it if the block does not.
 
     Args:
-        target: What :func:`commit_staging`, :func:`publish_staging` or :func:`replace_target` makes of it.
+        target: The checkpoint's directory, as later passed to :func:`commit_staging`, :func:`publish_staging` or
+            :func:`replace_target`.
+
+    Returns:
+        A context manager that gives the staging directory's path.
+
+    Example:
+        >>> with staging_directory(target) as staging:  # doctest: +SKIP
+        ...     write_files(staging)
+        ...     commit_staging(staging, target, lambda: [], overwrite=False)
     """
     staging = create_staging(target, new_save_id())
     try:
@@ -81,28 +97,28 @@ def staging_directory(target: Path) -> Iterator[Path]:
 
 
 def staging_of(target: Path) -> list[Path]:
-    """Staging directories of saves to ``target`` that were not committed (yet)."""
+    """Return the staging directories of saves to ``target`` that are not committed, sorted by name."""
     return _siblings(target, STAGING)
 
 
 def replaced_of(target: Path) -> list[Path]:
-    """Checkpoints moved aside by an overwrite of ``target`` that did not end."""
+    """Return the checkpoints that unfinished overwrites of ``target`` have moved aside, sorted by name."""
     return _siblings(target, REPLACED)
 
 
 def is_staging(path: Path) -> bool:
-    """Whether a directory is a save's or a removal's own, not a checkpoint to load."""
+    """Return whether a directory is the temporary one of a save or removal, not a checkpoint to load."""
     return is_temporary(path.name)
 
 
 def discard_staging(staging: Path) -> None:
-    """Remove a staging directory after a failed save; what cannot be removed is reported, not raised."""
+    """Remove a staging directory after a failed save; log what cannot be removed, and raise nothing."""
     gone = staging.with_name(discarded_name(staging.name))
     try:
-        os.rename(staging, gone)  # who still writes there finds no directory, and cannot add to it while it is emptied
+        os.rename(staging, gone)  # first: a rank that still writes there by path fails, and adds no file during removal
     except OSError:
         gone = staging
-    release(staging.name)  # not before: garbage collection in another thread would take it meanwhile
+    release(staging.name)  # after the rename: else garbage collection in another thread removes the same directory
     try:
         remove_tree(gone)
     except StorageError as exc:
@@ -110,7 +126,11 @@ def discard_staging(staging: Path) -> None:
 
 
 def is_free(target: Path) -> bool:
-    """Whether a save may take the path: nothing there, or an empty directory."""
+    """Return whether a save may use the path: nothing is there, or an empty directory.
+
+    Raises:
+        StorageError: a file is there, or the system does not say.
+    """
     with naming("look at", target):
         if not target.exists():
             return True
@@ -120,10 +140,10 @@ def is_free(target: Path) -> bool:
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that is not free, unless it may be overwritten.
+    """Raise an error if the target is not free and must not be overwritten.
 
     Raises:
-        StorageError: it names the target and the way out.
+        StorageError: it names the target and what to do.
     """
     if not overwrite and not is_free(target):
         raise StorageError(
@@ -133,26 +153,30 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def commit_staging(staging: Path, target: Path, list_owned: Callable[[], Collection[str]], *, overwrite: bool) -> None:
-    """Make a staging directory the target, whatever stands there.
+    """Publish a staging directory as the target, or replace the target that exists.
 
     Args:
-        staging: All its files are durable.
+        staging: The new checkpoint; all its files are fsynced.
         target: The checkpoint's directory.
-        list_owned: Lists what of an existing target is replaced; see :func:`replace_target`.
+        list_owned: Returns the ``owned`` names of :func:`replace_target`; called only if a target exists.
         overwrite: Whether an existing target may be replaced.
 
     Raises:
-        StorageError: it may not, or a step fails.
+        StorageError: the target exists and must not be replaced, or a step fails.
     """
     if is_free(target):
         publish_staging(staging, target)
     else:
-        check_target(target, overwrite=overwrite)  # another save may have come since the first look
+        check_target(target, overwrite=overwrite)  # another save may have committed since the first check
         replace_target(staging, target, list_owned())
 
 
 def publish_staging(staging: Path, target: Path) -> None:
-    """Make a staging directory the target, which must be absent or an empty directory."""
+    """Rename a staging directory to the target, which must be absent or an empty directory.
+
+    Raises:
+        StorageError: a step fails; the text says if the target is the new checkpoint already.
+    """
     sync_directory(staging)
     with naming(f"rename {staging} to", target):
         os.rename(staging, target)
@@ -160,24 +184,25 @@ def publish_staging(staging: Path, target: Path) -> None:
     try:
         sync_directory(target.parent)
     except StorageError as exc:
-        raise StorageError(f"{exc}; {target} is the new checkpoint, whole, perhaps not yet durable") from exc
+        raise StorageError(f"{exc}; {target} is the new checkpoint, complete, perhaps not yet durable") from exc
 
 
 def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.stat_result | None = None) -> None:
-    """Put a staging directory in the place of an existing one, and remove the old.
+    """Exchange a staging directory with an existing target, and remove the old checkpoint.
 
     An error leaves either the old directory at ``target`` and the new one at ``staging``, or the new one at ``target``
-    and the old one, whole, at a ``.<name>.shardckpt-replaced-...`` beside it: never the old one at ``staging``, which
-    callers discard.
+    and the old one, complete, at a ``.<name>.shardckpt-replaced-...`` with the same parent: never the old one at
+    ``staging``, which callers discard.
 
     Args:
         staging: The new checkpoint.
         target: The directory to replace.
-        owned: Names in ``target`` that are the old checkpoint's; all others are kept, as hard links.
-        old: The directory that is to be replaced, where no other may be.
+        owned: Names in ``target`` that belong to the old checkpoint; all others are kept, as hard links.
+        old: ``stat`` of the directory to replace, if no other directory may be replaced.
 
     Raises:
-        CheckpointReplacedError: another save has replaced the old directory; its own is as it was.
+        CheckpointReplacedError: another save has replaced ``old``; nothing has changed.
+        StorageError: a step fails; the text says which directory holds which checkpoint.
     """
     with naming("keep the other files of", target):
         _keep_foreign(target, staging, owned)
@@ -195,7 +220,7 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
         if not _is_directory(target, new):
             _undo_swap(staging, target, aside)
             raise
-        state = f"{target} is the new checkpoint, perhaps not yet durable, and {aside} the one before it, whole"
+        state = f"{target} is the new checkpoint, perhaps not yet durable, and {aside} the complete old one"
         if isinstance(exc, StorageError):
             raise StorageError(f"{exc}; {state}") from exc
         logger.warning("interrupted: %s", state)
@@ -207,8 +232,11 @@ def replace_target(staging: Path, target: Path, owned: Collection[str], old: os.
 
 
 def _swap(staging: Path, target: Path, aside: Path) -> None:
-    """Let ``target`` be what was ``staging``, and ``aside`` what was ``target``."""
-    os.rename(staging, aside)  # before the exchange: at no moment is the old checkpoint at a path that is discarded
+    """Move ``staging`` to ``target``, and ``target`` to ``aside``.
+
+    Without an exchange in one step there is a moment with no target: a crash then leaves the old one at ``aside``.
+    """
+    os.rename(staging, aside)  # so the exchange never puts the old checkpoint at `staging`, which is discarded
     if exchange(aside, target):
         return
     os.rename(aside, staging)
@@ -217,11 +245,11 @@ def _swap(staging: Path, target: Path, aside: Path) -> None:
 
 
 def _undo_swap(staging: Path, target: Path, aside: Path) -> None:
-    """After a swap that did not end: the old directory back at ``target``, the new one back at ``staging``."""
+    """After an unfinished swap: move the old directory back to ``target``, the new one back to ``staging``."""
     with naming(f"rename {aside} back, while replacing", target):
         if not target.exists():
             os.rename(aside, target)
-        elif aside.exists():
+        elif aside.exists():  # the target was not moved yet: `aside` is the new directory
             os.rename(aside, staging)
 
 
@@ -233,7 +261,7 @@ def _is_directory(path: Path, known: os.stat_result) -> bool:
 
 
 def _remove_replaced(aside: Path, staging: Path) -> None:
-    """Remove the old checkpoint, under a name that does not promise a whole one while it is removed."""
+    """Remove the old checkpoint, under the name of a staging directory: a crash may leave half of it."""
     try:
         os.rename(aside, staging)
     except OSError as exc:
@@ -243,7 +271,7 @@ def _remove_replaced(aside: Path, staging: Path) -> None:
 
 
 def _make_directory(path: Path) -> None:
-    """Make a directory and those above it, each durable in the one that holds it."""
+    """Create a directory and its missing parents, each entry durable in its parent."""
     if path.is_dir():
         return
     _make_directory(path.parent)
@@ -252,7 +280,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _siblings(target: Path, kind: str) -> list[Path]:
-    """The target's temporary directories of a kind; older releases did not cut long names."""
+    """Return the target's temporary directories of a kind; older releases did not cut long names."""
     if not target.parent.is_dir():
         return []
     begins = (prefix(stem(target.name), kind), prefix(target.name, kind))
@@ -260,6 +288,7 @@ def _siblings(target: Path, kind: str) -> list[Path]:
 
 
 def _keep_foreign(source: Path, staging: Path, owned: Collection[str]) -> None:
+    """Link the files that are not the checkpoint's into the staging directory, durably."""
     for path in source.iterdir():
         kept = staging / path.name
         if path.name in owned or os.path.lexists(kept):

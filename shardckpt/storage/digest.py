@@ -1,9 +1,9 @@
-"""Digests: one a segment, so that any range of a file can be checked without reading the whole.
+"""Digests: one for each segment of a file, so that any range can be checked without reading the rest.
 
-A file is tiled by segments of 1 byte to 1 MiB (4 MiB in older checkpoints): one for a small record, else those that
-its parts are cut into. The table of (length, digest) pairs is stored as two little-endian columns, uint32 and one as
-wide as a digest, in base64; lengths are deflated, digests are as they are (in older checkpoints deflated, too). Its
-SHA-256 is the digest of the file.
+Segments of 1 byte to 1 MiB (4 MiB in older checkpoints) tile a file: a small record is one segment, a large one is cut
+into several. The table of (length, digest) pairs is stored as two little-endian columns in base64: lengths as uint32,
+compressed with zlib, and digests in their own width, uncompressed because they are random (older checkpoints compressed
+them, too). SHA-256 of the table is the digest of the file.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Sto
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-#: Gives the digest of a piece of memory.
+#: Returns the digest of a piece of memory.
 Digest = Callable[["memoryview | bytes"], int]
 
 CRC32 = "crc32"
 XXH3 = "xxh3_64"
-#: The best first. A rank that can compute one can compute all after it: a vote is one number.
+#: The best first. A rank that can compute one can compute all that follow: so a vote is one number.
 _PREFERENCE = (XXH3, CRC32)
+#: Longest segment of a new checkpoint, in bytes.
 SEGMENT_BYTES = 1 << 20
-#: Longest segment of any checkpoint that is read.
+#: Longest segment of any checkpoint, older ones included, in bytes.
 MAX_SEGMENT = 4 << 20
-#: Records up to this size are one segment with all their parts.
+#: Bytes. A record up to this size is one segment, whatever its parts.
 SMALL_RECORD = 64 << 10
-#: Bytes of a table that is read: 20 million segments.
+#: Largest table that is read, in bytes: 20 million segments. It bounds what a damaged or hostile file can allocate.
 _MAX_TABLE = 1 << 28
 _LENGTH = "I"
 _DIGEST = {CRC32: "I", XXH3: "Q"}
 
 
 def preferred() -> str:
-    """The algorithm of new checkpoints: xxh3_64 where xxhash is installed, else crc32."""
+    """Return the algorithm of new checkpoints: xxh3_64 where xxhash is installed, else crc32."""
     try:
         import xxhash  # noqa: F401
     except ImportError:
@@ -53,7 +54,7 @@ def preferred() -> str:
 
 
 def digest_vote() -> int:
-    """This rank's vote on the algorithm of a new checkpoint, for :func:`negotiate_digest`."""
+    """Return this rank's vote on the algorithm of a new checkpoint, for :func:`negotiate_digest`."""
     return _PREFERENCE.index(preferred())
 
 
@@ -61,7 +62,7 @@ def negotiate_digest(*votes: int) -> str:
     """Choose the best algorithm that every voter can compute.
 
     Args:
-        votes: What :func:`digest_vote` returned on each rank, or the largest of these.
+        votes: What :func:`digest_vote` returned on each rank; their maximum alone gives the same result.
 
     Returns:
         The algorithm's name.
@@ -70,7 +71,7 @@ def negotiate_digest(*votes: int) -> str:
 
 
 def digest_function(algorithm: str) -> Digest:
-    """The function that computes digests of this algorithm.
+    """Return the function that computes digests of an algorithm.
 
     Raises:
         CorruptCheckpointError: there is no such algorithm.
@@ -93,9 +94,9 @@ class Segments:
     """Lengths and digests of the segments that tile a file, in file order.
 
     Args:
-        lengths: Bytes of each segment.
-        digests: Their digests.
-        algorithm: Of the digests.
+        lengths: Of the segments, in bytes.
+        digests: Of the segments, as unsigned integers.
+        algorithm: Name of the digest algorithm.
     """
 
     def __init__(self, lengths: Iterable[int] = (), digests: Iterable[int] = (), algorithm: str = CRC32) -> None:
@@ -113,7 +114,7 @@ class Segments:
         return len(self.lengths)
 
     def touching(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, digest) of the segments that hold any byte of the range."""
+        """Return an iterator of (start, stop, digest) of the segments that overlap the range, in file order."""
         number = bisect_right(self._ends, start)
         while number < len(self._ends) and self._ends[number] - self.lengths[number] < stop:
             end = self._ends[number]
@@ -121,45 +122,45 @@ class Segments:
             number += 1
 
     def pack(self) -> str:
-        """The table as text.
+        """Return the table as text, for :meth:`unpack`.
 
         Raises:
-            StorageError: there are more segments than are read.
+            StorageError: it has more segments than :meth:`unpack` accepts.
         """
         if len(self) * (self.lengths.itemsize + self.digests.itemsize) > _MAX_TABLE:
             raise StorageError(f"a file of {len(self)} records and pieces is more than is read: write several files")
         return base64.b64encode(zlib.compress(_little(self.lengths), 1) + _little(self.digests)).decode()
 
     def root(self) -> str:
-        """The digest of the file: SHA-256 of the table, in hex."""
+        """Return the digest of the file: SHA-256 of the table, in hex."""
         return hashlib.sha256(_little(self.lengths) + _little(self.digests)).hexdigest()
 
     @classmethod
     def unpack(cls, text: str, root: str, size: int, algorithm: str) -> Segments:
-        """The table that :meth:`pack` wrote.
+        """Return the table that :meth:`pack` wrote.
 
         Args:
             text: The table as text.
             root: Its digest.
-            size: Bytes of the file that it is for; it bounds the table.
-            algorithm: Of the digests.
+            size: Of the file in bytes; it bounds the memory that the table may take.
+            algorithm: Name of the digest algorithm.
 
         Raises:
-            CorruptCheckpointError: the text is not the table with this root, or not one for a file of this size.
+            CorruptCheckpointError: the text is not the table with this digest, or its segments do not tile the file.
         """
         _check_known(algorithm)
         wide = array(_LENGTH).itemsize + array(_DIGEST[algorithm]).itemsize
         try:
             inflate = zlib.decompressobj()
             raw = inflate.decompress(base64.b64decode(text, validate=True), min(_MAX_TABLE, wide * size + 1))
-            raw += inflate.unused_data
+            raw += inflate.unused_data  # the digests, which are not compressed
         except (binascii.Error, zlib.error, ValueError) as exc:
             raise CorruptCheckpointError(f"the table of digests is damaged: {exc}") from exc
         if len(raw) % wide or hashlib.sha256(raw).hexdigest() != root:
             raise CorruptCheckpointError("the table of digests is damaged: it does not have the digest that is stored")
         split = len(raw) // wide * array(_LENGTH).itemsize
         found = cls(_column(_LENGTH, raw[:split]), _column(_DIGEST[algorithm], raw[split:]), algorithm)
-        lengths = set(found.lengths)  # a handful: most segments are as long as any may be
+        lengths = set(found.lengths)  # few distinct values: most segments have the full length
         if found.size != size or max(lengths, default=1) > MAX_SEGMENT or min(lengths, default=1) < 1:
             raise CorruptCheckpointError(f"the table of digests is for {found.size} bytes, or not cut as it should be")
         return found

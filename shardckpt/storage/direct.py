@@ -1,4 +1,4 @@
-"""What a file system offers beyond plain writes: transfers that bypass the page cache, and space set aside."""
+"""System calls that speed up writes: direct writes, which bypass the page cache, and allocation of space."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 _CLOSED = -1
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
-#: Where struct statx has the alignments of memory and of offsets, from Linux 6.1 on.
+#: Offset in struct statx of the alignments of memory and of file offsets, since Linux 6.1.
 _STATX_ALIGNMENTS = 152
-#: ext2 to ext4, XFS, F2FS, Lustre: asked for only where the kernel is too old to give alignments.
-_DIRECT_KINDS = {0xEF53, 0x58465342, 0xF2F52010, 0x0BD00BD0}
+#: f_type of ext2 to ext4, XFS, F2FS, Lustre; used only where the kernel is too old to return alignments.
+_DIRECT_TYPES = {0xEF53, 0x58465342, 0xF2F52010, 0x0BD00BD0}
 
 
 def open_direct(path: Path, fd: int) -> tuple[int, int]:
-    """A second descriptor of an open file, for direct writes, and what addresses must be multiples of for it.
+    """Open a second descriptor of an open file, for direct writes.
 
-    (-1, 0) where the file system has no direct writes, or none that are worth it (tmpfs, network file systems).
+    Returns:
+        The descriptor, and the alignment in bytes that memory addresses need; (-1, 0) where the file system has no
+        direct writes, or gains nothing by them (tmpfs, network file systems).
     """
     if not hasattr(os, "O_DIRECT") or not settings.direct_io():
         return _CLOSED, 0
@@ -40,7 +42,7 @@ def open_direct(path: Path, fd: int) -> tuple[int, int]:
 
 
 def bypasses_cache(directory: Path) -> bool | None:
-    """Whether large writes to new files in a directory go past the page cache; None where that cannot be asked."""
+    """Return whether large writes to new files in a directory bypass the page cache; None if that is unknown."""
     if not settings.direct_io():
         return False
     try:
@@ -54,31 +56,32 @@ def bypasses_cache(directory: Path) -> bool | None:
 
 
 def side_by_side(directory: Path) -> int:
-    """How many new files in a directory are best written at the same time.
+    """Return how many new files in a directory are best written in parallel.
 
-    Past the page cache one is as good as several; through it the kernel lets one write at a time into a file.
+    With direct writes, one: threads write to different parts of it. Through the page cache, as many as there are
+    threads: the kernel allows one cached write to a file at a time.
     """
     return settings.io_threads() if bypasses_cache(directory) is False else 1
 
 
 def address(view: memoryview) -> int | None:
-    """Where a view's bytes are; None if it is read-only, or empty."""
+    """Return the memory address of a view; None if it is read-only, or empty."""
     if view.readonly or not view.nbytes:
         return None
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def allocate(fd: int, size: int) -> bool:
-    """Set space aside for a file of ``size`` bytes and make it as long; False where that cannot be had.
+    """Allocate space for a file of ``size`` bytes and extend it to that size; return False if that is not possible.
 
-    (Not os.posix_fallocate: where the file system has no such call, glibc writes into every block instead.)
+    (Not os.posix_fallocate: on a file system without the call, glibc writes to every block instead.)
     """
     fallocate = getattr(_libc(), "fallocate", None) if _is_linux64() else None
     return fallocate is not None and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0
 
 
 def _memory_alignment(fd: int) -> int:
-    """What addresses of direct writes must be multiples of; 0 for no direct writes."""
+    """Return the alignment in bytes that direct writes need of addresses; 0 for no direct writes."""
     if not _is_linux64():
         return 0
     found = ctypes.create_string_buffer(256)
@@ -88,11 +91,11 @@ def _memory_alignment(fd: int) -> int:
         memory, offset = struct.unpack_from("=II", found, _STATX_ALIGNMENTS)
         if mask & _STATX_DIOALIGN:
             return int(memory) if memory and offset and PAGE % offset == 0 else 0
-    return PAGE if _kind(fd) in _DIRECT_KINDS else 0
+    return PAGE if _file_system_type(fd) in _DIRECT_TYPES else 0
 
 
-def _kind(fd: int) -> int:
-    """The number of the file system's kind, as statfs(2) lists them."""
+def _file_system_type(fd: int) -> int:
+    """Return the file system's f_type, as statfs(2) lists them; 0 if it is unknown."""
     found = ctypes.create_string_buffer(256)
     return int(ctypes.c_long.from_buffer(found).value) if _libc().fstatfs(fd, found) == 0 else 0
 

@@ -1,7 +1,7 @@
-"""A checkpoint's directory, held open: what is read through it is of one save, whatever takes its place meanwhile.
+"""A checkpoint's directory, held open: files that are opened through it are of one save, even during an overwrite.
 
-A save that overwrites exchanges directories, and then removes the old one. By its path a load would open some files of
-the one and some of the other.
+A save that overwrites exchanges directories, and then removes the old one. A load that opened files by path would get
+some of the old save and some of the new. Through the descriptor of the directory it gets the old ones, or an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardckpt.storage.remote import RemotePath
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    _Base = Path  # whatever takes a Path to read a checkpoint takes a RelativePath, and finds there what it uses
+    _Base = Path  # for mypy: code that reads a checkpoint takes a RelativePath as a Path, and uses what it has
 else:
     _Base = object
 
@@ -32,27 +32,28 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: O_PATH needs no permission to list the directory: to read files of known names, none is needed.
+#: O_PATH, because it needs no permission to list the directory, and neither does reading files by their names.
 _FLAGS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
-#: Seconds before each further attempt to read what is being replaced. The first are without: of saves that follow each
-#: other at once the next attempt meets another, or none. The last let a network file system forget what it has cached.
+#: Seconds before each further attempt to read what is being replaced. The first attempts follow at once: even where
+#: saves follow each other without a pause, one attempt soon fits between two. The last pauses are long enough for a
+#: network file system's client to drop stale entries from its cache.
 _PAUSES = (*(0.0,) * 16, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-#: As pathlib: of a path that leads nowhere, and of one that leads round in a circle.
+#: Errors of a path to nothing or of a loop of links: `exists` is then False, as in pathlib.
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
-#: Of a directory that is there no longer, on a network file system too.
+#: Errors of a directory that was removed; ESTALE is that of a network file system.
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-#: Whether :func:`retry_if_replaced` is in a further attempt.
+#: Whether :func:`retry_if_replaced` is in its second attempt or a later one.
 _again: ContextVar[bool] = ContextVar("_again", default=False)
 
 
 class RelativePath(_Base):
-    """An open directory, or a file in it, with those of pathlib's abilities that reading a checkpoint takes.
+    """An open directory, or a file in it, with the part of pathlib's interface that reading a checkpoint needs.
 
-    The directory is closed with the last of the paths that are made from one another.
+    Paths made from one another share one descriptor, which is closed with the last of them.
 
     Args:
         directory: The open directory.
-        name: Of a file in it; ``""`` is the directory itself.
+        name: Name of a file in it; ``""`` is the directory itself.
     """
 
     def __init__(self, directory: _OpenDirectory, name: str = "") -> None:
@@ -61,7 +62,7 @@ class RelativePath(_Base):
 
     @property
     def path(self) -> Path:
-        """The path by which the directory was opened, and the file in it."""
+        """The path by which the directory was opened, joined with the name."""
         return self._directory.path / self._entry
 
     @property
@@ -71,49 +72,50 @@ class RelativePath(_Base):
 
     @property
     def suffix(self) -> str:
-        """The name's, as pathlib has it."""
+        """The suffix of the name, as in pathlib."""
         return PurePosixPath(self._entry).suffix
 
     def open(self, flags: int) -> int:  # type: ignore[override]
-        """A descriptor of the file, by flags of ``os.open``."""
+        """Return a new descriptor of the file, opened with flags of ``os.open``; the caller closes it."""
         return os.open(self._entry or ".", flags, dir_fd=self._directory.fd)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """As ``os.stat``."""
+        """Return what ``os.stat`` returns."""
         return os.stat(self._entry or ".", dir_fd=self._directory.fd, follow_symlinks=follow_symlinks)
 
     def lstat(self) -> os.stat_result:
-        """As ``os.lstat``."""
+        """Return what ``os.lstat`` returns."""
         return self.stat(follow_symlinks=False)
 
     def was_replaced(self) -> bool:
-        """Whether the directory's path leads to another directory now, or nowhere."""
+        """Return whether the path by which the directory was opened is now that of another directory, or of none."""
         try:
             return not os.path.samestat(self._directory.path.stat(), os.fstat(self._directory.fd))
         except OSError as exc:
             return exc.errno in _GONE
 
     def exists(self) -> bool:
-        """Whether it is there, or what it is a link to."""
+        """Return whether the file exists; for a link, whether its target does."""
         return self._mode() is not None
 
     def is_dir(self) -> bool:
-        """Whether it is a directory, or a link to one."""
+        """Return whether it is a directory, or a link to one."""
         mode = self._mode()
         return mode is not None and stat.S_ISDIR(mode)
 
     def is_file(self) -> bool:
-        """Whether it is a regular file, or a link to one."""
+        """Return whether it is a regular file, or a link to one."""
         mode = self._mode()
         return mode is not None and stat.S_ISREG(mode)
 
     def is_symlink(self) -> bool:
-        """Whether it is a symbolic link."""
+        """Return whether it is a symbolic link."""
         mode = self._mode(follow_symlinks=False)
         return mode is not None and stat.S_ISLNK(mode)
 
     def iterdir(self) -> Generator[RelativePath, None, None]:
-        """What is in the directory."""
+        """Return an iterator of the paths in the directory, in no order."""
+        # a descriptor of its own: listing needs read permission, which the one with O_PATH does not have
         fd = self.open(os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             names = os.listdir(fd)  # noqa: PTH208 - of a descriptor, not of a path
@@ -158,12 +160,17 @@ class _OpenDirectory:
 
 
 def open_directory(path: Path) -> Path:
-    """The directory held open; a path to anything else as it is, for who reads it says what is wrong with it.
+    """Hold a directory open, so that everything that is read through the result is of one save.
 
-    A folder on a store is listed anew.
+    Args:
+        path: A checkpoint: a directory, or a folder on a store.
+
+    Returns:
+        A :class:`RelativePath` of a local directory; a folder on a store with a fresh listing; any other path
+        unchanged, because the code that reads it reports what is wrong with it.
     """
     if (remote := on_store(path)) is not None:
-        return listed_anew(remote)
+        return refresh_listing(remote)
     if isinstance(path, RelativePath):
         return path
     try:
@@ -172,23 +179,23 @@ def open_directory(path: Path) -> Path:
         return path
 
 
-def listed_anew(path: RemotePath) -> RemotePath:
-    """The folder on a store, as it is when it is looked at next."""
+def refresh_listing(path: RemotePath) -> RemotePath:
+    """Return the folder on a store without its cached listing."""
     return RemotePath(path.folder)
 
 
 def real_path(path: Path) -> Path:
-    """The path by which a directory was opened; any other as it is."""
+    """Return the path by which an open directory was opened; any other path unchanged."""
     return path.path if isinstance(path, RelativePath) else path
 
 
 def was_replaced(path: Path) -> bool:
-    """Whether the path is of a directory that is held open, and another stands in its place, or none."""
+    """Return whether the path is of a directory held open that has since been replaced or removed."""
     return isinstance(path, RelativePath) and path.was_replaced()
 
 
 def replaced_error(path: Path, why: object) -> CheckpointReplacedError:
-    """What to raise where an open checkpoint is gone; ``why`` is what has failed."""
+    """Return the error for an open checkpoint that was replaced; ``why`` is the failure that showed it."""
     return CheckpointReplacedError(
         f"{path}: another save has replaced it, or it was removed, since it was opened, and what was opened is gone: "
         f"open it again ({why})"
@@ -197,46 +204,51 @@ def replaced_error(path: Path, why: object) -> CheckpointReplacedError:
 
 @contextmanager
 def detect_replacement(path: Path, replaced: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Raise CheckpointReplacedError in the place of an error inside the block, if the checkpoint was replaced.
+    """Turn an error inside the block into CheckpointReplacedError if the checkpoint was replaced.
+
+    Files that an overwrite has removed look damaged or missing: this gives the true reason, so that a caller can retry.
 
     Args:
         path: The checkpoint.
-        replaced: Tells whether it was; by default :func:`was_replaced` of the path.
+        replaced: Returns whether it was replaced; by default :func:`was_replaced` of the path.
+
+    Returns:
+        A context manager.
 
     Raises:
-        CheckpointReplacedError: it was.
+        CheckpointReplacedError: the block failed, and the checkpoint was replaced.
     """
     try:
         yield
     except CheckpointReplacedError:
         raise
     except (CheckpointingException, OSError) as exc:
-        if _is_so(replaced or (lambda: was_replaced(path))):
+        if _is_certain(replaced or (lambda: was_replaced(path))):
             raise replaced_error(path, exc) from exc
         raise
 
 
-def _is_so(replaced: Callable[[], bool]) -> bool:
+def _is_certain(replaced: Callable[[], bool]) -> bool:
     try:
         return replaced()
-    except CheckpointingException:  # a store does not answer: the error that was there before says more
+    except CheckpointingException:  # the store does not answer: the error inside the block says more
         return False
 
 
 def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
-    """Call a function that reads a checkpoint, and call it again each time that another save replaced it meanwhile.
+    """Call a function that reads a checkpoint, and repeat the call while another save replaces the checkpoint.
 
-    Collective where ``attempt`` is: all ranks then raise the same error, and so all begin again.
+    Every rank must call it if ``attempt`` is collective: all ranks then raise the same error, and so all retry.
 
     Args:
-        attempt: Opens the checkpoint, and returns what it has read.
+        attempt: Opens the checkpoint, and returns what it has read; called once or more.
         path: The checkpoint, named in errors.
 
     Returns:
         What ``attempt`` returns.
 
     Raises:
-        CheckpointReplacedError: it was replaced in every one of the attempts.
+        CheckpointReplacedError: the checkpoint was replaced during every attempt.
     """
     pauses = iter(_PAUSES)
     is_again = False
@@ -252,7 +264,7 @@ def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
                     "replaced it meanwhile; load it when that has ended, or save to a directory for each step. The "
                     f"last attempt: {exc}"
                 ) from exc
-            logger.info("%s is read again: %s", path, exc)
+            logger.info("reading %s once more: %s", path, exc)
         finally:
             _again.reset(before)
         time.sleep(pause)
@@ -260,7 +272,7 @@ def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
 
 
 def is_read_again() -> bool:
-    """Whether a checkpoint is read once more, because it was replaced meanwhile: it may be again soon."""
+    """Return whether :func:`retry_if_replaced` is in a retry: the next save may replace the checkpoint soon, too."""
     return _again.get()
 
 
@@ -268,9 +280,9 @@ __all__ = [
     "RelativePath",
     "detect_replacement",
     "is_read_again",
-    "listed_anew",
     "open_directory",
     "real_path",
+    "refresh_listing",
     "replaced_error",
     "retry_if_replaced",
     "was_replaced",

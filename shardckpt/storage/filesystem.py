@@ -1,4 +1,4 @@
-"""File system calls with whole results, never partial ones, and errors that name the file."""
+"""File system calls that never end with partial results, and whose errors name the file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from shardckpt.storage.remote import RemotePath
 
-#: The only names that a checkpoint's files may have: no separators, so none leaves its directory.
+#: The only names that a checkpoint's files may have: without separators, so no name leads out of the directory.
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
-#: What passes by itself: signals, resources that are short for a moment, a server that does not answer at once.
+#: Errors that pass without help: signals, a short lack of resources, a slow server.
 TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
 #: Seconds before each further attempt.
 _PAUSES = (0.01, 0.05, 0.25, 1.0)
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_REMOTE = -1  # stands for a descriptor where a store has the file
+_REMOTE = -1  # in place of a descriptor, for an object of a store
 _VECTORS = 1024  # IOV_MAX on Linux
 _LINK = (
     "cannot open {path}: it is a symbolic link, which is refused so that no file outside the checkpoint is read; where "
@@ -43,7 +43,11 @@ _LINK = (
 
 
 def check_file_name(name: str) -> str:
-    """The name itself if it is safe inside a checkpoint, else :class:`CorruptCheckpointError`."""
+    """Return the name if a file of a checkpoint may have it.
+
+    Raises:
+        CorruptCheckpointError: it has other characters than letters, digits, ``.``, ``_`` and ``-``, or is a path.
+    """
     if not FILE_NAME.fullmatch(name) or name in (".", ".."):
         raise CorruptCheckpointError(
             f"file name {name!r} is not allowed in a checkpoint: only letters, digits, '.', '_' and '-'"
@@ -53,7 +57,13 @@ def check_file_name(name: str) -> str:
 
 @contextmanager
 def naming(action: str, path: Path | str) -> Iterator[None]:
-    """Turn an OSError inside the block into a :class:`StorageError` that says what was done to which file."""
+    """Return a context manager that turns an OSError into a :class:`StorageError` with the action and the path.
+
+    Example:
+        >>> with naming("rename", path):  # doctest: +SKIP
+        ...     os.rename(path, target)
+        StorageError: cannot rename /checkpoints/step-10: Permission denied (EACCES)
+    """
     try:
         yield
     except OSError as exc:
@@ -62,24 +72,28 @@ def naming(action: str, path: Path | str) -> Iterator[None]:
 
 
 def open_new(path: Path) -> int:
-    """A descriptor of a file that did not exist before."""
+    """Create a file for writing, and return its descriptor; the caller closes it.
+
+    Raises:
+        StorageError: the file exists (a save never writes into an existing file), or cannot be created.
+    """
     with naming("create", path):
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has the name, a link to nowhere too."""
+    """Return whether anything has the name; a link without a target counts."""
     return path.exists() or path.is_symlink()
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file, or of a link itself; an OSError if it is not there."""
+    """Return the size in bytes of a file, or of a link itself; raise an OSError if there is none."""
     remote = on_store(path)
     return path.lstat().st_size if remote is None else remote.size
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Bytes that a directory of this machine takes on its disk with all that is in it, as ``du`` counts them."""
+    """Return the disk space in bytes of a local directory and its content, as ``du`` counts it: hard links once."""
     with naming("look at", directory):
         found = {}
         for folder, _, names in os.walk(directory, onerror=_raise):
@@ -90,10 +104,22 @@ def allocated_bytes(directory: Path) -> int:
 
 
 def open_existing(path: Path) -> tuple[int, int]:
-    """Descriptor and size of a regular file; links, devices and pipes are refused. :func:`close_file` closes it."""
+    """Open a regular file for reading.
+
+    Args:
+        path: The file; an object of a store is only looked up.
+
+    Returns:
+        The descriptor, for :func:`read_into` and :func:`close_file`, and the size in bytes.
+
+    Raises:
+        StorageError: the file cannot be opened, or is a symbolic link.
+        CorruptCheckpointError: it is a directory, device or pipe.
+    """
     with naming("open", path):
         if (remote := on_store(path)) is not None:
             return _REMOTE, remote.size
+        # O_NONBLOCK, because to open a pipe without a writer would wait for one
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             fd = path.open(flags) if isinstance(path, RelativePath) else os.open(path, flags)
@@ -109,14 +135,14 @@ def open_existing(path: Path) -> tuple[int, int]:
 
 
 def status(fd: int) -> os.stat_result | None:
-    """What the system knows of a file that :func:`open_existing` has opened; None for one on a store."""
+    """Return ``os.fstat`` of what :func:`open_existing` opened; None for an object of a store."""
     return None if fd == _REMOTE else os.fstat(fd)
 
 
 def same_file(one: os.stat_result | None, other: os.stat_result | None) -> bool:
-    """Whether two statuses may be of one file.
+    """Return whether two statuses may be of one file.
 
-    Some file systems on a store number a file anew each time that it is opened: then the time of its writing tells.
+    Some file systems on a store give a file another inode number at each opening: then equal mtimes count.
     """
     if one is None or other is None:
         return one is other
@@ -124,13 +150,13 @@ def same_file(one: os.stat_result | None, other: os.stat_result | None) -> bool:
 
 
 def close_file(fd: int) -> None:
-    """Close what :func:`open_existing` has opened."""
+    """Close what :func:`open_existing` opened."""
     if fd != _REMOTE:
         os.close(fd)
 
 
 def patiently(call: Callable[..., _T], *args: Any) -> _T:
-    """What the call returns; where it fails with one of ``TRANSIENT``, it is tried again a few times."""
+    """Return what the call returns; after an error of ``TRANSIENT`` repeat the call a few times, with pauses."""
     for pause in _PAUSES:
         try:
             return call(*args)
@@ -142,13 +168,13 @@ def patiently(call: Callable[..., _T], *args: Any) -> _T:
 
 
 def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int, what: str = "") -> None:
-    """Write the buffers one after the other from ``offset`` on, however many calls it takes.
+    """Write all bytes of the buffers, one after the other, in as many calls as that takes.
 
     Args:
-        fd: Where to.
-        path: Its file, named in errors.
-        buffers: Bytes.
-        offset: In the file.
+        fd: Of the file.
+        path: The file, named in errors.
+        buffers: The bytes.
+        offset: Of the first byte in the file.
         what: What the bytes are (a key), named in errors.
     """
     left = [buffer for buffer in buffers if buffer.nbytes]
@@ -161,7 +187,7 @@ def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int, w
 def write_some(
     fd: int, path: Path, buffers: list[memoryview], offset: int, what: str = "", expected: Collection[int] = ()
 ) -> int:
-    """One write of at least one byte; how many were written. Error numbers that are ``expected`` stay OSErrors."""
+    """Write at least one byte, and return the number written; errors with an ``expected`` number stay OSErrors."""
     what = f"{what} " * bool(what)
     try:
         done = patiently(os.pwritev, fd, buffers, offset)
@@ -176,7 +202,12 @@ def write_some(
 
 
 def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
-    """Fill the buffer from ``offset`` on; :class:`CorruptCheckpointError` if the file ends before."""
+    """Fill the buffer with the file's bytes from ``offset`` on.
+
+    Raises:
+        CorruptCheckpointError: the file ends before.
+        StorageError: a read failed.
+    """
     left, remote = buffer, on_store(path)
     while left.nbytes:
         done = _read_some(fd, path, left, offset) if remote is None else _read_remote(remote, left, offset)
@@ -186,7 +217,12 @@ def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The whole of a small regular file; a file above ``limit`` bytes is refused before memory is taken."""
+    """Return all bytes of a small regular file.
+
+    Raises:
+        CorruptCheckpointError: it has more than ``limit`` bytes, which is checked before memory is allocated.
+        StorageError: it cannot be read.
+    """
     fd, size = open_existing(path)
     try:
         if size > limit:
@@ -199,19 +235,19 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the directory's entries durable."""
+    """Fsync a directory: the names in it survive a power cut after this."""
     with naming("sync the directory", path):
         _sync(path, os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
-    """Make the bytes of a file durable that another call wrote."""
+    """Fsync a file that is closed: its bytes survive a power cut after this."""
     with naming("fsync", path):
         _sync(path, os.O_NOFOLLOW)
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two directory entries in one step; False where the system or file system has no such call."""
+    """Exchange two directory entries in one step; return False if the system or file system has no such call."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
         return False
@@ -229,7 +265,7 @@ def _raise(error: OSError) -> None:
 
 
 def _read_some(fd: int, path: Path, buffer: memoryview, offset: int) -> int:
-    """One read into the beginning of the buffer; how many bytes came, 0 at the file's end."""
+    """Read once into the start of the buffer; return the number of bytes, 0 at the end of the file."""
     try:
         return patiently(os.preadv, fd, [buffer], offset)
     except OSError:
@@ -238,7 +274,7 @@ def _read_some(fd: int, path: Path, buffer: memoryview, offset: int) -> int:
 
 
 def _read_remote(path: RemotePath, buffer: memoryview, offset: int) -> int:
-    """Fill the beginning of the buffer from a store; how many bytes came."""
+    """Fill the start of the buffer from a store; return the number of bytes."""
     found = path.read_range(offset, buffer.nbytes)
     if len(found) > buffer.nbytes:
         raise StorageError(f"{path}: asked for {buffer.nbytes} bytes at offset {offset}, its store gave {len(found)}")
@@ -255,7 +291,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What remains of the buffers behind their first ``count`` bytes."""
+    """Return the buffers without their first ``count`` bytes."""
     for number, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[number + 1 :]]

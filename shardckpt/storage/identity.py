@@ -1,4 +1,4 @@
-"""Which save a directory is of, and whether it is there still: a record's own digest tells it from every other."""
+"""Whether a directory still holds the save that a reader was opened on; a record's own digest identifies the save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
 from shardckpt.storage.abilities import on_store
-from shardckpt.storage.directory import detect_replacement, listed_anew, real_path, was_replaced
+from shardckpt.storage.directory import detect_replacement, real_path, refresh_listing, was_replaced
 from shardckpt.storage.filesystem import close_file, is_there, open_existing, read_file, read_into
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import Manifest, Record
 
-#: The record ends with its digest; what a later release may write after it is looked for in the whole file.
+#: Bytes at the end of a record that hold its digest. A later release may write more after it: then all bytes are read.
 _TAIL_BYTES = 128
 
 
@@ -23,8 +23,8 @@ class OpenedSave:
     """The save that a reader was opened on.
 
     Args:
-        place: The checkpoint: a directory, held open if it is a local one, or on a store.
-        manifest: What it says of itself.
+        place: The checkpoint: a directory, held open if it is on this machine, or a folder on a store.
+        manifest: Its manifest, as read when the reader was opened.
     """
 
     def __init__(self, place: Path, manifest: Manifest) -> None:
@@ -32,7 +32,7 @@ class OpenedSave:
         self._manifest = manifest
 
     def was_replaced(self) -> bool:
-        """Whether another save, or none, is where it was; of a local one, if it is held open.
+        """Return whether the save was replaced or removed; of a local directory that is not held open, always False.
 
         Raises:
             StorageError: the store does not answer.
@@ -41,27 +41,27 @@ class OpenedSave:
         if remote is None:
             return was_replaced(self._place)
         record = self._manifest.record
-        return (record is not None and not is_of_save(listed_anew(remote), record)) or has_changed(remote)
+        return (record is not None and not is_of_save(refresh_listing(remote), record)) or has_changed(remote)
 
     def detect_replacement(self) -> AbstractContextManager[None]:
-        """A context that raises CheckpointReplacedError in the place of an error, if another save is there now."""
+        """Return a context that turns an error into CheckpointReplacedError if another save is there now."""
         return detect_replacement(real_path(self._place), self.was_replaced)
 
 
 def has_changed(place: Path) -> bool:
-    """Whether a directory was replaced since it was opened.
+    """Return whether a directory was replaced since it was opened.
 
-    A folder on a store was if it no longer has all objects that it had when it was listed, in the same sizes.
+    A folder on a store was replaced if an object of its first listing is gone or has another size.
     """
     remote = on_store(place)
     if remote is None:
         return was_replaced(place)
-    before, after = ({path.name: path.size for path in at.iterdir()} for at in (remote, listed_anew(remote)))
+    before, after = ({path.name: path.size for path in at.iterdir()} for at in (remote, refresh_listing(remote)))
     return not before.items() <= after.items()
 
 
 def is_of_save(directory: Path, record: Record | None) -> bool:
-    """Whether a directory's ``shardckpt.json`` is that record; None stands for a directory that has none.
+    """Return whether a directory's ``shardckpt.json`` is that record; None stands for a directory without one.
 
     Raises:
         StorageError: it cannot be read.

@@ -1,7 +1,7 @@
-"""What killed saves, overwrites and removals have left: found by name, and removed if no living process owns it.
+"""Leftovers of killed saves, overwrites and removals: found by name, and removed if no living process owns them.
 
-A process on the same boot of the same host is certainly dead or not, by its id and start. What belongs to another host,
-or has no owner in its name, is removed when nothing was written to it for ``SHARDCKPT_LEFTOVER_HOURS``.
+Whether a process of the same boot of the same host is alive is certain, by its id and start time. Leftovers of another
+host, or without an owner in the name, are removed when nothing was written to them for ``SHARDCKPT_LEFTOVER_HOURS``.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 _HOUR = 3600.0
 _SPOOL = "shardckpt-spool-"
-#: An owner, and what ``mkdtemp`` adds; older releases wrote no owner.
+#: The owner, and the random end that ``mkdtemp`` adds; older releases wrote no owner.
 _SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
 
 
 class Leftover(NamedTuple):
-    """A temporary directory, or file, that may have no use any more.
+    """A temporary directory, or file, that may no longer be in use.
 
     Attributes:
-        path: Where it is; no link.
+        path: Its path; never a link.
         stem: The :func:`~shardckpt.storage.staging_names.stem` of its target's name; ``""`` for a spool directory.
         kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
-        owner: The process that it belongs to; None where its name does not say.
-        is_garbage: Whether nobody wants it, whoever lives: its own process has given it up.
+        owner: The process that owns it; None if its name has no owner.
+        is_garbage: Whether it may be removed even if its owner is alive: the owner has discarded it.
     """
 
     path: Path
@@ -52,16 +52,19 @@ class Leftover(NamedTuple):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether it may be the only whole checkpoint: an overwrite has moved it aside."""
+        """Whether it may be the only complete checkpoint: an overwrite has moved it aside."""
         return self.kind == REPLACED and not self.is_garbage
 
 
 def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Leftover]:
-    """The temporary directories in a folder, by name; none where there is no such folder.
+    """Find the temporary directories in a folder by their names.
 
     Args:
-        folder: The directory in which their targets are.
-        is_wanted: Whether those of a target are meant, by the stem of its name.
+        folder: The parent directory of their targets.
+        is_wanted: Returns whether to include those of a target, given the stem of the target's name.
+
+    Returns:
+        The leftovers, sorted; empty if the folder does not exist.
     """
     found = []
     for entry in _entries(folder):
@@ -72,11 +75,15 @@ def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Lefto
 
 
 def why_kept(leftover: Leftover, hours: float | None = None) -> str:
-    """Why it must stay, as far as owners and times say; ``""`` if no living process has it.
+    """Return why a leftover must stay, judged by its owner and the times of its files.
 
     Args:
-        leftover: What was found.
-        hours: Since the last write, after which what another host has is taken for dead; by default the setting's.
+        leftover: The leftover.
+        hours: Hours since the last write after which the owner on another host counts as dead; by default
+            ``SHARDCKPT_LEFTOVER_HOURS``.
+
+    Returns:
+        The reason; ``""`` if no living process uses it, and it may be removed.
     """
     owner = leftover.owner
     if leftover.is_garbage:
@@ -84,7 +91,7 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
     alive = None if owner is None else owner.is_alive()
     if owner is not None and alive:
         if owner == Owner.current() and leftover.stem and not is_claimed(leftover.path.name):
-            return ""  # a call of this process has failed, and could not remove it
+            return ""  # a failed call of this process could not remove it
         return f"process {owner.pid} of this host is alive"
     if alive is False:
         return ""
@@ -97,10 +104,10 @@ def why_kept(leftover: Leftover, hours: float | None = None) -> str:
 
 
 def remove_leftover(leftover: Leftover) -> None:
-    """Remove it, under a name that promises nothing; two processes may do it at a time.
+    """Remove a leftover, renamed first so that a half-removed one is not loaded; processes may do so concurrently.
 
     Raises:
-        StorageError: it is still there, or some of it.
+        StorageError: the leftover, or a part of it, still exists.
     """
     path = leftover.path
     with naming("remove", path):
@@ -111,15 +118,15 @@ def remove_leftover(leftover: Leftover) -> None:
         except FileNotFoundError:
             return  # another process was first
     if leftover.kind in (REPLACED, REMOVED):
-        sync_directory(path.parent)  # else a power cut gives what was a checkpoint its name back, and not its files
+        sync_directory(path.parent)  # else a power cut may undo the rename but not the removal of files
     remove_tree(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, or a file; it is no error if it is gone.
+    """Remove a directory, or a file, if it exists.
 
     Raises:
-        StorageError: it is still there; what could be removed of it is not.
+        StorageError: a part of it could not be removed; the rest was.
     """
     try:
         if path.is_dir():
@@ -127,7 +134,7 @@ def remove_tree(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as exc:
-        shutil.rmtree(path, ignore_errors=True)  # what can be removed beside it
+        shutil.rmtree(path, ignore_errors=True)  # removes all that can be removed
         if os.path.lexists(path):
             raise StorageError(f"cannot remove {path}, which is no longer needed: {exc}") from exc
 
@@ -135,14 +142,14 @@ def remove_tree(path: Path) -> None:
 def remove_free(
     leftovers: Iterable[Leftover], why_kept: Callable[[Leftover], str] = why_kept
 ) -> list[tuple[Leftover, str]]:
-    """Remove those that need not stay; what cannot be removed is a warning.
+    """Remove the leftovers that may be removed; log a warning for each whose removal fails.
 
     Args:
-        leftovers: What was found.
-        why_kept: Why one must stay; ``""`` if it need not.
+        leftovers: The leftovers.
+        why_kept: Returns why one must stay; ``""`` if it may be removed.
 
     Returns:
-        Those that stay, each with the reason.
+        The leftovers that must stay, each with the reason.
     """
     kept = []
     for leftover in leftovers:
@@ -159,7 +166,7 @@ def remove_free(
 
 
 def create_spool() -> Path:
-    """Make a directory for files on their way to a store; what killed processes have left there goes before."""
+    """Create a directory for files to be uploaded, and return its path; remove the spools of killed processes first."""
     folder = spool_folder()
     try:
         remove_free(find_spools(folder))
@@ -170,12 +177,12 @@ def create_spool() -> Path:
 
 
 def spool_folder() -> Path:
-    """Where spool directories are made."""
+    """Return the directory in which spool directories are created: ``SHARDCKPT_SPOOL_DIR`` or the temporary one."""
     return Path(settings.spool_directory() or tempfile.gettempdir())
 
 
 def find_spools(folder: Path) -> list[Leftover]:
-    """This user's spool directories in a folder; none where there is no such folder."""
+    """Return this user's spool directories in a folder, sorted; empty if the folder does not exist."""
     found = []
     for entry in _entries(folder):
         name = _SPOOL_NAME.fullmatch(entry.name)
@@ -186,7 +193,7 @@ def find_spools(folder: Path) -> list[Leftover]:
 
 
 def freed_bytes(path: Path) -> int:
-    """What a removal would free: the bytes of all files in it that have no other name."""
+    """Return the bytes that a removal would free: of all files in it without a second hard link."""
     return sum(info.st_size for _, info in _walk(path) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
 
 
@@ -200,7 +207,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_own_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether it is this user's, who may share the folder with others, and no link."""
+    """Whether it is a directory of this user (others may share the folder), and not a link."""
     try:
         info = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -209,13 +216,13 @@ def _is_own_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _last_write(leftover: Leftover) -> float:
-    """When something in it was written last. The files of a checkpoint are old; that it was moved is a change of it."""
+    """Return the time of the last write. Files of a replaced checkpoint are old: there ctime, the move, counts, too."""
     times = [max(info.st_mtime, info.st_ctime * leftover.is_replaced) for _, info in _walk(leftover.path)]
     return max(times, default=0.0)
 
 
 def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """A file or directory, all that is in it, and what the system knows of each; what vanishes is left out."""
+    """Yield a file or directory and all its content, each with its status; skip what disappears."""
     try:
         yield path, path.lstat()
         below = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())

@@ -1,8 +1,9 @@
-"""The opcodes of a pickle, followed without building anything: what would cost more than the file is worth is refused.
+"""Follow the opcodes of a pickle without building anything, and refuse one that would cost more than its size warrants.
 
-Python's C unpickler takes memory for every memo place that it is asked for, copies what is in the memo as often as it
-is told, and hashes nested tuples by recursion in C, without a limit. So each opcode is followed first on values that
-know only what they would cost. https://docs.python.org/3/library/pickletools.html has the opcodes.
+Python's C unpickler allocates memory for every memo index in the file, copies what is in the memo as often as the file
+says, and hashes nested tuples by recursion in C, without limits. So a hostile pickle of a few bytes can exhaust memory,
+time or the C stack. Each opcode is followed first with values that know only their cost, before the real unpickler.
+https://docs.python.org/3/library/pickletools.html has the opcodes.
 """
 
 from __future__ import annotations
@@ -18,50 +19,49 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from mmap import mmap
 
-#: Bytes that a pickle's calls, states and keys may take: so many in any case, and so many for each of its own.
+#: Bytes that a pickle's calls, states and keys may cost: a constant, and so many per byte of the pickle.
 _FREE, _PER_BYTE = 16 << 20, 64
-#: What they are taken to cost, in bytes: a call; an entry of a list, dict or set that is copied; one of a tuple; a
-#: value that is hashed.
+#: Assumed costs in bytes: of a call; of a copied entry of a list, dict or set; of one of a tuple; of a hashed value.
 _CALL, _ENTRY, _SLOT, _HASH = 200, 32, 16, 16
-#: Tuples in each other, which no pickler gets to by its own recursion, and values in a key, those of inner tuples
-#: counted: hashing goes through all of them, on the stack of C.
+#: Deepest nesting of tuples (no pickler's own recursion reaches it), and most values in a key, inner tuples included:
+#: hashing visits all of them, on the C stack.
 _DEEPEST, _KEY = 1000, 10_000
-#: Where counting ends: shared tuples have exponentially many values.
+#: Counts stop here: tuples that share tuples have exponentially many values.
 _MANY = 1 << 40
-#: Picklers number their memo 0, 1, 2, ...; some leave a number out.
+#: Largest gap in memo indices. Picklers count 0, 1, 2, ...; some skip a number.
 _GAP = 1024
-#: The protocol that has MEMOIZE.
+#: The first protocol with MEMOIZE.
 _MEMOIZING = b"\x04"
-#: Digits of numbers that are written as text.
+#: Most digits of a number in text: int() takes quadratic time.
 _DIGITS = 1000
-#: In a plain pickle: keys that are numbers or tuples, at most, and bytes of an integer.
+#: In a plain pickle: most keys that are numbers or tuples, and most bytes of an integer.
 _ODD_KEYS, _PLAIN_BYTES = 1000, 32
-#: Integers of so many bytes have hashes of their own.
+#: Integers of at most so many bytes have distinct hashes.
 _OWN_HASH_BYTES = 7
 _TWO_WAYS = "numbers its memo in two ways"
-#: Lists, dicts, sets, and marks that lie in each other: an opcode makes what takes so many bytes.
+#: Bytes of an empty list, dict and set, which one opcode makes; and the deepest nesting of MARKs.
 _LIST_BYTES, _DICT_BYTES, _SET_BYTES, _MARKS = 64, 64, 216, 10_000
-#: Records are matched as a whole in pickles of at least so many bytes, and while no tuple has more values.
+#: Records are matched by a pattern in pickles of at least so many bytes, while no tuple has more than so many values.
 _LARGE, _LIGHT = 1 << 16, 64
 
 
 def check_pickle(data: bytes | mmap, source: str, *, plain: bool = False, start: int = 0) -> int:
-    """Refuse a pickle that would take time or memory out of proportion to its size, or crash the process.
+    """Raise an error for a pickle that would cost time or memory out of proportion to its size, or crash the process.
 
-    Nothing is built and no name is looked up: which globals it may name is for the unpickler to say.
+    Nothing is built and no global is looked up: the unpickler decides which globals are allowed.
 
     Args:
-        data: The pickle; what follows its end is not looked at.
+        data: The pickle; bytes after its end are ignored.
         source: Named in errors.
-        plain: Whether nearly all keys of dicts are names, objects and small integers, as floats and tuples can be made
-            to collide, and integers have at most 32 bytes.
-        start: Where in the data the pickle begins.
+        plain: Whether to allow few dict keys other than text, objects and small integers (hashes of floats and tuples
+            can be made to collide), and integers of at most 32 bytes.
+        start: Offset of the pickle in the data.
 
     Returns:
-        Where it ends.
+        The offset of the pickle's end in the data.
 
     Raises:
-        CorruptCheckpointError: It is cut, or asks for too much; says for what.
+        CorruptCheckpointError: it is cut or damaged, or costs too much; says what.
     """
     walk = _Walk(data, start, plain)
     try:
@@ -76,7 +76,7 @@ def check_pickle(data: bytes | mmap, source: str, *, plain: bool = False, start:
 
 
 class _Value:
-    """What is known of a value: how many values hashing it visits, and the bytes that copying it takes."""
+    """The cost of a value: how many values hashing it visits (weight), and the bytes that a copy of it takes (cost)."""
 
     __slots__ = ("cost", "weight")
 
@@ -85,14 +85,14 @@ class _Value:
         self.cost = cost
 
 
-class _Made(_Value):
-    """A container or the result of a call: it may grow."""
+class _Growing(_Value):
+    """A container or the result of a call: its cost may grow."""
 
     __slots__ = ()
 
 
 class _Tuple(_Value):
-    """A tuple: as arguments it is copied, and what it holds may be."""
+    """A tuple: copied when it is the arguments of a call, and so may be what it holds."""
 
     __slots__ = ("depth", "items")
 
@@ -108,7 +108,7 @@ def _sum_of_weights(items: Iterable[_Value]) -> int:
     return min(sum(item.weight for item in items), _MANY)
 
 
-#: Values whose hashes differ if they do; numbers that can be made to collide; texts by their bytes.
+#: A value that hashes without collisions; a number, whose hash may collide; texts by their number of bytes.
 _ATOM, _NUMBER = _Value(), _Value(2)
 _TEXTS = [_Value(1, size) for size in range(256)]
 _NO_VALUES = _Tuple(())
@@ -134,7 +134,8 @@ class _Walk:
             self._records = _records(pickle.MEMOIZE if memoizes else b"")
             size = _Value(16)  # of at most nine numbers, as the pattern says
             self._record_memos = [
-                [[_Made()] * 2 + [_TEXTS[255]] * texts + [size] * 3 * sizes for sizes in range(3)] for texts in (0, 1)
+                [[_Growing()] * 2 + [_TEXTS[255]] * texts + [size] * 3 * sizes for sizes in range(3)]
+                for texts in (0, 1)
             ]
             self._memoizes = memoizes
 
@@ -154,7 +155,7 @@ class _Walk:
             raise CorruptCheckpointError(f"copies itself too often: more than {self._spent} bytes")
 
     def _hash(self, keys: Iterable[_Value]) -> None:
-        """Count what hashing keys takes."""
+        """Count the cost of hashing keys."""
         for key in keys:
             if key.weight == 1:
                 continue
@@ -167,20 +168,20 @@ class _Walk:
                     raise CorruptCheckpointError("has too many keys that are numbers or tuples, and not names")
 
     def _grow(self, target: _Value, items: Sequence[_Value], weight: int) -> None:
-        if isinstance(target, _Made):
+        if isinstance(target, _Growing):
             target.cost += _ENTRY * len(items)
             target.weight = min(target.weight + weight, _MANY)
 
     def _call(self, args: _Value, *more: _Value) -> None:
-        """Put the result of a call on the stack."""
+        """Push the result of a call onto the stack."""
         items = [*(args.items if isinstance(args, _Tuple) else (args,)), *more]
         copied = sum(item.cost for item in items)
         self._spend(_CALL + args.cost + copied)
-        self._stack.append(self._light(_Made(_sum_of_weights(items) + 2 if items else 1, copied)))
+        self._stack.append(self._light(_Growing(_sum_of_weights(items) + 2 if items else 1, copied)))
 
     def _light(self, value: _Value) -> _Value:
         if value.weight > _LIGHT:
-            self._records = None  # they may have anything from the memo as keys
+            self._records = None  # stop matching: a record may use such a tuple from the memo as a key
         return value
 
     # ---- reading
@@ -253,19 +254,19 @@ class _Walk:
     def frozenset_to_mark(self) -> None:
         items = self._to_mark()
         self._hash(items)
-        self._stack.append(self._light(_Made(_sum_of_weights(items) + 2, _ENTRY * len(items))))
+        self._stack.append(self._light(_Growing(_sum_of_weights(items) + 2, _ENTRY * len(items))))
 
     def make_list(self) -> None:
         self._spend(_LIST_BYTES)
-        self._stack.append(_Made())
+        self._stack.append(_Growing())
 
     def make_dict(self) -> None:
         self._spend(_DICT_BYTES)
-        self._stack.append(_Made())
+        self._stack.append(_Growing())
 
     def make_set(self) -> None:
         self._spend(_SET_BYTES)
-        self._stack.append(_Made())
+        self._stack.append(_Growing())
 
     def empty_tuple(self) -> None:
         self._stack.append(_NO_VALUES)
@@ -287,7 +288,7 @@ class _Walk:
 
     def _set(self, items: list[_Value]) -> None:
         weight = _sum_of_weights(items)
-        if weight > len(items):  # not all of them are plain
+        if weight > len(items):  # at least one weighs more than 1
             self._hash(items[::2])
         self._grow(self._stack[-1], items[::2], weight)
 
@@ -350,12 +351,12 @@ class _Walk:
 
     def get1(self) -> None:
         records = self._records if self._data[self.at + 1] == _EMPTY_TUPLE else None
-        if records is None or not self._go_over_records(records.match):
+        if records is None or not self._skip_records(records.match):
             self._get(self._number(1))
 
     def get4(self) -> None:
         records = self._records if self._data[self.at + 4] == _EMPTY_TUPLE else None
-        if records is None or not self._go_over_records(records.match):
+        if records is None or not self._skip_records(records.match):
             self._get(self._number(4))
 
     def _get(self, index: int) -> None:
@@ -382,8 +383,8 @@ class _Walk:
             raise CorruptCheckpointError(_TWO_WAYS)
         self._memo.append(self._stack[-1])
 
-    def _go_over_records(self, match: Callable[[bytes | mmap, int], re.Match[bytes] | None]) -> bool:
-        """Go over objects with their attributes, if they follow: most of ``.metadata`` is such records."""
+    def _skip_records(self, match: Callable[[bytes | mmap, int], re.Match[bytes] | None]) -> bool:
+        """Skip records (objects with attributes) by a pattern, which is faster: most of ``.metadata`` is such."""
         start = self.at = self.at - 1
         while found := match(self._data, self.at):
             self.at = found.end()
@@ -400,7 +401,7 @@ class _Walk:
 
 
 def _pushes(nbytes: int, value: _Value) -> Callable[[_Walk], None]:
-    """The handler of an opcode that pushes a value of so many bytes."""
+    """Return the handler of an opcode that pushes a value of so many bytes."""
 
     def push(walk: _Walk) -> None:
         walk._number(nbytes)  # noqa: SLF001 - a handler is a method
@@ -410,7 +411,7 @@ def _pushes(nbytes: int, value: _Value) -> Callable[[_Walk], None]:
 
 
 def _pushes_text(width: int) -> Callable[[_Walk], None]:
-    """The handler of a text or bytes behind their length."""
+    """Return the handler of an opcode with a length, and a text or bytes after it."""
 
     def push(walk: _Walk) -> None:
         size = walk._number(width)  # noqa: SLF001
@@ -421,7 +422,7 @@ def _pushes_text(width: int) -> Callable[[_Walk], None]:
 
 
 def _pushes_long(width: int) -> Callable[[_Walk], None]:
-    """The handler of an integer behind its length."""
+    """Return the handler of an opcode with a length, and an integer after it."""
 
     def push(walk: _Walk) -> None:
         size = walk._number(width)  # noqa: SLF001
@@ -510,12 +511,12 @@ _HANDLERS = {getattr(pickle, name)[0]: handler for name, handler in _BY_NAME.ite
 
 @functools.cache
 def _records(put: bytes) -> re.Pattern[bytes]:
-    """The opcodes of an object without arguments and with a few attributes, where the memo has their names.
+    """Return the pattern of an object without arguments and with a few attributes, whose names are in the memo.
 
-    Values are plain, but for at most one text, which is group 1, and two ``torch.Size`` behind it, groups 2 and 3.
+    Values are plain, except for at most one text (group 1) and two ``torch.Size`` after it (groups 2 and 3).
 
     Args:
-        put: The opcode that follows whatever goes into the memo.
+        put: The opcode that follows each value that goes into the memo.
     """
     put = re.escape(put)
     get = b"(?:h.|j.{4})"
@@ -523,14 +524,14 @@ def _records(put: bytes) -> re.Pattern[bytes]:
     text = b"\\x8c" + _lengths(0, 255) + put
     sizes = b"(?:\\(%s{1,9}t|%s\\x85|%s{2}\\x86|%s{3}\\x87)" % (number, number, number, number)
     size = get + sizes + put + b"\\x85" + put + b"R" + put
-    # what is not followed by the next name or the end is the function of a torch.Size
+    # a GET that is not followed by the next name or the end gets the function of a torch.Size
     plain = b"(?:%s(?:%s(?=[hju])|%s|[N\\x88\\x89]|G.{8})){0,8}" % (get, get, number)
     attributes = plain + b"(%s%s)?" % (get, text) + plain + (b"(%s%s)?" % (get, size) + plain) * 2
     return re.compile(get + b"\\)\\x81" + put + b"}" + put + b"\\(" + attributes + b"ub", re.DOTALL)
 
 
 def _lengths(low: int, high: int) -> bytes:
-    """A pattern of a byte and as many others as it says, by halves: an alternative for each would be slow."""
+    """Return a pattern of a length byte and so many bytes, by halves: 256 alternatives in a row would be slow."""
     if low == high:
         return b"\\x%02x.{%d}" % (low, low)
     middle = (low + high) // 2

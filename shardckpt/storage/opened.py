@@ -1,4 +1,4 @@
-"""The files of a checkpoint that are open for reading, few at a time however many there are."""
+"""The files of a checkpoint that are open for reading: a bounded number, however many files there are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shardckpt.manifest import FileRecord
 
-#: Files that a reader keeps open; more are opened again when they are read again.
+#: Files that a reader keeps open; those above this number are closed, and reopened when they are read.
 OPEN_FILES = 64
 
 
@@ -28,8 +28,11 @@ class OpenFile:
 
     Args:
         path: The file.
-        record: What was written, if that is known.
-        algorithm: Of its digests, if they are to be checked.
+        record: The record of the file as it was written, if there is one.
+        algorithm: Name of the digest algorithm, if digests are checked.
+
+    Raises:
+        CorruptCheckpointError: the file does not have the recorded size.
     """
 
     def __init__(self, path: Path, record: FileRecord | None, algorithm: str | None) -> None:
@@ -51,7 +54,7 @@ class OpenFile:
 
     @property
     def segments(self) -> Segments | None:
-        """Its table of digests, unpacked when it is first asked for; None if they are not checked."""
+        """The table of digests, unpacked at the first access; None if digests are not checked."""
         if self._segments is None and self._record is not None and self._algorithm is not None:
             record = self._record
             try:
@@ -60,8 +63,8 @@ class OpenFile:
                 raise CorruptCheckpointError(f"{self.path}: {exc}") from exc
         return self._segments
 
-    def open_again(self) -> None:
-        """Open it after :meth:`pause`, if it is still the same."""
+    def reopen(self) -> None:
+        """Open the file after :meth:`pause`, if it is still the same file with the same size."""
         fd, size = open_existing(self.path)
         if not same_file(self._status, status(fd)):
             close_file(fd)
@@ -77,26 +80,26 @@ class OpenFile:
         self.fd, self.is_open = fd, True
 
     def pause(self) -> None:
-        """Close it for now."""
+        """Close the descriptor, and remember which file it was for :meth:`reopen`."""
         self._status = status(self.fd)
         self.close()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file, if it is open."""
         if self.is_open:
             self.is_open = False
             close_file(self.fd)
 
 
 class OpenFiles:
-    """Files by name, those not used for longest closed where too many are open; for several threads.
+    """Open files by name; the least recently used are closed where too many are open. For several threads.
 
     Args:
-        directory: Where they are.
-        records: What was written, by name; None if that is not known.
-        algorithm: Of their digests, if they are to be checked.
-        detect_replacement: A context in which files are opened: it raises CheckpointReplacedError in the place of an
-            error, if another save has replaced the checkpoint.
+        directory: The checkpoint.
+        records: The files' records by name; None if the checkpoint has no record.
+        algorithm: Name of the digest algorithm, if digests are checked.
+        detect_replacement: Returns a context in which files are opened: it turns an error into
+            CheckpointReplacedError if another save has replaced the checkpoint.
     """
 
     def __init__(
@@ -110,15 +113,15 @@ class OpenFiles:
         self._records = records
         self._algorithm = algorithm
         self._detect_replacement = detect_replacement
-        #: (size, time of writing) of files of which nothing else says what was written, when they were first opened.
+        #: (size, mtime) of files without a record, when they were first opened: nothing else shows a change of them.
         self._stamps: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
-        #: Those that are open, the last used one last.
+        #: Those that are open, the most recently used one last.
         self._open: dict[str, OpenFile] = {}
 
     def opened(self, name: str) -> OpenFile:
-        """The file, opened for the caller alone, who closes it."""
+        """Open a file for the caller alone, who closes it, and return it."""
         path = self._directory / check_file_name(name)
         record = None if self._records is None else self._records.get(name)
         if self._records is not None and record is None:
@@ -130,13 +133,13 @@ class OpenFiles:
         return file
 
     def check_unchanged(self) -> None:
-        """Raise if something has written to a file, of which there is no record, since it was first opened.
+        """Raise an error if something has written to a file without a record since it was first opened.
 
-        Other libraries save into the directory that they overwrite. (In a directory that was replaced since, files
-        only disappear.)
+        Other libraries write into the directory that they overwrite. (A save of this library exchanges directories:
+        in one that was replaced, files only disappear.)
 
         Raises:
-            StorageError: it names the file.
+            StorageError: names the file.
         """
         for name, before in self._stamps.items():
             path = self._directory / name
@@ -151,7 +154,7 @@ class OpenFiles:
                 )
 
     def get(self, name: str) -> OpenFile:
-        """The file, opened when it is first asked for."""
+        """Return the file, opened at the first call; it may be paused at any time (see :meth:`acquire`)."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
@@ -160,29 +163,29 @@ class OpenFiles:
             return file
 
     def acquire(self, name: str) -> OpenFile:
-        """The file, which stays open until it is released."""
+        """Return the file, which stays open until the caller passes it to :meth:`release`."""
         with self._lock:
             file = self._files.get(name)
             if file is None:
                 file = self._files[name] = self.opened(name)
             if not file.is_open:
                 with self._detect_replacement():
-                    file.open_again()
+                    file.reopen()
             file.users += 1
             self._used(file)
             return file
 
     def release(self, file: OpenFile) -> None:
-        """What :meth:`acquire` has returned is not read any more."""
+        """End the use of what :meth:`acquire` returned."""
         with self._lock:
             file.users -= 1
-            if not file.users and self._files.get(file.name) is not file:  # close() came before
+            if not file.users and self._files.get(file.name) is not file:  # close() was called during the use
                 if self._open.get(file.name) is file:
                     del self._open[file.name]
                 file.close()
 
     def close(self) -> None:
-        """Close all files; one that is being read, as soon as it is not."""
+        """Close all files; one that is in use, at the end of its use: a closed number may become another file's."""
         with self._lock:
             for file in self._files.values():
                 if not file.users:

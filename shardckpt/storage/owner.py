@@ -1,7 +1,7 @@
-"""The process that a temporary directory belongs to, as its name says it: others can tell whether that process lives.
+"""The process that owns a temporary directory, encoded in the directory's name: others can check whether it is alive.
 
-A process id alone does not: ids are used again, and two containers or hosts that share a file system have the same
-ones. So the name also says on which boot of which host, in which namespaces, and when the process started.
+A process id alone is not enough: ids are reused, and two containers or hosts that share a file system have the same
+ones. So the name also has a digest of the host, its boot and the namespaces, and the start time of the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 _HOST_BITS, _PID_BITS, _START_BITS = 48, 32, 48
 _PROC = Path("/proc")
 
-#: Names of the temporary directories that this process fills or moves now. What else has its name, a failed call left.
+#: Names of the temporary directories in use by this process. Others with this process as owner are of failed calls.
 _claimed: set[str] = set()
 
 
@@ -24,9 +24,9 @@ class Owner(NamedTuple):
 
     Attributes:
         host: Digest of the host's name, its boot, and the namespaces that give process ids and start times their
-            meaning; 0 where the system does not tell.
+            meaning; 0 if the system does not say.
         pid: Process id in its namespace.
-        start: When it started, in clock ticks since the boot; 0 where the system does not tell.
+        start: Start time in clock ticks since the boot; 0 if the system does not say.
     """
 
     host: int
@@ -35,7 +35,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def current(cls) -> Owner:
-        """This process."""
+        """Return this process."""
         try:
             _, start = _status("self")
         except OSError:
@@ -44,7 +44,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def from_number(cls, number: int) -> Owner:
-        """The process that has this :attr:`number`."""
+        """Return the process with this :attr:`number`."""
         start = number & (1 << _START_BITS) - 1
         pid = number >> _START_BITS & (1 << _PID_BITS) - 1
         return cls(number >> _START_BITS + _PID_BITS, pid, start)
@@ -61,9 +61,10 @@ class Owner(NamedTuple):
         return f"{self.number:032x}"
 
     def is_alive(self) -> bool | None:
-        """Whether the process lives; None for one of another host, boot or container, of which nothing is known here.
+        """Return whether the process is alive; None if it is of another host, boot or container, so nobody here knows.
 
-        False is certain. True may be said of a process that ends at this moment, or that the system hides.
+        False is certain: the caller may delete what the process owned. True may be wrong for a process that ends at
+        this moment, or that the system hides.
         """
         if not self.host or self.host != _host():
             return None
@@ -72,36 +73,36 @@ class Owner(NamedTuple):
         except (ProcessLookupError, OverflowError):
             return False
         except PermissionError:
-            pass  # there is one, of another user
+            pass  # it exists, and belongs to another user
         try:
             if (_PROC / "self").readlink().name != str(os.getpid()):
-                return True  # /proc is that of another namespace, in which the id is another process's
+                return True  # /proc is of another pid namespace, where the id is another process's
             state, start = _status(str(self.pid))
             if start & (1 << _START_BITS) - 1 != self.start:
-                return False  # the id was used again
-            # a process that was killed keeps its id until its parent looks; while it has other threads it still runs
+                return False  # the id was reused
+            # a killed process is a zombie (Z) until its parent waits for it; with other threads left it still runs
             return state not in "ZX" or len(list((_PROC / str(self.pid) / "task").iterdir())) > 1
-        except OSError:  # gone in between, or hidden from other users (hidepid)
+        except OSError:  # it ended in between, or is hidden from other users (hidepid)
             return True
 
 
 def claim(name: str) -> None:
-    """Note that this process fills or moves the temporary directory of that name, which no other has, from now on."""
+    """Note that this process uses the temporary directory: garbage collection in other threads keeps it."""
     _claimed.add(name)
 
 
 def release(name: str) -> None:
-    """Note that it does so no longer; to release what was not claimed has no effect."""
+    """End the use of a temporary directory; without effect if it was not claimed."""
     _claimed.discard(name)
 
 
 def is_claimed(name: str) -> bool:
-    """Whether this process fills or moves the temporary directory of that name now."""
+    """Return whether this process uses the temporary directory of that name now."""
     return name in _claimed
 
 
 def _host() -> int:
-    """What tells this host, boot and container from all others; 0 where that is not known."""
+    """Return a digest that identifies this host, boot and container; 0 if the system does not say."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         pids = (_PROC / "self/ns/pid").readlink()
@@ -114,8 +115,9 @@ def _host() -> int:
 
 
 def _status(process: str) -> tuple[str, int]:
-    """State and start of a process; an OSError if there is none."""
-    fields = (_PROC / process / "stat").read_bytes().rpartition(b")")[2].split()  # its name may have any bytes
+    """Return the state and start time of a process; an OSError if it does not exist."""
+    # the fields after the last parenthesis, because a process name may have any bytes
+    fields = (_PROC / process / "stat").read_bytes().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])
 
 

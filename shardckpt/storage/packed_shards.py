@@ -1,4 +1,4 @@
-"""Shards without their data as bytes: cheap to send to another process, to keep, and to compare."""
+"""Descriptions of shards, without data, as bytes: cheap to send to another process, to cache and to compare."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SOURCE = "the columns of stored shards"
 
 
 class PackedShards(NamedTuple):
-    """Boxes of tensors, and objects.
+    """Packed boxes of tensors and keys of objects.
 
     Attributes:
-        specs: The tensors' keys, dtypes and global shapes; alike on many ranks.
-        boxes: The boxes, and the objects' unique keys.
-        size: How many boxes and objects there are.
+        specs: Packed tensor specs: keys, dtypes and global shapes; often the same bytes on many ranks.
+        boxes: Packed boxes, and the objects' unique keys.
+        size: Number of boxes and objects.
     """
 
     specs: bytes
@@ -41,14 +41,17 @@ class PackedShards(NamedTuple):
         table: Table,
         objects: Collection[str],
     ) -> PackedShards:
-        """The columns as bytes.
+        """Pack descriptions of shards.
 
         Args:
             keys: Of the tensors.
-            dtypes: Of every tensor.
-            shapes: Global ones, of every tensor.
-            table: Boxes of the tensors.
-            objects: Unique keys of objects.
+            dtypes: Of the tensors, in the same order.
+            shapes: Their global shapes.
+            table: The boxes; its column of tensor numbers counts in ``keys``.
+            objects: Unique keys of the objects.
+
+        Returns:
+            The packed shards.
         """
         axes = [len(shape) for shape in shapes]
         specs: dict[str, Column] = {
@@ -61,19 +64,28 @@ class PackedShards(NamedTuple):
         return cls(pack(specs), boxes, len(table.spec) + len(objects))
 
     def rows(self) -> tuple[Table, list[str]]:
-        """The boxes of the tensors, and the objects' unique keys."""
+        """Return the table of the tensors' boxes, and the objects' unique keys."""
         rows = Columns(self.boxes, _SOURCE)
         table = Table(rows.integers("whole"), rows.integers("offset"), rows.integers("extent"))
         return table, rows.texts("objects")
 
     def only(self, rows: Sequence[int], objects: Collection[str]) -> PackedShards:
-        """Some of the boxes, by their numbers, and of the objects."""
+        """Return a selection of the shards.
+
+        Args:
+            rows: Indices of the boxes to keep, in the table that :meth:`rows` returns.
+            objects: Unique keys of the objects to keep.
+        """
         table, keys = self.rows()
         kept = [key for key in keys if key in objects]
         return PackedShards(self.specs, _pack_boxes(table.rows(make_column([*rows])), kept), len(rows) + len(kept))
 
     def unpack(self) -> tuple[list[TensorSpec], Table]:
-        """What the boxes are parts of, and all boxes, an object's among them."""
+        """Return all tensor specs, and the table of all boxes, with one spec and one box for each object.
+
+        Returns:
+            The specs, of tensors and then objects; and the boxes, whose tensor numbers are indices of the specs.
+        """
         columns = Columns(self.specs, _SOURCE)
         dtypes = map("torch.{}".format, columns.texts("dtypes"))
         padded = zip(columns.integers("axes").tolist(), columns.integers("shapes").tolist(), strict=True)

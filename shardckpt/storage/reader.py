@@ -1,4 +1,4 @@
-"""Reading a checkpoint's files: only those that belong to it, only inside its directory, checked against digests."""
+"""Read a checkpoint's files: only those that its record names, only inside its directory, checked against digests."""
 
 from __future__ import annotations
 
@@ -34,38 +34,47 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-#: Takes bytes of a file, from an offset on; may return a function that waits until their memory is free again.
+#: Called with an offset in the file and the bytes there; may return a function that waits until the caller may reuse
+#: the memory of the bytes (a copy from pinned memory to a CUDA device has not ended when the call returns).
 Take = Callable[[int, memoryview], "Callable[[], None] | None"]
 
-#: Bytes of a request to a store, and of a block of a file on one.
+#: Bytes of one request to a store, and of one block of a file there.
 BLOCK_BYTES = 4 * MAX_SEGMENT
-#: Bytes that one call reads, so that they are still in the processor's cache when they are checked and copied.
+#: Bytes that one read call asks for: few enough to be in the processor's cache when they are checked and copied.
 _READ_BYTES = 1 << 20
-#: As many of them are a piece that goes through a buffer: what Python does for a piece costs as much as copying half.
+#: Read calls per piece that goes through a buffer: Python's overhead for a piece is that of copying half a piece.
 _PIECE_READS = 2
-#: Bytes that a thread takes at a time.
+#: Bytes that a thread takes from the queue at a time.
 _BATCH_BYTES = 8 << 20
-#: Smaller items are read by the calling thread: handing them over costs more than reading them.
+#: Bytes. Smaller items are read by the calling thread: to hand one to another thread costs more than to read it.
 _WORTH_A_THREAD = 256 << 10
-#: Less than this is read by the calling thread alone.
+#: Bytes. If all large items together have fewer, the calling thread reads everything.
 _WORTH_THREADS = 32 << 20
+#: Elements begin at multiples of this in a buffer: enough for every dtype.
 _ALIGNED = 64
 
 
 class CheckpointReader:
-    """The files of one checkpoint, for one operation; a context manager.
+    """Reads the files of one checkpoint, for one load or command; a context manager; for several threads.
 
     Args:
-        directory: The checkpoint; of one that :func:`~shardckpt.storage.directory.open_directory` holds open, what is
-            read is of one save.
-        manifest: What its JSON files say.
+        directory: The checkpoint. If :func:`~shardckpt.storage.directory.open_directory` holds it open, everything that
+            is read is of one save, even if another save replaces the directory during the load.
+        manifest: The content of its JSON files.
         verify: Whether to check digests where there are any; by default as ``SHARDCKPT_VERIFY_READS`` says.
+
+    Raises:
+        CheckpointingException: the digests need a package that is not installed.
+
+    Example:
+        >>> with CheckpointReader(directory, manifest) as reader:  # doctest: +SKIP
+        ...     data = reader.read("common.json")
     """
 
     def __init__(self, directory: Path, manifest: Manifest, *, verify: bool | None = None) -> None:
         self.directory = real_path(directory)
         self.manifest = manifest
-        #: The directory, held open if it is a local one.
+        #: The directory, held open if it is on this machine.
         self.place = directory
         record = manifest.record
         self._records = None if record is None else {file.name: file for file in record.files}
@@ -87,7 +96,13 @@ class CheckpointReader:
         self._parsed: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
-        """Whether the file belongs to the checkpoint."""
+        """Return whether the file belongs to the checkpoint.
+
+        Raises:
+            CorruptCheckpointError: the directory has the file, and the checkpoint's record does not name it.
+            CheckpointReplacedError: the checkpoint has no record, and another save has replaced it: the file may have
+                been there.
+        """
         if self._records is not None and name in self._records:
             return True
         path = self.place / check_file_name(name)
@@ -99,29 +114,31 @@ class CheckpointReader:
         return found
 
     def was_replaced(self) -> bool:
-        """Whether another save, or none, is where the checkpoint was; of a local one, if it is held open."""
+        """Return whether the checkpoint was replaced or removed; of a local one that is not held open, always False."""
         return self._save.was_replaced()
 
     def check_unchanged(self) -> None:
-        """Raise if what was read may be of two saves; called at the end of a load.
+        """Raise an error if what was read may be of two saves; a load calls it last.
 
-        What digests were checked of, and what a local save wrote whose directory is held open, is of one save anyway.
+        No check is needed where digests were checked, or where a local directory is held open: that is one save's.
 
         Raises:
-            CheckpointReplacedError: on a store, there is another save now.
+            CheckpointReplacedError: another save has replaced the checkpoint on the store.
             StorageError: another library has written to a file that was read.
         """
         if self._by_requests and not self._has_digests and self.was_replaced():
-            raise replaced_error(self.directory, "nothing tells whether all that was read is of one save")
+            raise replaced_error(
+                self.directory, "without digests it is not known whether everything that was read is of one save"
+            )
         self._files.check_unchanged()
 
     def open_files(self, names: Collection[str]) -> None:
-        """Open files now, if they are few: what is open can be read whatever replaces the checkpoint then.
+        """Open files now, if they are few: open files stay readable after another save replaces the checkpoint.
 
-        One that cannot be opened is left for whoever reads it to report.
+        A file that cannot be opened is no error here: the call that reads it raises.
 
         Raises:
-            CheckpointReplacedError: another save has replaced the checkpoint already.
+            CheckpointReplacedError: another save has already replaced the checkpoint.
         """
         for name in names if len(names) < OPEN_FILES else ():
             try:
@@ -132,15 +149,19 @@ class CheckpointReader:
                 continue
 
     def size(self, name: str) -> int:
-        """Bytes of the file."""
+        """Return the size of the file in bytes."""
         return self._files.get(name).size
 
     def read(self, name: str) -> bytes:
-        """The whole file."""
+        """Return all bytes of the file."""
         return self.read_range(name, 0, self.size(name), "the file")
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
-        """Bytes of a range; ``what`` (a key) is named in errors."""
+        """Return ``nbytes`` bytes of the file from ``offset`` on; errors name ``what`` (a key).
+
+        Raises:
+            CorruptCheckpointError: the range is outside the file, or a digest differs.
+        """
         file = self._files.acquire(name)
         try:
             _check_range(file, offset, nbytes, what)
@@ -151,7 +172,17 @@ class CheckpointReader:
         return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill writable memory from the range that begins at ``offset``; what is large is shared among threads."""
+        """Fill writable memory from ``offset`` on, without a copy; several threads read a large range.
+
+        Args:
+            name: The file.
+            offset: Of the first byte in the file.
+            buffer: Filled completely, whatever its format.
+            what: A key, named in errors.
+
+        Raises:
+            CorruptCheckpointError: the range is outside the file, or a digest differs.
+        """
         file = self._files.acquire(name)
         try:
             _check_range(file, offset, buffer.nbytes, what)
@@ -169,15 +200,18 @@ class CheckpointReader:
         *,
         pinned: bool = False,
     ) -> None:
-        """Read ranges of a file piece by piece through memory of the reader's; no byte is read twice.
+        """Read ranges of a file in pieces, through the reader's own buffers; no byte is read twice.
 
         Args:
             name: The file.
-            elements: Where whole elements lie: each piece is of such.
-            ranges: (start, stop) of what is wanted of them, ascending and apart from each other; pieces may hold more.
+            elements: Where the elements lie in the file: no piece begins or ends inside an element.
+            ranges: (start, stop) offsets of the requested bytes, ascending and disjoint; pieces may hold more bytes.
             take: Called for every piece, by several threads at a time, in any order.
             what: A key, named in errors.
-            pinned: Whether a CUDA device shall copy from the memory behind the host's back.
+            pinned: Whether the buffers are pinned memory, from which a CUDA device copies asynchronously.
+
+        Raises:
+            CorruptCheckpointError: the elements reach beyond the file, or a digest differs.
         """
         file = self._files.acquire(name)
         try:
@@ -191,9 +225,10 @@ class CheckpointReader:
             self._files.release(file)
 
     def blocks(self, name: str) -> Iterator[memoryview]:
-        """The whole file in order, in blocks whose digests are checked; a block holds until the next is asked for.
+        """Return an iterator of all bytes of the file in order, in blocks whose digests are checked.
 
-        The file is open only meanwhile, so that there may be more files than descriptors.
+        A block is valid until the next one is requested: all share one buffer. The file is closed at the end, not kept
+        open: a checkpoint may have more files than a process may have descriptors.
         """
         file = self._files.opened(name)
         try:
@@ -206,23 +241,27 @@ class CheckpointReader:
             file.close()
 
     def parsed(self, name: str, parse: Callable[[], _T]) -> _T:
-        """``parse()``, done once in the life of this reader and kept under ``name``."""
+        """Return ``parse()``, which is called once in the life of this reader and cached under ``name``."""
         if name not in self._parsed:
             self._parsed[name] = parse()
         return self._parsed[name]  # type: ignore[no-any-return]
 
     def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
-        """``function`` of every item: large ones by the file threads, small ones by this thread first.
+        """Call a function on every item: the reader's threads read large items, the calling thread small ones first.
 
-        What is on a store is read by all threads, for each request waits. A thread that finds no item any more helps
-        with the pieces of the large ones that others still read.
-
-        After the first failure, or an interrupt, nothing more is begun; of several failures the first item's is raised.
+        On a store all threads read items of any size, because each request waits for the network. A thread that has no
+        item left helps to read the pieces of the large ones.
 
         Args:
             function: Reads an item.
-            items: What to read, in the order of the results.
-            size: Bytes of an item that are read.
+            items: What to read.
+            size: Returns how many bytes of an item are read.
+
+        Returns:
+            The results, in the order of the items.
+
+        Raises:
+            Exception: what the function raised for the first item that failed; no item is begun after a failure.
         """
         sizes = [size(item) for item in items]
         least, enough = (0, 0) if self._by_requests else (_WORTH_A_THREAD, _WORTH_THREADS)
@@ -251,7 +290,7 @@ class CheckpointReader:
         return Workers(threads, "shardckpt-read")
 
     def _share(self, function: Callable[[list[Span]], None], spans: Iterator[Span]) -> None:
-        """``function`` of all spans in batches, by all threads if there are several batches."""
+        """Call a function on all spans in batches, in all threads if there is more than one batch."""
         found = batches(spans, _BATCH_BYTES)
         first, second = next(found, None), next(found, None)
         if first is None:
@@ -278,7 +317,7 @@ class CheckpointReader:
             self._share(fill, spans)
 
     def _read_part(self, file: OpenFile, span: Span, offset: int, target: memoryview, what: str) -> None:
-        """Read a span of which not all bytes are for memory that is filled from ``offset`` on."""
+        """Read a span that reaches beyond ``target``, and copy the common bytes: a digest is of a full segment."""
         low, high = max(span.start, offset), min(span.stop, offset + target.nbytes)
         with self._buffers.acquired(span.stop - span.start) as buffer:
             self._read(file, span, buffer[: span.stop - span.start], what)
@@ -287,7 +326,7 @@ class CheckpointReader:
     def _deliver(
         self, file: OpenFile, batch: list[Span], elements: Elements, take: Take, what: str, *, pinned: bool
     ) -> None:
-        """Read spans one by one into a buffer, or into two in turn where what takes them needs time for it."""
+        """Read spans one by one into a buffer; into two in turn if ``take`` copies asynchronously."""
         nbytes = max(span.stop - span.start for span in batch) + _ALIGNED
         acquired = partial(self._buffers.acquired, nbytes, pinned=pinned)
         with acquired() as one, acquired() as other:
@@ -297,18 +336,18 @@ class CheckpointReader:
                 for span in batch:
                     position, memory = self._piece(file, span, elements, ring[0], what)
                     before, wait = wait, take(position, memory)
-                    if before is not None:
+                    if before is not None:  # the copy out of the other buffer ran while this span was read
                         before()
                     if wait is not None:
                         ring.rotate()
             finally:
-                if wait is not None:
+                if wait is not None:  # after an error too: the device still copies out of the buffer
                     wait()
 
     def _piece(
         self, file: OpenFile, span: Span, elements: Elements, buffer: memoryview, what: str
     ) -> tuple[int, memoryview]:
-        """The whole elements in a span, read into a buffer so that they are aligned there."""
+        """Read a span, and return the offset and the memory of its complete elements, aligned for any dtype."""
         low, high = elements.within(span.start, span.stop)
         skip = (span.start - low) % _ALIGNED
         memory = buffer[skip : skip + span.stop - span.start]
@@ -316,7 +355,7 @@ class CheckpointReader:
         return low, memory[low - span.start : max(low, high) - span.start]
 
     def _read(self, file: OpenFile, span: Span, memory: memoryview, what: str) -> None:
-        """Fill memory with a span, and check it."""
+        """Fill memory with a span, and check its digests."""
         try:
             read_into(file.fd, file.path, memory, span.start)
             for start, stop, digest in span.segments:

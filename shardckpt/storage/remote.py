@@ -1,4 +1,4 @@
-"""Checkpoints on stores that have URLs: what a plugin gives for one, and a path that reads like a local one."""
+"""Checkpoints on object stores: the interface that a plugin implements for a URL, and a path object over it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from pathlib import Path
 
-    _Base = Path  # whatever takes a Path to read a checkpoint takes a RemotePath, and finds there what it uses
+    _Base = Path  # for mypy: code that reads a checkpoint takes a RemotePath as a Path, and uses what it has
 else:
     _Base = object
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Errors that another attempt does not mend.
+#: Errors that another attempt would meet again.
 _PERMANENT = (
     FileNotFoundError,
     IsADirectoryError,
@@ -42,10 +42,10 @@ _PASSWORD = re.compile(r"(?<=://)([^/:@]*):[^/@]*@")
 
 
 class RemoteFolder(Protocol):
-    """What a plugin's ``shardckpt_filesystem`` gives for a URL: the objects directly below it.
+    """What a plugin's hook ``shardckpt_filesystem`` returns for a URL: access to the objects directly below it.
 
-    The methods are called from several threads at a time and raise whatever the store raises: ``FileNotFoundError``
-    for an object that is not there, other errors are tried again.
+    Several threads call the methods at a time. They raise whatever the store raises: ``FileNotFoundError`` for an
+    object that does not exist; after most other errors :func:`attempt` repeats the call.
 
     Attributes:
         url: The URL, without a slash at its end.
@@ -54,13 +54,25 @@ class RemoteFolder(Protocol):
     url: str
 
     def files(self) -> dict[str, int]:
-        """Bytes of each object by name, as the store has them now; none for a URL that does not exist."""
+        """Return each object's size in bytes by name, from the store, not a cache; ``{}`` for a URL without objects."""
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """A range of an object: no more than that travels; fewer bytes where the object ends before."""
+        """Return a range of an object, and request no more than that from the store.
+
+        Args:
+            name: The object.
+            offset: Of the first byte.
+            nbytes: How many bytes.
+
+        Returns:
+            The bytes; fewer only where the object ends.
+        """
 
     def upload(self, name: str, path: Path) -> None:
-        """Make a local file the object of that name, which appears whole or not at all."""
+        """Upload a local file as the object of that name.
+
+        The object must appear complete or not at all: a marker that exists says that its checkpoint is complete.
+        """
 
     def delete(self, name: str) -> None:
         """Remove an object."""
@@ -68,25 +80,25 @@ class RemoteFolder(Protocol):
 
 @runtime_checkable
 class ListsFolders(Protocol):
-    """A :class:`RemoteFolder` that also knows the folders directly below it; whoever looks for checkpoints needs it."""
+    """A :class:`RemoteFolder` that also lists the folders directly below it, as the search for checkpoints needs."""
 
     def folders(self) -> list[str]:
-        """Names of the folders directly below, as the store has them now; none for a URL that does not exist."""
+        """Return the names of the folders directly below, from the store, not a cache; ``[]`` for a URL without any."""
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder in which no objects are left, on stores where it is there without any; else do nothing."""
+        """Remove a folder without objects, on stores where such a folder exists; on other stores do nothing."""
 
 
 class RemotePath(_Base):
-    """A URL's folder, or an object in it, with those of pathlib's abilities that reading a checkpoint takes.
+    """A URL's folder, or an object in it, with the part of pathlib's interface that reading a checkpoint needs.
 
-    The folder is listed once, when that is first needed, for all paths that are made from one another.
+    Paths made from one another share one listing of the folder, which is requested when it is first needed.
 
     Args:
-        folder: What the plugin gave.
+        folder: What the plugin returned.
     """
 
-    #: Abilities, as :mod:`shardckpt.storage.abilities` asks for them.
+    #: Read by :mod:`shardckpt.storage.abilities`.
     can_rename = False
     has_local_files = False
 
@@ -97,7 +109,7 @@ class RemotePath(_Base):
 
     @property
     def url(self) -> str:
-        """What opens it again, in another process too."""
+        """The URL that opens it in another process, with any password in it."""
         return f"{self.folder.url}/{self._name}" if self._name else self.folder.url
 
     @property
@@ -107,39 +119,39 @@ class RemotePath(_Base):
 
     @property
     def suffix(self) -> str:
-        """The name's, as pathlib has it."""
+        """The suffix of the name, as in pathlib."""
         return PurePosixPath(self.name).suffix
 
     @property
     def size(self) -> int:
-        """Bytes of the object; an OSError if there is none."""
+        """The object's size in bytes; FileNotFoundError if it does not exist."""
         if self._name not in self._listing.sizes:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return self._listing.sizes[self._name]
 
     def is_dir(self) -> bool:
-        """Whether it is a folder that holds any object."""
+        """Return whether it is a folder with at least one object."""
         return not self._name and bool(self._listing.sizes)
 
     def is_file(self) -> bool:
-        """Whether it is an object."""
+        """Return whether it is an object."""
         return self._name in self._listing.sizes
 
     def is_symlink(self) -> bool:
-        """Never: stores have no links."""
+        """Return False: stores have no links."""
         return False
 
     def exists(self) -> bool:
-        """Whether the store has it."""
+        """Return whether it is an object, or a folder with at least one object."""
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Generator[RemotePath, None, None]:
-        """The objects in the folder."""
+        """Return an iterator of the folder's objects."""
         for name in self._listing.sizes:
             yield self / name
 
     def read_range(self, offset: int, nbytes: int) -> bytes:
-        """Bytes of the object from ``offset`` on: fewer where it ends before."""
+        """Return ``nbytes`` bytes of the object from ``offset`` on; fewer only where it ends."""
         return attempt(f"read at offset {offset} of", self, lambda: self.folder.read(self._name, offset, nbytes))
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
@@ -162,32 +174,35 @@ class RemotePath(_Base):
 
 
 class _Listing:
-    """The objects of a folder, asked for once."""
+    """The objects of a folder, requested once."""
 
     def __init__(self, folder: RemoteFolder) -> None:
         self._folder = folder
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes by name."""
+        """Size in bytes by name."""
         return attempt("list", RemotePath(self._folder), self._folder.files)
 
 
 def masked(url: str) -> str:
-    """The URL as it may be shown: ``ftp://user:password@host`` without the password."""
+    """Return the URL as logs and errors may show it: ``ftp://user:password@host`` without the password."""
     return _PASSWORD.sub(r"\1:***@", url)
 
 
 def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
-    """The call's result, at the first of ``SHARDCKPT_REMOTE_ATTEMPTS`` attempts that has one.
+    """Call a store, and repeat the call after errors that may pass, ``SHARDCKPT_REMOTE_ATTEMPTS`` times in all.
 
     Args:
-        action: What it does, for errors: "upload".
-        path: To what.
-        call: Talks to the store.
+        action: What the call does, for errors: "upload".
+        path: The folder or object, for errors.
+        call: Calls the store.
+
+    Returns:
+        What the call returned.
 
     Raises:
-        StorageError: names the path and the store's last error.
+        StorageError: every attempt failed, or another attempt cannot help; names the path and the last error.
     """
     attempts = settings.remote_attempts()
     number = 1

@@ -1,7 +1,7 @@
-"""Removing checkpoints: in one step each is one no more, and only then its files go; a crash leaves nothing to load.
+"""Remove checkpoints: one step makes each invisible to loads, and then its files are deleted; a crash leaves no half.
 
-A directory is renamed to ``.<name>.shardckpt-removed-<id>``, and that is durable before the first file goes. A store
-has no rename: there an object says that the removal is under way, and ``metadata.json`` is the first to go.
+A directory is renamed to ``.<name>.shardckpt-removed-<id>`` (a tombstone), which is durable before the first file is
+deleted. A store has no rename: there an in-progress object is uploaded, and ``metadata.json`` is deleted first.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ if TYPE_CHECKING:
 
 
 def make_tombstone(directory: Path) -> None:
-    """Give a directory the name of a tombstone; :func:`clear_tombstones` removes it.
+    """Rename a directory to a tombstone, which :func:`clear_tombstones` removes.
 
     Raises:
-        StorageError: it has its old name, or was gone already.
+        StorageError: the rename failed, or the directory does not exist.
     """
     with naming("rename, in order to remove,", directory):
         os.rename(directory, directory.with_name(temporary_name(directory.name, REMOVED, new_save_id())))
 
 
 def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
-    """Remove the tombstones in a folder, those that a crash has left too; what cannot be removed stays, and is said.
+    """Remove the tombstones in a folder, also those that a crash left; log a warning for each whose removal fails.
 
     Args:
-        folder: Where they are.
-        owned: Whether one is to be removed, by the :func:`stem` of the name of what was there before.
+        folder: The parent directory of the removed checkpoints.
+        owned: Returns whether to remove one, given the :func:`stem` of the checkpoint's name.
     """
     remove_free(leftover for leftover in find_leftovers(folder, owned) if leftover.kind == REMOVED)
 
 
 def delete_checkpoint(folder: RemoteFolder) -> None:
-    """Delete a checkpoint's objects from a store; after a crash nothing is loaded, and another call goes on.
+    """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
 
     Raises:
-        StorageError: some are still there.
+        StorageError: some objects could not be deleted.
     """
     target = RemotePath(folder)
     spool = create_spool()
     try:
-        mark = spool / REMOVAL_MARK
-        with naming("write", mark):
-            mark.write_text("The checkpoint in this place is being removed.\n")
-        attempt("upload", target / REMOVAL_MARK, lambda: folder.upload(REMOVAL_MARK, mark))
+        local = spool / REMOVAL_MARK
+        with naming("write", local):
+            local.write_text("The checkpoint in this place is being removed.\n")
+        attempt("upload", target / REMOVAL_MARK, lambda: folder.upload(REMOVAL_MARK, local))
     finally:
         shutil.rmtree(spool, ignore_errors=True)
-    _delete(folder, MARKER_NAME)
+    _delete(folder, MARKER_NAME)  # before all other objects: without it no load begins
     rest = [name for name in list_folder(folder) if name not in (MARKER_NAME, REMOVAL_MARK)]
     with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
         list(threads.map(functools.partial(_delete, folder), rest))
-    _delete(folder, REMOVAL_MARK)
+    _delete(folder, REMOVAL_MARK)  # last: it marks what a crash leaves as a removal that another call continues
 
 
 def is_half_deleted(directory: Path) -> bool:
-    """Whether a removal from a store has begun and not ended."""
+    """Return whether a removal from a store has begun and not ended; False for a local directory."""
     names = set() if can_rename(directory) else {path.name for path in directory.iterdir()}
     return REMOVAL_MARK in names and MARKER_NAME not in names
 

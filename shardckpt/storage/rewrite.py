@@ -1,4 +1,4 @@
-"""Writing a file anew without some of its bytes: what stays is read, checked against its digests, and copied."""
+"""Copy a file without some of its items: those that stay are read, checked against their digests, and written."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from shardckpt.storage.reader import CheckpointReader
     from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
-#: Bytes that are read and handed to the writer at a time; it has as many of them in hand as it has threads.
+#: Bytes that are read and passed to the writer at a time; about one such piece for each of its threads is in memory.
 _PIECE_BYTES = 8 << 20
-#: What aligns an item lies between it and the one before; where there is more, it may be what is to be left out.
+#: Bytes of alignment that may lie between two items that are read together; a larger gap may be a dropped item.
 _GAP = 64
 
 
 class KeptItem(NamedTuple):
-    """Bytes of a file that go on in a new one.
+    """An item of a file that the new file keeps.
 
     Attributes:
-        key: Whose they are, for errors.
-        start: Where they begin in the file.
-        nbytes: How many they are.
-        to: Where they begin in the new file; what lies between two items is filled with zeros.
-        cuts: Where parts of them end that are read by themselves, counted from ``start``: digests are made for each.
+        key: The item's key, for errors.
+        start: Its offset in the old file.
+        nbytes: Its size in bytes.
+        to: Its offset in the new file; gaps between items are filled with zeros.
+        cuts: Ends of parts that a load reads separately, relative to ``start``: each part gets digests of its own.
     """
 
     key: str
@@ -44,26 +44,26 @@ def rewrite_file(name: str, items: Sequence[KeptItem], reader: CheckpointReader,
 
     Args:
         name: The file.
-        items: What goes on, at least one item, in the order of both files.
-        reader: Has the old file.
-        writer: Makes the new one.
+        items: The items to keep, at least one, in the order of both files.
+        reader: Reads the old file.
+        writer: Writes the new file.
 
     Raises:
-        CorruptCheckpointError: an item is not what was written: a damaged one gets no sound digest.
+        CorruptCheckpointError: an item is damaged. (Copied unchecked, it would get a digest that matches the damage.)
     """
     file = writer.create(name, items[-1].to + items[-1].nbytes)
-    for run in _runs(items):
+    for run in _group_small(items):
         if len(run) > 1 and file.sha256 is None:
             for item, data in zip(run, _read_run(name, run, reader), strict=True):
                 file.append_small((bytes(item.to - file.position), data), what=item.key)
-        else:  # a thread hashes behind this one: it reads what it writes, so that nothing piles up between them
+        else:  # the file's SHA-256 thread calls read() itself: data read here would pile up before it
             for item in run:
                 _copy(name, item, reader, file)
     writer.finish(file)
 
 
-def _runs(items: Sequence[KeptItem]) -> Iterator[list[KeptItem]]:
-    """Small items that follow each other are one run, and read at once; a large one is a run of its own."""
+def _group_small(items: Sequence[KeptItem]) -> Iterator[list[KeptItem]]:
+    """Group small items that follow each other, to read each group at once; a large item is alone."""
     run: list[KeptItem] = []
     for item in items:
         if run:
@@ -80,13 +80,13 @@ def _read_run(name: str, run: list[KeptItem], reader: CheckpointReader) -> list[
     first, stop = run[0].start, run[-1].start + run[-1].nbytes
     try:
         data = memoryview(reader.read_range(name, first, stop - first, "small items"))
-    except CorruptCheckpointError:  # each by itself, then: the damaged one is named
+    except CorruptCheckpointError:  # read each alone: the error then names the damaged one
         return [memoryview(reader.read_range(name, item.start, item.nbytes, item.key)) for item in run]
     return [data[item.start - first : item.start - first + item.nbytes] for item in run]
 
 
 def _copy(name: str, item: KeptItem, reader: CheckpointReader, file: FileWriter) -> None:
-    """Copy an item in pieces, each of which is read when it is written."""
+    """Copy an item in pieces, each of which is read when the writer asks for it: that bounds memory."""
 
     def read(start: int, stop: int, zeros: int) -> list[memoryview]:
         data = reader.read_range(name, item.start + start, stop - start, item.key)

@@ -1,4 +1,4 @@
-"""Reading a box of a stored row-major tensor into a tensor of any strides, dtype and device."""
+"""Read a box of a stored row-major tensor into a tensor of any strides, dtype and device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from shardckpt.planning import Ints
     from shardckpt.storage.reader import Take
 
-#: Fewer bytes than this are read, not left out, where they lie between wanted ones: a request costs as much.
+#: Bytes. A smaller gap between requested bytes is read, too: another request costs as much.
 _GAP = 64 << 10
 
 
 class Source(Protocol):
-    """What is read from: a :class:`shardckpt.storage.reader.CheckpointReader`, or what stands for one."""
+    """Reads files: a :class:`shardckpt.storage.reader.CheckpointReader`, or an object with these two methods."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill memory from a range."""
+        """Fill memory from a range; see :meth:`CheckpointReader.read_into`."""
 
     def read_pieces(
         self,
@@ -39,17 +39,17 @@ class Source(Protocol):
         *,
         pinned: bool = False,
     ) -> None:
-        """Read ranges piece by piece."""
+        """Read ranges in pieces; see :meth:`CheckpointReader.read_pieces`."""
 
 
 class StoredArray(NamedTuple):
     """A row-major tensor in a file.
 
     Attributes:
-        file: Its name.
-        offset: Of the first element, in bytes.
+        file: The file's name.
+        offset: Of the first element in the file, in bytes.
         dtype: The tensor's dtype.
-        shape: Its shape.
+        shape: The tensor's shape.
     """
 
     file: str
@@ -59,67 +59,70 @@ class StoredArray(NamedTuple):
 
 
 def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Tensor, what: str) -> None:
-    """Read the box of the target's shape that begins at ``start``, casting to the target's dtype.
+    """Read the box of the target's shape that begins at ``start``, and cast it to the target's dtype.
 
-    Elements that follow each other in the file and in the target's memory are read right there; others go through
-    small buffers.
+    If the box is contiguous in the file and in the target's CPU memory, with equal dtypes, the bytes are read into the
+    target without a copy; else they go through small buffers, pinned ones for a CUDA device.
 
     Args:
         source: Reads the file.
-        stored: The tensor.
-        start: An index of it.
-        target: Filled in place.
+        stored: The tensor in the file.
+        start: Index of the box's first element, one number for each axis.
+        target: Filled in place; any strides, dtype and device.
         what: A key, named in errors.
     """
-    wanted = Box(start, tuple(target.shape))
-    volume = wanted.volume
+    requested = Box(start, tuple(target.shape))
+    volume = requested.volume
     if not volume:
         return
-    ranges = _ranges(stored, wanted)
+    ranges = _ranges(stored, requested)
     first, itemsize = next(ranges), stored.dtype.itemsize
     if first[1] - first[0] == volume * itemsize and _takes_bytes(target, stored.dtype):
         source.read_into(stored.file, first[0], tensor_bytes(target), what)
         return
     elements = Elements(stored.offset, stored.offset + math.prod(stored.shape) * itemsize, itemsize)
-    scatter, pinned = _Scatter(stored, wanted, target), target.device.type == "cuda"
+    scatter, pinned = _Scatter(stored, requested, target), target.device.type == "cuda"
     source.read_pieces(stored.file, elements, chain((first,), ranges), scatter, what, pinned=pinned)
 
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Puts elements of a stored tensor to where a target has them."""
+    """Copies elements of a stored tensor to their places in a target."""
 
     stored: StoredArray
-    wanted: Box
+    requested: Box
     target: torch.Tensor
 
     def __call__(self, position: int, memory: memoryview) -> Callable[[], None] | None:
-        """Copy those of the elements that are wanted.
+        """Copy those of the elements that are in the requested box.
 
         Args:
-            position: Offset of the first element in the file.
+            position: Offset of the first element in the file, in bytes.
             memory: The elements.
+
+        Returns:
+            A function that waits until a CUDA device has copied them; None for other devices.
         """
         if not memory.nbytes:
             return None
         values = torch.frombuffer(memory, dtype=torch.uint8).view(self.stored.dtype)
-        later = self.target.device.type == "cuda"  # which is waited for; other devices' copies are not
+        later = self.target.device.type == "cuda"  # only for CUDA the returned function waits for the copy
         first = (position - self.stored.offset) // self.stored.dtype.itemsize
         for box, begin in cut_flat_range(self.stored.shape, first, first + values.numel()):
-            common = intersect(box, self.wanted)
+            common = intersect(box, self.requested)
             if common is not None:
                 part = values[begin : begin + box.volume].view(box.shape)
-                copy_values(_part(self.target, common, self.wanted), _part(part, common, box), non_blocking=later)
+                copy_values(_part(self.target, common, self.requested), _part(part, common, box), non_blocking=later)
         return _waiter(self.target.device)
 
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements as a file has them can be read into the target's memory."""
+    """Whether the bytes of a file can be read into the target's memory without conversion."""
     return target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and is_plain(target)
 
 
 def _part(tensor: torch.Tensor, inner: Box, outer: Box) -> torch.Tensor:
-    """A box of a tensor that holds another."""
+    """Return the view of the box ``inner`` of a tensor that holds the box ``outer``."""
     for axis, cut in enumerate(inner.within(outer)):
         if inner.shape[axis] != outer.shape[axis]:
             tensor = tensor.narrow(axis, cut.start, cut.stop - cut.start)
@@ -127,7 +130,7 @@ def _part(tensor: torch.Tensor, inner: Box, outer: Box) -> torch.Tensor:
 
 
 def _waiter(device: torch.device) -> Callable[[], None] | None:
-    """Waits until a CUDA device has the copies that this thread has begun; other devices have them at once."""
+    """Return a function that waits until a CUDA device has done the copies of this thread; None for other devices."""
     if device.type != "cuda":
         return None
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -135,11 +138,11 @@ def _waiter(device: torch.device) -> Callable[[], None] | None:
     return event.synchronize  # type: ignore[no-any-return]
 
 
-def _ranges(stored: StoredArray, wanted: Box) -> Iterator[tuple[int, int]]:
-    """(start, stop) in the file of what a box spans, without the gaps that are worth it, in file order."""
+def _ranges(stored: StoredArray, requested: Box) -> Iterator[tuple[int, int]]:
+    """Yield the (start, stop) offsets of a box in the file, in file order; small gaps are included."""
     step = span = stored.dtype.itemsize
     base, outer = stored.offset, list[range]()
-    for size, first, length in zip(*map(reversed, (stored.shape, *wanted)), strict=True):
+    for size, first, length in zip(*map(reversed, (stored.shape, *requested)), strict=True):
         if not outer and step - span < _GAP:
             span += (length - 1) * step
         else:

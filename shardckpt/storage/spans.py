@@ -1,4 +1,4 @@
-"""Cutting ranges of a file into spans that are read and checked by themselves, no segment of digests in two of them."""
+"""Cut ranges of a file into spans that are read and checked independently: no segment of the digests is in two."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
     from shardckpt.storage.digest import Segments
 
-#: Where a segment begins and ends, and its digest.
+#: (start, stop, digest) of a segment of a file.
 Segment = tuple[int, int, int]
-#: Bytes that a span may have more than were asked for, until a segment ends where an element does.
+#: Most extra bytes that a span takes while it looks for a segment that ends where an element ends.
 _STRETCH = 2 * MAX_SEGMENT
 
 
 class Span(NamedTuple):
-    """Bytes that one call reads.
+    """A range of a file that one call reads.
 
     Attributes:
-        start: Offset of the first one in the file.
-        stop: Offset behind the last one.
-        segments: What tiles it, where digests are checked.
+        start: Offset of the first byte.
+        stop: Offset after the last byte.
+        segments: The segments that tile it, if digests are checked.
     """
 
     start: int
@@ -35,9 +35,9 @@ class Elements(NamedTuple):
     """A run of elements in a file.
 
     Attributes:
-        start: Offset of the first one's first byte.
-        stop: Offset behind the last one.
-        unit: Bytes of one.
+        start: Offset of the first element in the file, in bytes.
+        stop: Offset after the last element.
+        unit: Size of an element in bytes.
     """
 
     start: int
@@ -45,20 +45,23 @@ class Elements(NamedTuple):
     unit: int = 1
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the whole elements in a range begin and end."""
+        """Return (start, stop) of the complete elements in a range; the stop may be less if there is none."""
         low, high = max(self.start, start), min(self.stop, stop)
         return low + (self.start - low) % self.unit, high - (high - self.start) % self.unit
 
 
 def cut(segments: Segments | None, ranges: Iterable[tuple[int, int]], most: int, elements: Elements) -> Iterator[Span]:
-    """The spans that hold some ranges of a file, in file order.
+    """Cut ranges of a file into spans, in file order.
 
     Args:
-        segments: The file's table, if digests are checked: spans then begin and end with segments.
-        ranges: (start, stop) of each, ascending and apart from each other.
-        most: Bytes of a span; more only where a segment has more, or elements go across the ends of segments. Where
-            they always do, a span begins with the segments again that hold the beginning of such an element.
-        elements: Which no end of a span cuts.
+        segments: The file's table, if digests are checked: each span is then of complete segments.
+        ranges: (start, stop) offsets, ascending and disjoint.
+        most: Bytes of a span at most; more only where a segment is longer, or where an element crosses the end of a
+            segment. If elements cross all ends, a span repeats the segments that hold the start of such an element.
+        elements: The elements in the file; a span has each element completely or leaves it to another span.
+
+    Returns:
+        An iterator of the spans.
     """
     if segments is not None:
         return _checked(segments, ranges, most, elements)
@@ -79,8 +82,8 @@ def _checked(segments: Segments, ranges: Iterable[tuple[int, int]], most: int, e
                 group = []
             elif group and high - first > most + _STRETCH:
                 yield Span(first, last, group)
-                _, whole = elements.within(first, last)
-                group = [segment for segment in group if segment[1] > whole]
+                _, complete = elements.within(first, last)
+                group = [segment for segment in group if segment[1] > complete]
                 first = group[0][0]
             if not group:
                 first = low
@@ -91,13 +94,13 @@ def _checked(segments: Segments, ranges: Iterable[tuple[int, int]], most: int, e
 
 
 def batches(spans: Iterable[Span], most: int) -> Iterator[list[Span]]:
-    """The spans in lists of about ``most`` bytes: what a thread takes at a time."""
+    """Return an iterator of lists of spans, about ``most`` bytes each: what a thread takes at a time."""
     batch: list[Span] = []
     nbytes = 0
     for span in spans:
         batch.append(span)
         nbytes += span.stop - span.start
-        if nbytes >= most or len(batch) >= most >> 12:
+        if nbytes >= most or len(batch) >= most >> 12:  # many short spans cost time, not bytes
             yield batch
             batch, nbytes = [], 0
     if batch:

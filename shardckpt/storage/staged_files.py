@@ -1,4 +1,4 @@
-"""What lies in a staging directory, against what is recorded: nothing comes into a checkpoint by being there."""
+"""Compare a staging directory with the records of its files: no file enters a checkpoint without a digest."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _KINDS = (
 
 
 def digest_file(path: Path, algorithm: str, keys: int, rank: int, *, sha256: bool) -> tuple[FileRecord, str]:
-    """Read a file that something else has written, and make it durable.
+    """Fsync a file that other code has written, and compute its digests.
 
     Args:
         path: The file.
-        algorithm: Of the digests.
+        algorithm: Name of the digest algorithm.
         keys: How many stored items it has.
-        rank: Who records it.
-        sha256: Whether its SHA-256 is wanted, too.
+        rank: The rank that records it.
+        sha256: Whether to compute its SHA-256, too.
 
     Returns:
-        Its record, and its SHA-256 in hex or ``""``.
+        The file's record, and its SHA-256 in hex or ``""``.
 
     Raises:
         CheckpointingException: it is not a regular file, or it changes while it is read.
     """
-    digest, whole = digest_function(algorithm), hashlib.sha256()
+    digest, sha = digest_function(algorithm), hashlib.sha256()
     fd, size = open_existing(path)
     try:
         with naming("fsync", path):
@@ -55,22 +55,22 @@ def digest_file(path: Path, algorithm: str, keys: int, rank: int, *, sha256: boo
             lengths.append(part.nbytes)
             digests.append(digest(part))
             if sha256:
-                whole.update(part)
+                sha.update(part)
     finally:
         close_file(fd)
     table = Segments(lengths, digests, algorithm)
     record = FileRecord(name=path.name, size=size, rank=rank, keys=keys, digest=table.root(), segments=table.pack())
     check_as_recorded(path.parent, [record])
-    return record, whole.hexdigest() if sha256 else ""
+    return record, sha.hexdigest() if sha256 else ""
 
 
 def check_as_recorded(directory: Path, files: Iterable[FileRecord]) -> None:
-    """Whether files are still as they were recorded, as far as the directory's entries tell.
+    """Raise an error if a file is gone, is not a regular file, or has another size than its record.
 
-    Every rank does it for its own files: what a client of a network file system has written it sees as it is.
+    Every rank checks its own files: on a network file system the client that wrote a file sees its true state.
 
     Raises:
-        StorageError: names those that were removed, replaced, cut or appended to.
+        StorageError: names the files.
     """
     changed = [fault for file in files if (fault := _change(directory, file))]
     if changed:
@@ -81,16 +81,16 @@ def check_as_recorded(directory: Path, files: Iterable[FileRecord]) -> None:
 
 
 def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
-    """Raise for whatever lies in the directory without a record.
+    """Raise an error for every file in the directory without a record.
 
-    On a network file system the caller has just made a file there: that renews what its client knows of the directory.
+    On a network file system the listing may be stale; the caller has just created a file there, which refreshes it.
 
     Args:
         directory: A staging directory.
-        recorded: Names of the files that are recorded with their digests.
+        recorded: Names of the files that have a record with digests.
 
     Raises:
-        StorageError: names what is not.
+        StorageError: names the files without a record.
     """
     with naming("list", directory), os.scandir(directory) as entries:
         found = sorted(_shown(entry) for entry in entries if entry.name not in recorded)

@@ -1,7 +1,7 @@
-"""Names of what lies beside a target until a save, an overwrite or a removal has ended, and what they say.
+"""Names of the temporary directories of a save, an overwrite or a removal, which have the target's parent.
 
-``.<target>.shardckpt-<kind>-<id>-<owner>``: the kind, an id that no other has, and the process that it belongs to.
-Older releases wrote no owner.
+``.<target>.shardckpt-<kind>-<id>-<owner>``: the kind, a unique id, and the process that owns the directory. Older
+releases wrote no owner.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from shardckpt.storage.owner import Owner
 
-#: What a save fills.
+#: The directory that a save fills.
 STAGING = "staging"
-#: The checkpoint that an overwrite moves aside: perhaps the only whole one.
+#: The old checkpoint, which an overwrite moves aside: it may be the only complete one.
 REPLACED = "replaced"
 #: A checkpoint that is being removed (:mod:`shardckpt.storage.removal`).
 REMOVED = "removed"
-#: What has this at its end was given up, and is being removed.
+#: End of the name of a directory that its owner has discarded: it is being removed.
 _DISCARDED = "-discarded"
 
-#: Bytes that a name in a directory may have on Linux's file systems.
+#: Longest file name on Linux's file systems, in bytes.
 NAME_MAX = 255
 _DIGITS = 32
 _TEMPORARY = re.compile(
@@ -31,20 +31,20 @@ _TEMPORARY = re.compile(
     rf"(?:-(?P<owner>[0-9a-f]{{{_DIGITS}}}))?(?P<end>{_DISCARDED})?",
     re.DOTALL,
 )
-#: Bytes that are left for the target's name.
+#: Bytes that remain for the target's name: :func:`stem` cuts longer ones.
 _STEM_BYTES = NAME_MAX - len(f"..shardckpt-{REPLACED}-{'0' * _DIGITS}-{'0' * _DIGITS}{_DISCARDED}")
-#: Digits of the digest that stands for the end of a long name.
+#: Hex digits of the digest that replaces the end of a long name.
 _DIGEST_DIGITS = 16
 
 
 class TemporaryName(NamedTuple):
-    """What a name says.
+    """A parsed name.
 
     Attributes:
         stem: The :func:`stem` of the target's name.
         kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
-        owner: The process that it belongs to; None where an older release has made it.
-        is_garbage: Whether nobody wants it any more: it was discarded, or is of a checkpoint being removed.
+        owner: The process that owns the directory; None if an older release created it.
+        is_garbage: Whether it may be removed whoever owns it: it was discarded, or is a checkpoint being removed.
     """
 
     stem: str
@@ -54,12 +54,15 @@ class TemporaryName(NamedTuple):
 
 
 def new_save_id() -> str:
-    """A name that no other save has: 128 bits in hex."""
+    """Return an id that no other save has: 128 random bits in hex."""
     return uuid.uuid4().hex
 
 
 def stem(name: str) -> str:
-    """A target's name as those of its temporary directories have it: a long one is cut, and ends with its digest."""
+    """Return a target's name as the names of its temporary directories contain it.
+
+    A name that would make them too long for the file system is cut, and ends with ``~`` and a digest of the full name.
+    """
     raw = os.fsencode(name)
     if len(raw) <= _STEM_BYTES:
         return name
@@ -68,29 +71,29 @@ def stem(name: str) -> str:
 
 
 def temporary_name(target: str, kind: str, save_id: str, owner: Owner | None = None) -> str:
-    """The name of a temporary directory.
+    """Return the name of a temporary directory.
 
     Args:
-        target: Name of what it is for.
+        target: Name of the checkpoint's directory.
         kind: ``STAGING``, ``REPLACED`` or ``REMOVED``.
-        save_id: Its own name.
-        owner: The process that it belongs to; by default this one.
+        save_id: What :func:`new_save_id` returned.
+        owner: The process that owns it; by default this one.
     """
     return f"{prefix(stem(target), kind)}{save_id}-{(owner or Owner.current()).text}"
 
 
 def prefix(stem: str, kind: str) -> str:
-    """What the names of all temporary directories of a kind begin with."""
+    """Return the common prefix of the names of all temporary directories of a kind, of one target."""
     return f".{stem}.shardckpt-{kind}-"
 
 
 def discarded_name(name: str) -> str:
-    """The name under which a temporary directory is removed; it promises no checkpoint, and no save goes on in it."""
+    """Return the name under which a temporary directory is removed: no load or save takes it for a live one."""
     return name.replace(f".shardckpt-{REPLACED}-", f".shardckpt-{STAGING}-").removesuffix(_DISCARDED) + _DISCARDED
 
 
 def parse_temporary(name: str) -> TemporaryName | None:
-    """What a name says, if it is as a whole one of ours; None for any other."""
+    """Parse the name of a temporary directory; return None for any other name."""
     found = _TEMPORARY.fullmatch(name)
     if found is None:
         return None
@@ -99,7 +102,7 @@ def parse_temporary(name: str) -> TemporaryName | None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a directory of this name is a save's or a removal's own, not a checkpoint to load."""
+    """Return whether the name is that of a temporary directory, not of a checkpoint to load."""
     return name.startswith(".") and any(f".shardckpt-{kind}-" in name for kind in (STAGING, REPLACED, REMOVED))
 
 

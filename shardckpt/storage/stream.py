@@ -1,7 +1,8 @@
-"""The bytes of a new file in their order: small parts joined into blocks, large ones cut into pieces, all digested.
+"""Cut the content of a new file into writes: small parts are joined into blocks, large ones cut into pieces.
 
-A file is tiled by blocks and pieces that begin on pages, so that all of them may be written at the same time and past
-the page cache. Blocks are of reused memory; pieces are written from where they are.
+Blocks and pieces begin on page boundaries of the file, so that several threads may write them in any order, and so that
+direct writes (O_DIRECT) can take them. Blocks are copied into reused buffers; pieces are written from the caller's
+memory without a copy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 from shardckpt.storage.digest import CRC32, SEGMENT_BYTES, Segments, digest_function
-from shardckpt.storage.new_file import DIRECT_BYTES, whole_pages
+from shardckpt.storage.new_file import DIRECT_BYTES, full_pages
 from shardckpt.tensors import LARGE
 
 if TYPE_CHECKING:
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     from shardckpt.storage.buffers import Buffer
     from shardckpt.storage.new_file import NewFile
 
-#: Parts from this size on are not joined with others; smaller ones are one segment.
+#: Bytes. Larger parts are cut into pieces; smaller ones are copied into blocks, each as one segment.
 LARGE_PART = LARGE
-#: What one thread takes of a large part.
+#: Bytes of a large part that one thread writes at a time.
 PIECE_BYTES = 4 << 20
 
 
 class _Once:
-    """A task that is done by whoever calls it first; who comes later waits until it is done."""
+    """A task that the first caller runs; other callers wait until it has ended."""
 
     def __init__(self, task: Callable[[], None]) -> None:
         self._task: Callable[[], None] | None = task
@@ -44,52 +45,56 @@ class _Once:
 
 
 def start(pool: ThreadPoolExecutor, task: Callable[[], None]) -> Future[None] | None:
-    """Let a thread do the task; where no thread may be had, do it now."""
+    """Submit a task; if the pool cannot start a thread, run the task now and return None."""
     once = _Once(task)
     try:
         return pool.submit(once)
-    except (RuntimeError, MemoryError):  # it is in the pool's queue all the same, and a thread may come to it
+    except (RuntimeError, MemoryError):  # the task stays in the pool's queue, and a thread may still take it: so once
         once()
     return None
 
 
 class WriterPool:
-    """The threads that write, and what they may have in hand: one more than they are, of records and of blocks.
+    """The threads that write files, and the limits on unwritten data: ``threads + 1`` large records, as many blocks.
 
-    The caller goes on while they write; where it waits for results, :class:`~shardckpt.storage.workers.Workers` share
-    the work with it.
+    The caller continues while they write. (Where the caller waits for results instead, as in reading,
+    :class:`~shardckpt.storage.workers.Workers` use its thread, too.)
 
     Args:
-        threads: How many; 1 is none, and the caller writes.
+        threads: How many; with 1 there is no pool, and the caller writes.
     """
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "shardckpt-write") if threads > 1 else None
-        #: Of one thread each, for the files that have one of their own.
+        #: One thread each: file n's cached writes are all done by thread n.
         self._own = [ThreadPoolExecutor(1, "shardckpt-write") for _ in range(threads)]
         self._files = [0] * threads
-        #: Large records whose bytes exist.
+        #: Limits the large records that are produced and not yet written.
         self.records = threading.Semaphore(threads + 1)
-        #: Blocks that wait to be written.
+        #: Limits the blocks that are full and not yet written.
         self.blocks = threading.Semaphore(threads + 1)
 
     def add_file(self) -> int:
-        """Count a file that threads begin to write; return the number of its thread, for when one alone writes it."""
+        """Assign a file to the thread with the fewest files; return the number of that thread, for :meth:`start`."""
         number = self._files.index(min(self._files))
         self._files[number] += 1
         return number
 
     def remove_file(self, number: int) -> None:
-        """Count a file with that number no more: it has ended."""
+        """Note that a file of that thread has ended."""
         self._files[number] -= 1
 
     def start(self, task: Callable[[], None], own: int | None = None) -> Future[None] | None:
-        """Let a thread do the task, or do it now.
+        """Run a task in a thread, or now if there is none.
 
         Args:
-            task: What to do.
-            own: The number of a file into which the kernel lets one write at a time: where there are several files,
-                its tasks are all done by the same thread, so that the others write into other files.
+            task: What to run.
+            own: What :meth:`add_file` returned, for a file that is written through the page cache: the kernel allows
+                one such write to a file at a time. If several files are open, one thread then does all its tasks, and
+                the other threads write other files instead of waiting.
+
+        Returns:
+            The task's Future; None if it has run.
         """
         if self._pool is None:
             task()
@@ -99,21 +104,21 @@ class WriterPool:
     def close(self) -> None:
         """End the threads."""
         pools = [pool for pool in (self._pool, *self._own) if pool is not None]
-        for pool in pools:  # all, before an interrupt may end the waiting
+        for pool in pools:  # all first: an interrupt may end the wait for one
             pool.shutdown(wait=False)
         for pool in pools:
             pool.shutdown()
 
 
 class _Piece(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a part, to be digested; those of them on the part's whole pages, to be written.
+    """Bytes ``start`` to ``stop`` of a part, to be digested; those of them on full pages of the file are written.
 
     Attributes:
         part: The part.
-        offset: Where it begins in the file.
-        start: Where the piece begins in it.
-        stop: Where it ends.
-        segment: Number of its first segment in the table.
+        offset: Of the part in the file, in bytes.
+        start: Of the piece in the part.
+        stop: Of the piece in the part.
+        segment: Index of the piece's first segment in the table.
         what: What the part is (a key).
     """
 
@@ -126,7 +131,7 @@ class _Piece(NamedTuple):
 
 
 class Countdown:
-    """Calls ``release`` when it was counted down ``count`` times."""
+    """Calls ``release`` once, when it has been counted down ``count`` times by any threads."""
 
     def __init__(self, count: int, release: Callable[[], None]) -> None:
         self._left = count
@@ -136,7 +141,7 @@ class Countdown:
             release()
 
     def count_down(self) -> None:
-        """Count one down."""
+        """Count down by one."""
         with self._lock:
             self._left -= 1
             left = self._left
@@ -145,12 +150,12 @@ class Countdown:
 
 
 class FileStream:
-    """The content of a new file, put in order by one thread at a time.
+    """The content of a new file, appended by one thread at a time and written by the pool.
 
     Args:
         file: The file.
         pool: The threads that write.
-        algorithm: Of the digests; None for digests of 0, which nothing computes.
+        algorithm: Name of the digest algorithm; None to compute none (the table then has zeros).
     """
 
     def __init__(self, file: NewFile, pool: WriterPool, algorithm: str | None) -> None:
@@ -160,22 +165,22 @@ class FileStream:
         self._algorithm = algorithm or CRC32
         self._table = Segments(algorithm=self._algorithm)
         self._lengths, self._digests = self._table.lengths, self._table.digests
-        #: Where the block begins in the file: on a page. All that comes before it is handed over.
+        #: Offset of the current block in the file, a multiple of the page size. All bytes before it are handed over.
         self._start = 0
         self._block: Buffer | None = None
         self._filled = 0
         self._room = 0
-        #: The last key of which there are bytes in the block.
+        #: The key of the last bytes in the block, for errors.
         self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
-        #: Its number in the pool, from when it is known to have work for threads.
+        #: What `add_file` returned; None until the file is known to be large enough for threads.
         self._number = pool.add_file() if file.expected >= LARGE_PART else None
-        #: What writing has failed with first.
+        #: The first error of any write.
         self.error: BaseException | None = None
 
     def put_small(self, data: bytes, what: str = "") -> None:
-        """A record of at most ``SMALL_RECORD`` bytes; ``what`` as in :meth:`put`."""
+        """Append a record of at most ``SMALL_RECORD`` bytes, by a copy; ``what`` as in :meth:`put`."""
         if data:
             self._what = what or self._what
             self._lengths.append(len(data))
@@ -183,12 +188,12 @@ class FileStream:
             self._fill(data)
 
     def put(self, parts: list[memoryview], release: Callable[[], None], what: str = "") -> None:
-        """A record of more than ``SMALL_RECORD`` bytes.
+        """Append a record of more than ``SMALL_RECORD`` bytes.
 
         Args:
-            parts: Its bytes, which must stay as they are until they are written.
-            release: Called when they are.
-            what: What they are (a key), named in errors.
+            parts: The record's bytes, which must not change until ``release`` is called.
+            release: Called once, when all parts are written or have failed.
+            what: What the record is (a key), named in errors.
         """
         pieces: list[_Piece] = []
         self._what = what or self._what
@@ -203,14 +208,21 @@ class FileStream:
             self._hand_over(partial(self._write_piece, [piece]), countdown.count_down)
 
     def end(self) -> None:
-        """No more comes: write what is left, or begin to."""
+        """Write the last block, or hand it to the pool; no record follows."""
         if self.error is None and self._start:
             self._flush()
         elif self.error is None:
-            self._flush_small()  # all that the file has
+            self._flush_small()  # the file is one block: a small file needs no thread
 
     def finish(self) -> Segments:
-        """Wait until all is written and durable; the table of digests."""
+        """Wait until the file is written and fsynced.
+
+        Returns:
+            The table of digests.
+
+        Raises:
+            BaseException: the first error of any write.
+        """
         self.end()
         self._wait()
         if self.error is not None:
@@ -219,18 +231,18 @@ class FileStream:
         return Segments(self._lengths, self._digests, self._algorithm)
 
     def fail(self, error: BaseException) -> None:
-        """Give the file up."""
+        """Note an error: the file cannot be completed."""
         self.error = self.error or error
 
     def stop(self) -> None:
-        """Begin nothing more, and wait for what was begun."""
+        """Skip the tasks that have not begun, and wait for those that have; may be called twice."""
         self._stopped = True
         self._wait()
         number, self._number = self._number, None
         if number is not None:
             self._pool.remove_file(number)
         block, self._block, self._filled, self._room = self._block, None, 0, 0
-        if block is not None:  # this no longer has it: released twice, it would be two files' at the same time
+        if block is not None:  # dropped from self first: released twice, two files would get the same buffer
             block_pool.release(block)
 
     def _put_medium(self, part: memoryview) -> list[_Piece]:
@@ -241,12 +253,12 @@ class FileStream:
         return []
 
     def _put_large(self, part: memoryview, what: str) -> list[_Piece]:
-        """Place a large part: its ends on pages that it shares with others go into blocks."""
+        """Cut a large part into pieces; its first and last partial pages are shared with other parts: into blocks."""
         offset, nbytes, segment = self._start + self._filled, part.nbytes, len(self._lengths)
         for start in range(0, nbytes, SEGMENT_BYTES):
             self._lengths.append(min(SEGMENT_BYTES, nbytes - start))
-            self._digests.append(0)  # until its piece is written
-        low, high = whole_pages(offset, nbytes)
+            self._digests.append(0)  # set by the thread that writes its piece
+        low, high = full_pages(offset, nbytes)
         self._fill(part[:low])
         self._flush()
         self._start = offset + high
@@ -259,7 +271,7 @@ class FileStream:
         ]
 
     def _fill(self, data: bytes | memoryview) -> None:
-        """Put bytes into the block, and into as many new ones as it takes."""
+        """Copy bytes into the block, and into new blocks as it fills."""
         end = self._filled + len(data)
         if end <= self._room and self._block is not None:
             self._block.view[self._filled : end] = data
@@ -280,7 +292,7 @@ class FileStream:
         return count
 
     def _flush(self) -> None:
-        """Hand the block over; it ends on a page, or the file ends with it."""
+        """Hand the block to the pool; it ends on a page boundary or at the end of the file."""
         if self._block is None or self._filled < DIRECT_BYTES:
             self._flush_small()
             return
@@ -292,14 +304,14 @@ class FileStream:
         self._hand_over(write, partial(self._free, block))
 
     def _flush_small(self) -> None:
-        """Write what is in the block now."""
+        """Write the block in this thread, and keep its buffer: to hand few bytes over costs more."""
         if self._block is not None and self._filled:
             self._file.write(self._block.view[: self._filled], self._start, self._named())
             self._start, self._filled = self._start + self._filled, 0
 
     def _named(self) -> str:
-        """What is in the block, for errors."""
-        return self._what and f"{self._what} and what lies before it"
+        """What the block holds, for errors."""
+        return self._what and f"{self._what} and what precedes it"
 
     def _free(self, block: Buffer) -> None:
         block_pool.release(block)
@@ -308,16 +320,16 @@ class FileStream:
     def _hand_over(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
         if self._number is None:
             self._number = self._pool.add_file()
-        found = self._pool.start(partial(self._do, task, ended), self._number if self._file.is_cached else None)
+        found = self._pool.start(partial(self._run, task, ended), self._number if self._file.is_cached else None)
         if found is not None:
             self._tasks.append(found)
 
-    def _do(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Do a task unless the file is given up."""
+    def _run(self, task: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Run a task unless the file has failed or is stopped."""
         try:
             if self.error is None and not self._stopped:
                 task()
-        except BaseException as exc:  # noqa: BLE001 - it is raised by the next record, or by finish()
+        except BaseException as exc:  # noqa: BLE001 - the next record raises it, or finish()
             self.fail(exc)
         finally:
             ended()
@@ -327,13 +339,14 @@ class FileStream:
         for task in tasks:
             task.exception()
 
-    def _write_piece(self, hand: list[_Piece]) -> None:
-        """Digest and write a piece: at once, or in steps that stay in the cache where the processor copies it.
+    def _write_piece(self, box: list[_Piece]) -> None:
+        """Digest and write a piece: at once, or in steps that stay in the processor's cache if the write copies them.
 
-        It is taken out of the hand that the pool still holds: when this returns nothing refers to the bytes.
+        The piece comes in a list, which the pool still refers to, and is popped: when this returns nothing refers to
+        the caller's memory.
         """
-        part, offset, begin, end, segment, what = hand.pop()
-        low, high = whole_pages(offset, part.nbytes)
+        part, offset, begin, end, segment, what = box.pop()
+        low, high = full_pages(offset, part.nbytes)
         step = SEGMENT_BYTES if self._file.copies(part, offset) else PIECE_BYTES
         for start in range(begin, end, step):
             stop = min(start + step, end)

@@ -1,7 +1,13 @@
-"""Whole or absent on a store: a save's files are uploaded from a spool directory, and its marker is the last of them.
+"""Complete or absent on an object store: files are uploaded from a spool directory, and the marker comes last.
 
-The steps: an object that says that a save is under way, put into a folder that has none; every rank's files; on the
-main rank those that name them; a listing that has them all; then the marker, without which nothing is loaded.
+A store has no rename, so the order of the objects protects the checkpoint:
+
+1. The main rank uploads an in-progress object to an empty folder: another save then refuses the folder.
+2. Every rank uploads its files.
+3. The main rank uploads the files that name them.
+4. The main rank lists the folder: every file must be there with its size.
+5. The main rank uploads the marker (``metadata.json``), without which nothing is loaded, and deletes the in-progress
+   object. A crash before the marker leaves no checkpoint; a crash after it leaves a complete one.
 """
 
 from __future__ import annotations
@@ -28,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNDER_WAY = ".shardckpt-uploading-"
-#: The object of a removal under way (:mod:`shardckpt.storage.removal`): without its marker, what is left is no more
-#: than what a save leaves that never ended, and a later save may take the folder in the same way.
+#: The in-progress object of a removal (:mod:`shardckpt.storage.removal`). It has the prefix of a save's: once the
+#: marker is deleted, a later save may take the folder like that of a save that never ended.
 REMOVAL_MARK = f"{_UNDER_WAY}removal"
 
 
@@ -37,31 +43,31 @@ class Upload:
     """One rank's part of a save to a store.
 
     Args:
-        folder: Where to.
-        marker: Name of the file that makes a checkpoint of the others.
+        folder: The checkpoint's folder on the store.
+        marker: Name of the file that is uploaded last, and makes the others a checkpoint.
     """
 
     def __init__(self, folder: RemoteFolder, marker: str) -> None:
         self._folder = folder
         self._target = RemotePath(folder)
         self._marker = marker
-        #: The save, once there is one; the same on all ranks.
+        #: The save's id, the same on all ranks; empty before the save has begun.
         self.save_id = ""
         self._handed_over = False
         self._marking = False
         self._committed = False
-        #: This rank's files are written here first.
+        #: The local directory to which this rank writes its files before they are uploaded.
         self.spool = create_spool()
 
     def begin(self, save_id: str, *, overwrite: bool) -> None:
-        """Take the folder for this save; the main rank does.
+        """Take the folder for this save; only the main rank calls it.
 
         Args:
-            save_id: The save.
-            overwrite: Whether what another save has left there, which never ended, may be deleted.
+            save_id: The save's id.
+            overwrite: Whether the objects of a save that never ended may be deleted.
 
         Raises:
-            StorageError: there are objects in it.
+            StorageError: the folder has objects that may not be deleted.
         """
         found = set(list_folder(self._folder))
         left = {name for name in found if name.startswith(_UNDER_WAY)}
@@ -76,27 +82,34 @@ class Upload:
                 "overwrite=True deletes them; or give another URL"
             )
         self._delete(found - left)
-        self._delete(left)
+        self._delete(left)  # last: after a crash in between, the rest is still known as that of an unfinished save
         self.save_id = save_id
-        (self.spool / _mark(save_id)).write_text("A save to this place has begun, and not ended.\n")
-        _upload(self._folder, self.spool, [_mark(save_id)])
+        (self.spool / _in_progress_name(save_id)).write_text("A save to this place has begun, and not ended.\n")
+        _upload(self._folder, self.spool, [_in_progress_name(save_id)])
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse what lies in the spool directory and is not one of these files: it would not be uploaded."""
-        refuse_unrecorded(self.spool, {*names, _mark(self.save_id)})
+        """Raise StorageError if the spool directory has other files than these: they would not be uploaded."""
+        refuse_unrecorded(self.spool, {*names, _in_progress_name(self.save_id)})
 
     def put(self, names: Iterable[str]) -> None:
         """Upload files of the spool directory."""
         upload_files(self._folder, self.spool, names, self.save_id)
 
     def hand_over(self) -> None:
-        """From now on this rank's objects may be part of a checkpoint: only the main rank may delete them."""
+        """Note that this rank's objects may be part of a checkpoint from now on: only the main rank may delete them."""
         self._handed_over = True
 
     def commit(self, files: Iterable[FileRecord]) -> None:
-        """Make the files a checkpoint if the store has all of them as they were written; the main rank does."""
+        """Upload the marker if the store has all files in their sizes; only the main rank calls it.
+
+        Args:
+            files: The records of the files of all ranks.
+
+        Raises:
+            StorageError: a file is missing or has another size, or another save has taken the folder.
+        """
         found = list_folder(self._folder)
-        if self._is_anothers(found) or _mark(self.save_id) not in found:
+        if self._is_anothers(found) or _in_progress_name(self.save_id) not in found:
             raise _taken(self._target)
         for file in files:
             if found.get(file.name) != file.size:
@@ -104,17 +117,17 @@ class Upload:
                 raise StorageError(
                     f"{self._target / file.name}: rank {file.rank} uploaded {file.size} bytes, the store {has}"
                 )
-        self._marking = True
+        self._marking = True  # before the upload: if it raises, the marker may exist all the same
         _upload(self._folder, self.spool, [self._marker])
         self._committed = True
-        self._delete_or_say([_mark(self.save_id)])
+        self._delete_or_warn([_in_progress_name(self.save_id)])
 
     def close(self) -> None:
         """Remove the spool directory."""
         shutil.rmtree(self.spool, ignore_errors=True)
 
     def abort(self, *, main: bool) -> None:
-        """Delete this save's objects as far as that can be done, unless it is committed; never raises."""
+        """Delete this save's objects as far as possible, unless it is committed; raise nothing."""
         try:
             if self.save_id and not self._committed and (main or not self._handed_over):
                 self._undo(main=main)
@@ -125,20 +138,20 @@ class Upload:
 
     def _undo(self, *, main: bool) -> None:
         if self._marking:
-            self._delete([self._marker])  # first: in no moment is there a checkpoint that lacks files
+            self._delete([self._marker])  # first: at no moment is there a marker with files missing
         found = set(list_folder(self._folder))
         own = {path.name for path in self.spool.iterdir()}
         if not self._is_anothers(found):
-            self._delete((found if main else found & own) - {_mark(self.save_id)})
+            self._delete((found if main else found & own) - {_in_progress_name(self.save_id)})
         if main:
-            self._delete([_mark(self.save_id)])
+            self._delete([_in_progress_name(self.save_id)])
 
     def _is_anothers(self, found: Collection[str]) -> bool:
-        """Whether another save has taken the folder, from what is in it; then all there may be its own."""
-        own = _mark(self.save_id)
+        """Whether another save has taken the folder, judged by a listing; any object there may then be its own."""
+        own = _in_progress_name(self.save_id)
         return self._marker in found or any(name.startswith(_UNDER_WAY) and name != own for name in found)
 
-    def _delete_or_say(self, names: Iterable[str]) -> None:
+    def _delete_or_warn(self, names: Iterable[str]) -> None:
         try:
             self._delete(names)
         except CheckpointingException as exc:
@@ -146,16 +159,22 @@ class Upload:
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:
-            attempt("delete", self._target / name, functools.partial(_deleted, self._folder, name))
+            attempt("delete", self._target / name, functools.partial(_delete_object, self._folder, name))
 
 
 def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_id: str) -> None:
-    """Make files of a spool directory objects, one after the other.
+    """Upload files of a spool directory, one after the other.
+
+    Args:
+        folder: The checkpoint's folder on the store.
+        spool: The spool directory.
+        names: Of the files.
+        save_id: The save's id.
 
     Raises:
-        StorageError: it has failed, or the folder is no longer the save's.
+        StorageError: an upload failed, or the folder no longer belongs to the save.
     """
-    if _mark(save_id) not in list_folder(folder):
+    if _in_progress_name(save_id) not in list_folder(folder):
         raise _taken(RemotePath(folder))
     _upload(folder, spool, names)
 
@@ -167,17 +186,17 @@ def _upload(folder: RemoteFolder, spool: Path, names: Iterable[str]) -> None:
 
 
 def list_folder(folder: RemoteFolder) -> dict[str, int]:
-    """The folder's objects as the store has them now, with their sizes."""
+    """Return the folder's objects with their sizes in bytes, from the store, not a cache."""
     return attempt("list", RemotePath(folder), folder.files)
 
 
 def is_under_way(directory: Path) -> bool:
-    """Whether a save to the folder has begun and not ended, as the store says."""
+    """Return whether a save to (or a removal of) the folder has begun and not ended; False for a local directory."""
     return not can_rename(directory) and any(path.name.startswith(_UNDER_WAY) for path in directory.iterdir())
 
 
-def _mark(save_id: str) -> str:
-    """Name of the object that says that a save is under way."""
+def _in_progress_name(save_id: str) -> str:
+    """Name of the in-progress object of a save."""
     return f"{_UNDER_WAY}{save_id}"
 
 
@@ -185,7 +204,7 @@ def _taken(target: RemotePath) -> StorageError:
     return StorageError(f"{target}: another save has begun there, or the objects of this one were deleted")
 
 
-def _deleted(folder: RemoteFolder, name: str) -> None:
+def _delete_object(folder: RemoteFolder, name: str) -> None:
     with suppress(FileNotFoundError):
         folder.delete(name)
 

@@ -1,4 +1,4 @@
-"""Threads that share work: what they are given, and the pieces that one of them cuts its own share into."""
+"""Threads that share work: a list of items, and the pieces into which a thread may cut its own item."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class _Job(Generic[_T, _R]):
         self.function = function
         self._items = iter(items)
         self.open = True
-        #: Threads that work on an item.
+        #: Ids of the threads that work on an item.
         self.busy: set[int] = set()
         self.results: dict[int, _R] = {}
         self.errors: dict[int, BaseException] = {}
 
     def take(self, caught: type[BaseException]) -> tuple[int, _T] | None:
-        """The next item and its number; None if there is none, or what makes the items has failed."""
+        """Take the next item and its number; None if there is none, or if the iterator of items failed."""
         found = None
         try:
             found = next(self._items, None) if self.open else None
         except caught as exc:
-            self.errors[sys.maxsize] = exc  # behind those of the items that came before
+            self.errors[sys.maxsize] = exc  # the last: errors of items that came before are raised first
         if found is None:
             self.open = False
         else:
@@ -40,7 +40,7 @@ class _Job(Generic[_T, _R]):
         return found
 
     def do(self, number: int, item: _T, caught: type[BaseException]) -> None:
-        """Call the function, and keep what it returns or raises."""
+        """Call the function on an item, and store its result or error."""
         try:
             self.results[number] = self.function(item)
         except caught as exc:
@@ -49,14 +49,14 @@ class _Job(Generic[_T, _R]):
 
 
 class Workers:
-    """Threads that exist as long as there is work, and the thread that brings it as one of them.
+    """Threads that exist while there is work; the calling thread is one of them.
 
-    A thread that waits for its items does pieces of the others' meanwhile. With the executors of concurrent.futures it
-    would idle: of two threads, the last large item would then keep only one busy, and take twice as long.
+    A thread that would wait for others works on pieces of their items instead. With the executors of concurrent.futures
+    it would be idle: the last large item would then use one of two threads, and take twice as long.
 
     Args:
-        threads: How many work, the caller among them.
-        name: Of the threads.
+        threads: How many, the caller included.
+        name: Name of the threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -65,21 +65,26 @@ class Workers:
         self._changed = threading.Condition()
         self._jobs: list[_Job[Any, Any]] = []
         self._helpers: list[threading.Thread] = []
-        #: Changes when the helpers that there are shall end.
+        #: Increased to make the present helpers end.
         self._generation = 0
 
     def each(
         self, function: Callable[[_T], _R], items: Iterable[tuple[int, _T]], own: Iterable[tuple[int, _T]] = ()
     ) -> dict[int, _R]:
-        """``function`` of all items, by their numbers; the function may call this again, for pieces of an item.
+        """Call a function on all items; the function may call this method, too, for pieces of its item.
 
-        After the first failure, or an interrupt, nothing more is begun; of several failures the one with the lowest
-        number is raised, once all that was begun has ended.
+        No item is begun after a failure or an interrupt. This returns when all threads have ended what they began.
 
         Args:
             function: Called in any of the threads.
-            items: Numbered; taken in this order, when their turn has come.
-            own: More of them, for the calling thread alone, which does them first.
+            items: (number, item) pairs; the iterator is read item by item, in order.
+            own: More such pairs, which the calling thread does first, alone.
+
+        Returns:
+            The results by number.
+
+        Raises:
+            Exception: what the function raised for the failed item with the lowest number.
         """
         job = _Job(function, items)
         try:
@@ -101,14 +106,14 @@ class Workers:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
-            with suppress(RuntimeError):  # where no more threads may be had, those that there are do it all
+            with suppress(RuntimeError):  # no more threads can be started: those that run do all the work
                 while len(self._helpers) < self._threads - 1:
                     helper = threading.Thread(target=self._help, args=(self._generation,), name=self._name, daemon=True)
                     helper.start()
                     self._helpers.append(helper)
 
     def _end(self, job: _Job[Any, Any]) -> None:
-        """Wait for what other threads have begun of a job; with the last job the helpers end."""
+        """Wait until no thread works on a job; after the last job end the helpers."""
         idle: list[threading.Thread] = []
         with self._changed:
             job.open = False
@@ -124,7 +129,7 @@ class Workers:
             helper.join()
 
     def _step(self, job: _Job[Any, Any], caught: type[BaseException]) -> bool:
-        """Do one item of a job; whether there was one."""
+        """Do one item of a job; return False if there was none."""
         with self._changed:
             taken = job.take(caught)
         if taken is None:
@@ -138,17 +143,17 @@ class Workers:
         return True
 
     def _help(self, generation: int) -> None:
-        """Work on whatever job is there, the oldest first."""
+        """Work on the jobs, the oldest first, until the helpers are to end."""
         while (job := self._open_job(lambda: self._generation != generation)) is not None:
             while self._step(job, BaseException):
                 pass
 
     def _open_job(self, is_over: Callable[[], bool], after: _Job[Any, Any] | None = None) -> _Job[Any, Any] | None:
-        """The first job that has items to take, when there is one; None when it is over.
+        """Wait for a job with items to take, and return it; None when ``is_over()`` is True.
 
         Args:
-            is_over: Whether to wait no more.
-            after: Only jobs that came later: of those the thread that asks is not in the midst of one.
+            is_over: Returns whether to stop waiting.
+            after: Return only jobs that began after this one: the calling thread may be inside an item of an earlier.
         """
         with self._changed:
             while not is_over():

@@ -1,4 +1,7 @@
-"""Writing a checkpoint's files: each created once, digested from memory while it is written, fsynced when closed."""
+"""Write a checkpoint's files: each is created once, digested from memory while it is written, and fsynced at its end.
+
+Digests are of the caller's memory, not of what is read back: what the disk or the kernel damages shows when it is read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import ShardedBase
 
-#: What the core writes itself, when all else is recorded.
+#: Names that the commit writes itself, after all other files are recorded.
 _OURS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME})
 
 Produce = Callable[[], Sequence[memoryview]]
@@ -35,16 +38,17 @@ Produce = Callable[[], Sequence[memoryview]]
 class FileWriter:
     """One new file, written as a sequence of records.
 
-    Records are placed, produced and put in order by the calling thread, and written by the pool, which also digests
-    large ones; of large records no more are produced than the pool may have in hand. Where the file's SHA-256 is
-    wanted, a thread of its own does the caller's part and hashes: files are hashed side by side, each in its order.
+    The calling thread assigns each record its offset and calls ``produce``; the pool writes, and digests large records.
+    ``produce`` waits while the pool has as many large records as it may hold, which bounds memory. If the file's
+    SHA-256 is requested, a thread of this file does the caller's part and hashes: SHA-256 needs the bytes in order, and
+    so several files are hashed in parallel.
 
     Args:
         path: The file, which must not exist.
         pool: The threads that write.
-        algorithm: Of the digests.
-        nbytes: What it will have at least, if that is known.
-        sha256: Whether to hash the file.
+        algorithm: Name of the digest algorithm.
+        nbytes: The least size in bytes, if it is known: see :meth:`CheckpointWriter.create`.
+        sha256: Whether to compute the SHA-256 of the file.
     """
 
     def __init__(self, path: Path, pool: WriterPool, algorithm: str, nbytes: int = 0, *, sha256: bool = False) -> None:
@@ -52,7 +56,7 @@ class FileWriter:
         self._pool = pool
         self._file = NewFile(path, nbytes)
         self._stream = FileStream(self._file, pool, algorithm)
-        #: SHA-256 of the records that are written, where it is wanted.
+        #: SHA-256 of the records so far, if it is requested.
         self.sha256 = hashlib.sha256() if sha256 else None
         self._lane = ThreadPoolExecutor(1, "shardckpt-sha256") if sha256 else None
         self._waiting: list[Future[None]] = []
@@ -61,22 +65,30 @@ class FileWriter:
         self.position = 0
 
     def append(self, nbytes: int, produce: Produce, keys: int = 1, what: str = "") -> int:
-        """Place a record of ``nbytes`` bytes and return its offset.
+        """Append a record of ``nbytes`` bytes.
 
-        Parts of 1 MiB and more are written fastest, without a copy, where their place in the file and their address
-        in memory leave the same remainder when they are divided by 4096.
+        Parts of 1 MiB and more are written fastest if their offset in the file and their address in memory are equal
+        modulo 4096: then direct writes take the bytes from where they are, without a copy.
 
         Args:
-            nbytes: Size of the record.
-            produce: Gives its parts, ``nbytes`` bytes together, which must then stay as they are; called once, in any
-                thread.
-            keys: How many stored items the record is, for reports.
+            nbytes: Size of the record in bytes.
+            produce: Returns the record's parts, ``nbytes`` bytes together, which must not change until
+                :meth:`CheckpointWriter.finish` returns; called once, in any thread.
+            keys: How many stored items the record holds, for reports.
             what: What the record is (a key), named in errors.
+
+        Returns:
+            The record's offset in the file, in bytes.
 
         Raises:
             Exception: what this or an earlier record failed with; the file can no longer be completed.
+
+        Example:
+            >>> file = writer.create("weights.bin")  # doctest: +SKIP
+            >>> offset = file.append(tensor.nbytes, lambda: [tensor_bytes(tensor)], what="layer.weight")
+            >>> record = writer.finish(file)
         """
-        offset = self._placed(nbytes, keys)
+        offset = self._reserve_offset(nbytes, keys)
         if self._lane is None:
             self._put(offset, nbytes, produce, what)
         elif (waiting := start(self._lane, partial(self._put, offset, nbytes, produce, what))) is not None:
@@ -84,14 +96,17 @@ class FileWriter:
         return offset
 
     def append_small(self, parts: Iterable[bytes | memoryview], keys: int = 1, what: str = "") -> int:
-        """Place a record whose parts are ready, join them now, and return its offset.
+        """Append a record whose parts are ready; they are copied before this returns.
 
-        Quicker than :meth:`append` for records of up to 64 KiB; larger ones are taken, too.
+        Faster than :meth:`append` for records of up to 64 KiB; larger ones are accepted, too.
 
         Args:
-            parts: Its bytes.
+            parts: The record's bytes.
             keys: As in :meth:`append`.
             what: As in :meth:`append`.
+
+        Returns:
+            The record's offset in the file, in bytes.
 
         Raises:
             Exception: as :meth:`append`.
@@ -99,7 +114,7 @@ class FileWriter:
         data = b"".join(parts)
         if self._lane is not None or len(data) > SMALL_RECORD:
             return self.append(len(data), lambda: [memoryview(data)], keys, what)
-        offset = self._placed(len(data), keys)
+        offset = self._reserve_offset(len(data), keys)
         try:
             self._stream.put_small(data, what)
         except BaseException as exc:
@@ -108,13 +123,20 @@ class FileWriter:
         return offset
 
     def end(self) -> None:
-        """No more records come: what is left of them is written, or begins to be."""
+        """Write the last block, or hand it to the pool; no record follows."""
         for waiting in self._waiting:
             waiting.result()
         self._stream.end()
 
     def close(self) -> FileRecord:
-        """Wait for all records, fsync, and return the file's record without its rank (0)."""
+        """Wait for all records and fsync the file.
+
+        Returns:
+            The file's record, with rank 0: :meth:`CheckpointWriter.finish` sets the rank.
+
+        Raises:
+            Exception: what a record failed with.
+        """
         try:
             self.end()
             table = self._stream.finish()
@@ -129,7 +151,7 @@ class FileWriter:
             segments=table.pack(),
         )
 
-    def _placed(self, nbytes: int, keys: int) -> int:
+    def _reserve_offset(self, nbytes: int, keys: int) -> int:
         if self._stream.error is not None:
             raise self._stream.error
         offset = self.position
@@ -138,7 +160,7 @@ class FileWriter:
         return offset
 
     def _stop(self) -> None:
-        """Let no thread use the descriptors any more, and close them."""
+        """Wait until no thread uses the descriptors, and close them: a reused number would be another file's."""
         if self._lane is not None:
             self._lane.shutdown(cancel_futures=True)
         self._waiting = []
@@ -165,7 +187,7 @@ class FileWriter:
             self.sha256.update(data)
 
     def _put_large(self, offset: int, nbytes: int, produce: Produce, what: str) -> None:
-        """Produce a record when there are not too many already, and hand its parts over."""
+        """Produce a record once the pool may hold one more, and hand its parts to the pool."""
         self._pool.records.acquire()
         try:
             parts = [part.cast("B") for part in produce()]
@@ -173,10 +195,11 @@ class FileWriter:
         except BaseException:
             self._pool.records.release()
             raise
+        # released when both have ended: the writes of the pool, and this thread's SHA-256
         countdown = Countdown(2, self._pool.records.release)
         try:
             self._stream.put(parts, countdown.count_down, what)
-            while parts:
+            while parts:  # popped and deleted: this thread must not keep alive what the pool has written already
                 part = parts.pop(0)
                 if self.sha256 is not None:
                     self.sha256.update(part)
@@ -192,20 +215,21 @@ class FileWriter:
 
 
 class CheckpointWriter:
-    """The files that one rank adds to a checkpoint in its staging directory.
+    """Writes the files that one rank adds to a checkpoint in its staging directory; a context manager.
 
     Args:
         directory: The staging directory.
-        rank: Noted in every file's record.
-        sha256: Whether to hash the files while they are written, for ``integrity.json``.
-        algorithm: Of the digests, the same for all files of a checkpoint; by default the one that is preferred here.
+        rank: Stored in every file's record.
+        sha256: Whether to compute the files' SHA-256 while they are written, for ``integrity.json``.
+        algorithm: Name of the digest algorithm, the same for all files of a checkpoint; by default the fastest that is
+            installed.
 
     Raises:
         CheckpointingException: the algorithm needs a package that is not installed.
     """
 
     def __init__(self, directory: Path, rank: int, *, sha256: bool = False, algorithm: str | None = None) -> None:
-        #: Where they are made.
+        #: The staging directory.
         self.directory = directory
         self._rank = rank
         self._sha256 = sha256
@@ -215,17 +239,24 @@ class CheckpointWriter:
         self._open: dict[str, FileWriter] = {}
         #: Records of the files that are complete.
         self.files: list[FileRecord] = []
-        #: Their SHA-256 in hex, by name, where it is wanted.
+        #: Their SHA-256 in hex, by name, if it is requested.
         self.sha256: dict[str, str] = {}
-        #: The shards that this rank's files hold, as :meth:`record_shards` was told.
+        #: The shards that this rank's files hold, as passed to :meth:`record_shards`.
         self.shards: list[ShardedBase | PackedShards] = []
 
     def create(self, name: str, nbytes: int = 0) -> FileWriter:
-        """Begin a new file.
+        """Create a new file.
 
         Args:
-            name: Of letters, digits, ``.``, ``_`` and ``-``.
-            nbytes: What it will have at least, if that is known: space for it is set aside in one go.
+            name: Its name: letters, digits, ``.``, ``_`` and ``-`` only.
+            nbytes: The least size in bytes, if it is known: the space is then allocated in one call, before the first
+                write.
+
+        Returns:
+            The file, to which records are appended; pass it to :meth:`finish` at the end.
+
+        Raises:
+            CheckpointingException: the name is not allowed, or the file exists.
         """
         path = self.directory / check_file_name(name)
         writer = FileWriter(path, self._pool, self._algorithm, nbytes, sha256=self._sha256)
@@ -233,7 +264,17 @@ class CheckpointWriter:
         return writer
 
     def finish(self, writer: FileWriter) -> FileRecord:
-        """Complete a file: all its bytes are durable when this returns."""
+        """Complete a file: all its bytes are durable when this returns.
+
+        Args:
+            writer: What :meth:`create` or :meth:`begin` returned.
+
+        Returns:
+            The file's record: name, size and digests.
+
+        Raises:
+            Exception: what a record of the file failed with.
+        """
         record = writer.close().model_copy(update={"rank": self._rank})
         del self._open[record.name]
         self.files.append(record)
@@ -242,9 +283,18 @@ class CheckpointWriter:
         return record
 
     def begin(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileWriter:
-        """A whole file at once, to be finished: of several, all are better begun before the first is finished.
+        """Create a file with all its bytes, and leave it to :meth:`finish` to make it durable.
 
-        (What a file system does for the first then serves all.)
+        Begin several small files before you finish the first: what the file system does for the first fsync (a
+        commit of its journal) then serves all.
+
+        Args:
+            name: As in :meth:`create`.
+            data: All bytes of the file; they must not change until it is finished.
+            keys: How many stored items the file has, for reports.
+
+        Returns:
+            The file, to be passed to :meth:`finish`.
         """
         writer = self.create(name)
         view = memoryview(data)
@@ -253,21 +303,33 @@ class CheckpointWriter:
         return writer
 
     def write(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileRecord:
-        """A whole small file at once."""
+        """Write a small file with all its bytes, durably.
+
+        Args:
+            name: As in :meth:`create`.
+            data: All bytes of the file.
+            keys: How many stored items the file has, for reports.
+
+        Returns:
+            The file's record.
+        """
         return self.finish(self.begin(name, data, keys))
 
     def adopt(self, name: str, keys: int = 1) -> FileRecord:
         """Take over a file that a library or another process has written into :attr:`directory`, completely.
 
-        It is fsynced, and read once for its digests, which are of what it has then. What lies in the directory and is
-        neither written by this class nor adopted fails the save.
+        The file is fsynced, and read once to compute its digests: damage from before that read is not found. A file in
+        the directory that is neither written by this class nor adopted fails the save.
 
         Args:
-            name: Of letters, digits, ``.``, ``_`` and ``-``: a regular file in the directory itself.
+            name: A regular file in the directory itself; letters, digits, ``.``, ``_`` and ``-`` only.
             keys: How many stored items the file has, for reports.
 
+        Returns:
+            The file's record.
+
         Raises:
-            CheckpointingException: there is no such file, it is not a regular one, or it changes meanwhile.
+            CheckpointingException: there is no such file, it is not a regular one, or it changes while it is read.
         """
         path = self.directory / check_file_name(name)
         record, sha256 = digest_file(path, self._algorithm, keys, self._rank, sha256=self._sha256)
@@ -277,22 +339,22 @@ class CheckpointWriter:
         return record
 
     def record_shards(self, shards: Iterable[ShardedBase] | PackedShards) -> None:
-        """Say which shards this rank's files hold; each rank does, in one call or several.
+        """Record which shards this rank's files hold; each rank calls it, once or more.
 
-        Before the commit it is compared with what the strategy was given: each box of a tensor, and each object, must
-        be recorded, on whichever rank, and however it is cut. Of a replicated shard one copy is enough.
+        Before the commit the records of all ranks are compared with what the strategy was given: some rank must have
+        recorded each box of a tensor and each object, in whatever parts. One copy of a replicated shard is enough.
 
         Args:
-            shards: ShardedTensors and ShardedObjects; their data is not looked at.
+            shards: ShardedTensors and ShardedObjects; their data is not used.
         """
         self.shards.extend([shards] if isinstance(shards, PackedShards) else shards)
 
     def recorded_files(self) -> list[FileRecord]:
-        """The records of all files, when no more is written.
+        """Return the records of all files, after the last one is finished.
 
         Raises:
-            StorageError: names files that were begun and not finished, that were changed since, or that are the core's
-                own to write.
+            StorageError: names files that were begun and not finished, that were changed after that, or that only the
+                commit may write.
         """
         if self._open:
             raise StorageError(

@@ -1,4 +1,4 @@
-"""Tensors on devices and with strides as bytes, a piece after another through one small buffer."""
+"""Tensors on devices or with strides as bytes: one piece after the other, through one small buffer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 class Copier:
-    """Copies a tensor's values, a piece at a time; pinned memory takes those of a CUDA device.
+    """Copies a tensor to the CPU piece by piece, through one buffer (pinned for a CUDA tensor).
 
     Args:
         tensor: On any device, of any strides, with memory of its own.
-        most: Bytes of a piece at most: less than ``LARGE``, so that a writer joins it with others before the next.
+        most: Most bytes of a piece; less than ``LARGE``, so that a writer copies the piece into a block at once.
 
     Raises:
-        ValueError: pieces would be large, and written from the buffer when the next is there already.
+        ValueError: ``most`` is not less than ``LARGE``: a writer would write the piece later, from this buffer, which
+            holds the next piece by then.
     """
 
     def __init__(self, tensor: torch.Tensor, most: int) -> None:
@@ -31,11 +32,11 @@ class Copier:
         self._buffer = torch.empty(most, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Views that, one after the other in row-major order, are the tensor."""
+        """Return an iterator of views of at most ``most`` bytes that make up the tensor in row-major order."""
         return _cut(self._tensor, self._most)
 
     def copied(self, piece: torch.Tensor) -> list[memoryview]:
-        """The bytes of a piece's values; they hold until the next piece is copied."""
+        """Copy a piece to the buffer, and return its bytes, which are valid until the next call."""
         copy = self._buffer[: piece.nbytes].view(piece.dtype).view(piece.shape)
         copy.copy_(piece, non_blocking=True)
         synchronize_devices([piece])

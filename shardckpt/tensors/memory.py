@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 #: Bytes of a page.
 PAGE = 4096
-#: From this size on bytes are worth threads, and a place of their own in a file.
+#: Bytes. Larger tensors are worth several threads, and begin at a suitable address in a file; see `page_place`.
 LARGE = 1 << 20
 _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
-#: Classes of tensors that are what they seem to be.
+#: Classes whose tensors hold their values in their own memory; a subclass may wrap others.
 ORDINARY = (torch.Tensor, torch.nn.Parameter)
-#: Lower addresses may be offsets from null, of memory that was freed.
+#: Lower addresses may be offsets from a null pointer: that of a tensor whose storage was freed.
 _LOW = 1 << 40
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -31,11 +31,17 @@ _start_of_bytes = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The writable bytes of a contiguous, plain CPU tensor; they keep the tensor alive.
+    """Return the memory of a contiguous, plain CPU tensor as writable bytes, without a copy.
+
+    Args:
+        tensor: Any shape and dtype; the view keeps it alive.
+
+    Returns:
+        The bytes, in row-major order.
 
     Raises:
-        ShardingError: it has no memory of its own.
-        ValueError: the bytes of its memory are not its values (see :func:`is_plain`), or not all in a row.
+        ShardingError: the tensor has no memory of its own.
+        ValueError: the bytes of its memory are not its values (see :func:`is_plain`), or it is not contiguous.
     """
     if is_ordinary(tensor):
         return view_tensor(tensor)
@@ -50,9 +56,13 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
-    """New bytes, and a writable view to fill them through before anyone else sees them.
+    """Allocate bytes, to be filled before any other code uses them.
 
-    (A bytearray would have to be copied: fresh pages twice. https://docs.python.org/3/c-api/bytes.html)
+    A bytearray would have to be copied to become bytes, which touches fresh pages twice. CPython allows the write to
+    new bytes: https://docs.python.org/3/c-api/bytes.html
+
+    Returns:
+        The bytes, and a writable view of them.
     """
     data: bytes = _new_bytes(None, nbytes)
     if not nbytes:
@@ -61,10 +71,10 @@ def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
 
 
 def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values as a contiguous CPU tensor; itself if it is one already.
+    """Return the tensor's values as a contiguous CPU tensor, detached; without a copy if it is one.
 
-    A subclass with a ``dequantize`` of its own (Transformer Engine's and torchao's quantized tensors) gives the values
-    of that, in the dtype that it shows outwardly.
+    A subclass with a ``dequantize`` of its own (Transformer Engine's and torchao's quantized tensors) is dequantized to
+    its outward dtype.
 
     Raises:
         ShardingError: the tensor has no memory of its own that holds its values.
@@ -78,7 +88,10 @@ def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether it is plainly a contiguous tensor on the CPU, whose memory's bytes are its values; quickly answered."""
+    """Return whether the tensor is contiguous, on the CPU, and its memory's bytes are its values; fast.
+
+    False negatives are possible, of subclasses: :func:`is_plain` answers those.
+    """
     return (
         has_values_here(tensor)
         and tensor.is_contiguous()
@@ -87,7 +100,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def has_values_here(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a plain dtype has its values in memory of this host, in any order; quickly answered."""
+    """Return whether the tensor holds its values in CPU memory, with any strides; fast."""
     try:
         return (
             type(tensor) in ORDINARY
@@ -95,28 +108,36 @@ def has_values_here(tensor: torch.Tensor) -> bool:
             and tensor.layout is torch.strided
             and (tensor.data_ptr() > _LOW or _has_memory(tensor))
         )
-    except RuntimeError:  # functorch's have no address
+    except RuntimeError:  # functorch's tensors have no address
         return False
 
 
 def page_place(tensor: torch.Tensor) -> int:
-    """Where in its page a CPU tensor's memory begins, in bytes; 0 for any other, which is copied to a page's start.
+    """Return the offset of a tensor's memory in its page, in bytes, which its place in a file should have, too.
 
-    It is a multiple of 64, so that what follows is aligned: memory that is not (of a slice) counts as any other.
+    Direct writes take the memory without a copy where the offset in the file is equal modulo the page size.
+
+    Returns:
+        A multiple of 64, so that what follows in the file is aligned; 0 for tensors that are not written from their own
+        memory, are small, or whose memory is less aligned (that of a slice).
     """
     place = tensor.data_ptr() % PAGE if tensor.nbytes >= PAGE and is_ordinary(tensor) else 0
     return place if place % _ALIGNED == 0 else 0
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of the tensor's memory are its values, as its dtype and strides say."""
+    """Return whether the bytes of the tensor's memory are its values, in its dtype and strides."""
     return not (tensor.is_conj() or tensor.is_neg() or is_quantized(tensor)) and _has_memory(tensor)
 
 
 def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until what the caller has queued on its current streams for the tensors' devices is done.
+    """Wait for all work that this thread has queued on its current streams of the tensors' devices.
 
-    Other threads copy to and from these tensors on other streams: call this in the thread that computed them.
+    Other threads copy these tensors on other streams, which do not wait for the current ones: so call it first, in the
+    thread that computed the tensors.
+
+    Args:
+        tensors: On any devices; CPU tensors need no wait.
     """
     for device in {tensor.device for tensor in tensors}:
         if device.type in _WITHOUT_QUEUE:
@@ -128,16 +149,17 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for wrappers, tensors without data, layouts that are not strided, and torch's own quantized dtypes.
+    """Whether a tensor has memory of its own that holds its values.
 
-    (Those keep their scales beside the memory.)
+    False for wrappers, tensors without data, layouts that are not strided, and torch's own quantized dtypes (whose
+    scales are not in the memory).
     """
     if tensor.layout != torch.strided or tensor.is_quantized:
         return False
     try:
-        # the storage's address: that of a part of a wrapper is its offset from null
+        # the storage's address, because data_ptr() of a part of a wrapper is its offset from a null pointer
         return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
-    except RuntimeError:  # tensors that only pretend (fake, functional) do not even give a null pointer
+    except RuntimeError:  # fake and functional tensors raise instead of returning a null pointer
         return False
 
 

@@ -1,4 +1,4 @@
-"""Memory at an address as bytes that Python can read and write, without a copy and without numpy."""
+"""Views of memory at an address as Python bytes, without a copy and without numpy."""
 
 from __future__ import annotations
 
@@ -8,27 +8,35 @@ from typing import Any
 
 import torch
 
-#: All that follows an address, to take as much of it as is there: ctypes makes a class for every length of an array.
+#: The longest array, to be sliced: for each length ctypes would create and keep a class of its own.
 _Following: Any = ctypes.c_char * sys.maxsize
 
 
 def view_memory(address: int, nbytes: int, owner: Any) -> memoryview:
-    """Bytes at an address, which keep their owner alive."""
+    """Return ``nbytes`` writable bytes at an address; the view keeps ``owner`` alive."""
     array = _Following.from_address(address)
     array.owner = owner
     return memoryview(array).cast("B")[:nbytes]
 
 
 def view_tensor(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which keep it alive."""
+    """Return the memory of a contiguous CPU tensor as writable bytes, which keep it alive; without checks."""
     nbytes = tensor.nbytes
     return view_memory(tensor.data_ptr(), nbytes, tensor) if nbytes else memoryview(bytearray())
 
 
 def packed(data: bytes, nbytes: int | None = None) -> torch.Tensor:
-    """A copy of the bytes, with zeros behind them, in memory that torch owns.
+    """Copy bytes to a uint8 tensor whose memory torch owns.
 
-    A thread of gloo may free a tensor last. To free Python's memory it would need the interpreter, which may be gone.
+    Not torch.frombuffer: the last reference to a tensor in a collective may be dropped by a thread of gloo. To free
+    Python's memory that thread would need the interpreter's lock (GIL), at a time when the interpreter may have ended.
+
+    Args:
+        data: The bytes.
+        nbytes: Size of the tensor, by default that of the data; the rest is zeros.
+
+    Returns:
+        A tensor of shape ``(nbytes,)``.
     """
     tensor = torch.empty(len(data) if nbytes is None else nbytes, dtype=torch.uint8, device="cpu")
     view_tensor(tensor)[: len(data)] = data

@@ -1,4 +1,4 @@
-"""Every private name of torch that the core needs, in one place, with the reason."""
+"""All private names of torch that the core uses, in one place, each with its reason."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def _forget_default_group(module: ModuleType) -> None:
-    """Let the functions of a module have no process group as a default: None means the default group to them, too.
+    """Replace process groups in the default arguments of a module's functions by None, which means the same to them.
 
-    Of what was imported when there was a group already, the functions would keep that group for ever:
-    ``destroy_process_group`` would end none of its threads, and they would abort the interpreter when it ends.
+    A module that is imported while there is a default group would keep that group alive for ever:
+    ``destroy_process_group`` would not end its threads, and they would abort the interpreter at its exit.
     """
     for function in filter(isfunction, vars(module).values()):
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
@@ -33,21 +33,21 @@ def _no_group(default: Any) -> Any:
 
 
 if dist.is_available():
-    # The one module of torch's with such defaults that we, torch.distributed.checkpoint, FSDP and torch._dynamo import.
-    # Whoever imports it later finds it as it is left here.
+    # The only module with such defaults that this package, torch.distributed.checkpoint, FSDP and torch._dynamo import.
+    # Imported here, it is corrected before any of them imports it.
     import torch.distributed.nn.functional
 
     _forget_default_group(torch.distributed.nn.functional)
 
 
 def group_timeout(group: Any) -> dt.timedelta:
-    """How long a rank waits in the group's collectives: torch tells no one, and a gloo twin needs the same."""
+    """Return the timeout of a group's collectives, for a gloo group of the same ranks; torch does not publish it."""
     backend = group._get_backend(group._device_types[0])  # noqa: SLF001
     return backend.options._timeout  # type: ignore[no-any-return]  # noqa: SLF001
 
 
 def group_store(group: Any, prefix: str) -> Any:
-    """The store through which the group's ranks have found each other, with keys apart from all others.
+    """Return the store through which a group's ranks met, with a prefix that separates the caller's keys from others.
 
     Raises:
         ValueError: the group was destroyed.
@@ -60,9 +60,9 @@ def group_store(group: Any, prefix: str) -> Any:
 
 
 def split_factor(placement: Any) -> int | None:
-    """The ``split_factor`` of a ``_StridedShard``, as FSDP2 over tensor parallelism has it; None for others.
+    """Return the ``split_factor`` of a ``_StridedShard`` (FSDP2 over tensor parallelism); None for other placements.
 
-    (It is a subclass of Shard in some releases of torch; none of its public names tells it apart.)
+    (It is a subclass of Shard in some releases of torch, and no public name distinguishes it.)
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -70,16 +70,16 @@ def split_factor(placement: Any) -> int | None:
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[Any]:
-    """Whether it is a ShardedTensor of torch's, as FSDP1 makes them: the class has no public place."""
+    """Return whether the value is a ShardedTensor of torch's, as FSDP1 makes them: the class has no public name."""
     if not any(kind.__module__.startswith("torch.distributed._shard") for kind in type(value).__mro__):
-        return False  # and the module need not be loaded to know
+        return False  # checked first, because it does not import the module
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(value, ShardedTensor)
 
 
 def sharded_along(placement: Any, dim: int) -> Any:
-    """A Shard, or a ``_StridedShard`` of the same factor, along another axis."""
+    """Return the placement along another axis: a Shard, or a ``_StridedShard`` of the same factor."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     factor = split_factor(placement)
@@ -87,7 +87,7 @@ def sharded_along(placement: Any, dim: int) -> Any:
 
 
 def empty_sharded_tensor_like(value: Any, dtype: torch.dtype) -> Any:
-    """An uninitialised ShardedTensor of the same shards, groups and devices; torch makes them in private ways alone."""
+    """Return an uninitialised ShardedTensor with the same shards, group and devices, and another dtype."""
     metadata = value.metadata()
     properties = replace(metadata.tensor_properties, dtype=dtype, requires_grad=False, pin_memory=False)
     shards = [type(shard)(_empty_shard(shard.tensor, dtype), shard.metadata) for shard in value.local_shards()]
@@ -99,15 +99,15 @@ def empty_sharded_tensor_like(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors, each into one of the same shape, by one call: a call for each costs more than to copy a few KiB."""
+    """Copy each tensor into one of the same shape, in one call: a call for each costs more than to copy a few KiB."""
     with torch.inference_mode():  # neither gradients nor tangents
         torch._foreach_copy_(targets, sources)
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """One step of an optimizer, without what its user has hung on steps: torch offers no way past that."""
+    """Take a step of an optimizer without the hooks that its user has registered: torch has no public way."""
     step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch has put a function around the class's own that runs the hooks
+    if getattr(step, "hooked", False):  # torch has wrapped the class's step in a function that runs the hooks
         step = getattr(step, "__wrapped__", step)
     step(optimizer, closure=None)
 

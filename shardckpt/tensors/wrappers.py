@@ -1,4 +1,4 @@
-"""Quantized tensors: wrapper subclasses that hold 8-bit data and scales inside, and show high precision outside."""
+"""Quantized tensors: wrapper subclasses that hold low-precision data and scales, and have a high-precision dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import TypeGuard
 
-#: dtypes of which torch has little more than the name, as far as this torch has them: packed and odd ones.
+#: Dtypes for which torch implements almost no operation, copies included; those that this release has.
 _BARE = frozenset(
     getattr(torch, name)
     for name in (
@@ -25,22 +25,22 @@ _BARE = frozenset(
     )
     if hasattr(torch, name)
 )
-#: Constructors from high precision that classes of torchao offer.
+#: Names of class methods of torchao's that quantize a high-precision tensor.
 _MAKERS = ("from_hp", "to_mx", "to_nvfp4")
-#: Inner tensors of torchao's that describe activations: they are no part of the tensor's own values.
+#: Prefix of inner tensors of torchao's that describe activations: they are not part of the tensor's values.
 _OF_ACTIVATIONS = "act_"
 
 
 def is_quantized(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is of a tensor class with a ``dequantize`` of its own: Transformer Engine's, torchao's, and alike."""
+    """Return whether the tensor's class has a ``dequantize`` of its own, like Transformer Engine's and torchao's."""
     return isinstance(tensor, torch.Tensor) and type(tensor).dequantize is not torch.Tensor.dequantize
 
 
 def dequantized(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a quantized tensor, in the dtype that it shows outwardly.
+    """Return the values of a quantized tensor as a plain tensor of its outward dtype, on its device.
 
     Raises:
-        ShardingError: it cannot give them, or that dtype cannot hold them.
+        ShardingError: its ``dequantize`` fails, or the outward dtype cannot hold the values.
     """
     try:
         with torch.no_grad(), _on(tensor.device):
@@ -56,7 +56,7 @@ def dequantized(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy plain values into a tensor, casting or quantizing as it needs; ``key`` is named in errors."""
+    """Copy plain values into a tensor, cast or quantized as its class needs; errors name ``key``."""
     if is_quantized(destination):
         requantize(key, destination, values)
     else:
@@ -64,7 +64,8 @@ def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def copy_values(destination: torch.Tensor, values: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy plain values, cast to the destination's dtype; torch loses signs where it casts into a negated view."""
+    """Copy plain values into a plain tensor of the same shape, cast to its dtype."""
+    # cast first for a view with the neg bit: torch loses the signs where it casts and copies at once
     if values.dtype != destination.dtype:
         values = values.to(destination.dtype) if destination.is_neg() else values
     elif values.dtype in _BARE:
@@ -73,26 +74,26 @@ def copy_values(destination: torch.Tensor, values: torch.Tensor, *, non_blocking
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, over integers of its elements' size if torch has nothing to fill or copy those with."""
+    """Return the tensor, viewed as integers of the same size if torch cannot fill or copy its dtype."""
     if tensor.dtype not in _BARE:
         return tensor
     return tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
 
 
 def requantize(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
-    """Quantize plain values into a quantized tensor's own memory, as that one is quantized.
+    """Quantize plain values into the memory of a quantized tensor, with that tensor's configuration.
 
-    The first of these that the destination has: its ``quantize_`` (Transformer Engine 2); a constructor of its class
-    from high precision, called with the configuration that the destination shows (torchao; what it does not keep, a
-    way to choose scales, is the constructor's default); its ``copy_`` (Transformer Engine 1).
+    It uses the first of these that the destination has: its ``quantize_`` (Transformer Engine 2); a class method that
+    quantizes, called with the destination's configuration (torchao; what a tensor does not store, as the choice of
+    scales, is the method's default); its ``copy_`` (Transformer Engine 1).
 
     Args:
         key: Named in errors.
         destination: Filled in place.
-        values: Of the destination's shape.
+        values: Plain, of the destination's shape; any dtype and device.
 
     Raises:
-        ShardingError: it cannot; the destination is as it was unless its own method failed halfway.
+        ShardingError: none of them works; the destination is unchanged unless its own method failed halfway.
     """
     check_outward_dtype(key, destination)
     try:
@@ -103,13 +104,13 @@ def requantize(key: str, destination: torch.Tensor, values: torch.Tensor) -> Non
 
 
 def check_outward_dtype(key: str, destination: torch.Tensor) -> None:
-    """Raise :class:`ShardingError` if the dtype that a quantized tensor shows could not hold values to quantize."""
+    """Raise :class:`ShardingError` if a quantized tensor's outward dtype cannot hold high-precision values."""
     if not _is_high_precision(destination):
         raise ShardingError(_refusal(key, destination, f"its outward dtype {destination.dtype} cannot hold its values"))
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that hold a wrapper's values, by name: as torch's flatten protocol says, or else its attributes."""
+    """Return the tensors that hold a wrapper's values, by name: by torch's flatten protocol, or else its attributes."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     found = vars(tensor) if flatten is None else {name: getattr(tensor, name) for name in flatten()[0]}
     return {
@@ -120,7 +121,7 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def kind(tensor: torch.Tensor) -> str:
-    """The full name of its class."""
+    """Return the full name of the tensor's class, for errors."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
@@ -129,7 +130,7 @@ def _is_high_precision(tensor: torch.Tensor) -> bool:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes it this thread's current device: kernels of wrappers run there, and threads begin with the first."""
+    """Make it this thread's current device, where wrappers launch kernels: that of a new thread is the first."""
     return nullcontext() if device.type in ("cpu", "meta") else torch.get_device_module(device).device(device)
 
 
@@ -145,23 +146,23 @@ def _quantize(destination: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _replace(destination: Any, make: Callable[..., Any], values: torch.Tensor) -> None:
-    """Quantize anew by the class's own constructor, and copy what that gives into the inner tensors."""
+    """Quantize by the class's own method, and copy the inner tensors of the result into the destination's."""
     names, context = destination.__tensor_flatten__()
     parameters = inspect.signature(make).parameters
-    made = make(values, **_configuration(destination, values, {*names, *context} & parameters.keys(), parameters))
-    made_names, made_context = made.__tensor_flatten__()
-    pairs = [(getattr(destination, name), getattr(made, name)) for name in names if name in made_names]
-    alike = all(old.shape == new.shape and old.dtype == new.dtype for old, new in pairs)
-    if sorted(names) != sorted(made_names) or not alike or not _same(context, made_context):
-        raise ValueError(f"{make.__qualname__} quantizes to {_form(made)}, the destination has {_form(destination)}")
-    for old, new in pairs:
-        old.copy_(new)
+    new = make(values, **_configuration(destination, values, {*names, *context} & parameters.keys(), parameters))
+    new_names, new_context = new.__tensor_flatten__()
+    pairs = [(getattr(destination, name), getattr(new, name)) for name in names if name in new_names]
+    is_same_form = all(old.shape == other.shape and old.dtype == other.dtype for old, other in pairs)
+    if sorted(names) != sorted(new_names) or not is_same_form or not _same(context, new_context):
+        raise ValueError(f"{make.__qualname__} quantizes to {_form(new)}, the destination has {_form(destination)}")
+    for old, other in pairs:
+        old.copy_(other)
 
 
 def _configuration(
     destination: Any, values: torch.Tensor, shown: Iterable[str], parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """What a constructor takes of the configuration that a tensor shows; scales are chosen anew."""
+    """Return the keyword arguments of a quantizing method, from its configuration; scales come from the values."""
     inner = inner_tensors(destination)
     known = {name: getattr(destination, name) for name in shown if name not in inner}
     if "float8_dtype" in parameters:
@@ -177,7 +178,7 @@ def _configuration(
 
 
 def _granularity(block: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """The name in torchao for blocks of a shape; its module is loaded, for the tensor is of one of its classes."""
+    """Return torchao's granularity for a block shape; its module is loaded, since the tensor is of torchao's."""
     names = sys.modules["torchao.quantization.granularity"]
     wide = [axis for axis, size in enumerate(block) if size != 1]
     if block == shape:

@@ -59,7 +59,7 @@ def test_megatrons_convention_of_a_request() -> None:
 
 def test_a_frozen_request_takes_no_finalize_function() -> None:
     """What is added after scheduling would never run: it is refused."""
-    with pytest.raises(CheckpointingException, match="scheduled already"):
+    with pytest.raises(CheckpointingException, match="already scheduled"):
         AsyncRequest(None, (), []).freeze().add_finalize_fn(print)
 
 

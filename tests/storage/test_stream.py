@@ -450,7 +450,7 @@ def test_bytes_that_are_gone(tmp_path: Path) -> None:
 
 def test_a_child_of_a_busy_process_writes(tmp_path: Path) -> None:
     """A child that was forked while threads of its parent were writing has turns of its own."""
-    turns = new_file._processors.turns
+    turns = new_file._cached_writes.turns
     count = 0
     while turns.acquire(blocking=False):
         count += 1
@@ -477,7 +477,7 @@ def test_small_records_are_named_in_errors(directory: Path, monkeypatch: pytest.
             file.append_small([bytes(1000)], what=f"'key{n}'")
         writer.finish(file)
 
-    text = r"cannot write 'key\d+' and what lies before it at offset \d+ of"
+    text = r"cannot write 'key\d+' and what precedes it at offset \d+ of"
     with CheckpointWriter(directory, 0) as writer, pytest.raises(StorageError, match=text):
         fill(writer)
 
