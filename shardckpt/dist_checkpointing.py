@@ -30,7 +30,7 @@ from shardckpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from shardckpt.plugins import StrategyAction, host
+from shardckpt.plugins import StrategyAction, get_plugin_manager
 from shardckpt.storage import is_there, read_file, retry_if_replaced
 from shardckpt.validation import StrictHandling, parse_strict_flag, stored_key
 
@@ -110,7 +110,7 @@ def save(
     """
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
-        target = locate(checkpoint_dir, host())
+        target = locate(checkpoint_dir, get_plugin_manager())
         options = SaveOptions(
             validate_access_integrity,
             overwrite,
@@ -120,8 +120,8 @@ def save(
             verify_integrity,
         )
     if async_sharded_save:
-        return request_save(sharded_state_dict, target, sharded_strategy, comm, host(), options)
-    save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, host(), options)
+        return request_save(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
+    save_checkpoint(sharded_state_dict, target, sharded_strategy, comm, get_plugin_manager(), options)
     return None
 
 
@@ -193,8 +193,8 @@ def load(
 
     def attempt() -> tuple[StateDict, KeyMismatch]:
         with comm.local_phase("reading the arguments"):
-            directory = locate(checkpoint_dir, host())  # each time: links may lead elsewhere since
-        with open_stored(directory, comm, host(), options) as checkpoint:
+            directory = locate(checkpoint_dir, get_plugin_manager())  # each time: links may lead elsewhere since
+        with open_stored(directory, comm, get_plugin_manager(), options) as checkpoint:
             return load_checkpoint(
                 sharded_state_dict,
                 checkpoint,
@@ -325,7 +325,7 @@ def remove_sharded_tensors(
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
         directory = locate_local(checkpoint_dir, "take keys out of")
-    return remove_keys(directory, key_prefix, comm, host(), dry_run=dry_run)
+    return remove_keys(directory, key_prefix, comm, get_plugin_manager(), dry_run=dry_run)
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
@@ -333,7 +333,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
 
     Plain torch.distributed.checkpoint directories have none; :func:`load` reads them nevertheless.
     """
-    marker = locate(checkpoint_dir, host()) / MARKER_NAME
+    marker = locate(checkpoint_dir, get_plugin_manager()) / MARKER_NAME
     if not is_there(marker):
         return False
     try:
@@ -346,8 +346,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
 def get_default_save_sharded_strategy(backend: str | None = None, version: int | None = None) -> SaveStrategy:
     """Return the strategy that :func:`save` uses for a backend and version; by default the registry's default."""
     if backend is None:
-        return find_saver(None, host())
-    return find_saver(backend if version is None else (backend, version), host())
+        return find_saver(None, get_plugin_manager())
+    return find_saver(backend if version is None else (backend, version), get_plugin_manager())
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: PathLike) -> LoadStrategy:
@@ -366,7 +366,7 @@ def register_default_strategy(
         version: The version that it serves.
         strategy: A class (a fresh instance serves every operation) or an instance.
     """
-    host().unfilled.put(action, backend, version, strategy)
+    get_plugin_manager().unfilled.put(action, backend, version, strategy)
 
 
 def _content_metadata(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:
@@ -378,12 +378,12 @@ def _content_metadata(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:
 
 def _read(checkpoint_dir: PathLike, options: LoadOptions, read: Callable[[OpenCheckpoint], _T]) -> _T:
     """Read from a checkpoint in this process alone."""
-    return read_checkpoint(checkpoint_dir, Comm(alone=True), host(), options, read)
+    return read_checkpoint(checkpoint_dir, Comm(alone=True), get_plugin_manager(), options, read)
 
 
 def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:
     """Open a checkpoint in this process alone."""
-    return open_stored(locate(checkpoint_dir, host()), Comm(alone=True), host(), options)
+    return open_stored(locate(checkpoint_dir, get_plugin_manager()), Comm(alone=True), get_plugin_manager(), options)
 
 
 __all__ = [

@@ -233,11 +233,11 @@ def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDi
     Raises:
         ShardingError: a shard contradicts itself, or a leaf of the common state is one rank's part of something.
     """
-    sharded, common = take_apart(sharded_state_dict)
-    return dict_list_map_outplace(checked_copy, sharded), common
+    sharded, common = split_state_dict(sharded_state_dict)
+    return dict_list_map_outplace(validated_copy, sharded), common
 
 
-def take_apart(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
+def split_state_dict(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
     """Split as :func:`split_for_save` does, but return the caller's own shards, not validated."""
     return _taken_apart(sharded_state_dict, ())
 
@@ -269,7 +269,7 @@ def _taken_apart(x: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
     return sharded, of_type(x, rest)
 
 
-def checked_copy(shard: ShardedBase) -> ShardedBase:
+def validated_copy(shard: ShardedBase) -> ShardedBase:
     """Return a validated copy of a shard's description; ``data`` is shared.
 
     Raises:
@@ -374,7 +374,6 @@ __all__ = [
     "apply_factories",
     "apply_factory_merges",
     "build_copy",
-    "checked_copy",
     "dict_list_map_inplace",
     "dict_list_map_outplace",
     "diff",
@@ -387,5 +386,6 @@ __all__ = [
     "nested_values",
     "of_type",
     "split_for_save",
-    "take_apart",
+    "split_state_dict",
+    "validated_copy",
 ]

@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.distributed.comm import BY_MAIN, SYNC_BYTES
+from shardckpt.distributed.comm import MAX_BYTES_BY_MAIN, SYNC_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -108,7 +108,7 @@ class Recorder:
 
     def _sync(self, values: tuple[int, ...] = ()) -> dict[int, Any]:
         """Send a few numbers to the main rank, or, where there are many ranks, as many bytes to whomever."""
-        return self._put(values, SYNC_BYTES, to_main=SYNC_BYTES * self.world_size <= BY_MAIN)
+        return self._put(values, SYNC_BYTES, to_main=SYNC_BYTES * self.world_size <= MAX_BYTES_BY_MAIN)
 
     def _put(self, data: Any, nbytes: int | None = None, *, to_main: bool = True) -> dict[int, Any]:
         """Send to the main rank; if not, it receives no more than it sends."""

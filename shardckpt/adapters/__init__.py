@@ -1,10 +1,10 @@
 """Describe torch's modules, optimizers and distributed tensors as shards, and restore what was loaded into them."""
 
-from shardckpt.adapters.dtensor import describe_dtensor, sharded_tensor_from_dtensor, splits_of
+from shardckpt.adapters.dtensor import describe_dtensor, get_dtensor_splits, sharded_tensor_from_dtensor
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.adapters.leaves import describe_leaf, describe_object
-from shardckpt.adapters.modules import model_state
-from shardckpt.adapters.restore import groups_of
+from shardckpt.adapters.modules import get_model_tensors
+from shardckpt.adapters.restore import get_param_groups
 from shardckpt.adapters.state import load_into, to_sharded_state_dict
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 
@@ -14,10 +14,10 @@ __all__ = [
     "describe_leaf",
     "describe_object",
     "describe_torch_sharded",
-    "groups_of",
+    "get_dtensor_splits",
+    "get_model_tensors",
+    "get_param_groups",
     "load_into",
-    "model_state",
     "sharded_tensor_from_dtensor",
-    "splits_of",
     "to_sharded_state_dict",
 ]

@@ -74,7 +74,7 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
     return found[0]
 
 
-def splits_of(key: str, dtensor: DTensor) -> list[Split]:
+def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
     """Return the splits that cut this rank's part out of the global tensor, in mesh order.
 
     Args:
@@ -129,7 +129,7 @@ def _shards(
     key: str, dtensor: DTensor, local: torch.Tensor, replica_id: ReplicaId, *, replicated: Replicated
 ) -> list[ShardedTensor]:
     """Build one shard for each box of the local tensor; an empty local tensor gives one empty shard."""
-    splits, shape = splits_of(key, dtensor), tuple(dtensor.shape)
+    splits, shape = get_dtensor_splits(key, dtensor), tuple(dtensor.shape)
     extent = compute_local_shape(shape, splits)
     if tuple(local.shape) != extent:
         raise ShardingError(
@@ -180,4 +180,4 @@ def _local_tensor(dtensor: DTensor) -> torch.Tensor:
     return (local if wait is None else wait()).detach()
 
 
-__all__ = ["describe_dtensor", "sharded_tensor_from_dtensor", "splits_of"]
+__all__ = ["describe_dtensor", "get_dtensor_splits", "sharded_tensor_from_dtensor"]

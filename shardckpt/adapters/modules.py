@@ -33,7 +33,7 @@ def as_parts(model: Any) -> list[Module]:
     return parts
 
 
-def model_state(parts: Sequence[Module]) -> dict[str, Any]:
+def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     """Return the parameters and buffers of all modules by full name, without the prefixes of wrappers.
 
     Args:
@@ -53,7 +53,7 @@ def model_state(parts: Sequence[Module]) -> dict[str, Any]:
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
-    """Return the names of those values of :func:`model_state` that share a buffer's memory."""
+    """Return the names of those values of :func:`get_model_tensors` that share a buffer's memory."""
     # 0 is no address: values that are not tensors, and tensors without memory
     places = {_data_address(buffer) for part in parts for buffer in part.buffers()} - {0}
     return frozenset(name for name, value in values.items() if _data_address(value) in places)
@@ -237,8 +237,8 @@ def _make_state(optimizer: Optimizer, params: Sequence[Any], lacking: Sequence[A
 __all__ = [
     "as_parts",
     "find_owner",
+    "get_model_tensors",
     "get_optimizer_state",
     "make_initial_state",
-    "model_state",
     "suppress_initial_state",
 ]

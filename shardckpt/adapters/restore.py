@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def groups_of(parts: Sequence[Module], optimizer: Optimizer, number: int) -> list[dict[str, Any]]:
+def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, with the full names of the parameters under ``params``.
 
     Args:
@@ -83,4 +83,4 @@ def _is_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-__all__ = ["apply_options", "groups_of", "set_model", "set_optimizer"]
+__all__ = ["apply_options", "get_param_groups", "set_model", "set_optimizer"]

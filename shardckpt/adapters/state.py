@@ -113,10 +113,10 @@ def load_into(
     _check_structure(loaded, with_optimizers=bool(optimizers))
     model, optimizer = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
     options = {name: _options(values) for name, values in optimizer.get("param_groups", {}).items()}
-    groups = [restore.groups_of(parts, each, number) for number, each in enumerate(optimizers)]
+    groups = [restore.get_param_groups(parts, each, number) for number, each in enumerate(optimizers)]
     if strict:
         trained = {name for each in groups for group in each for name in group["params"]}
-        _refuse(modules.model_state(parts).keys() - model.keys(), "model")
+        _refuse(modules.get_model_tensors(parts).keys() - model.keys(), "model")
         _refuse(trained - options.keys(), "optimizer")
     filled = [[restore.apply_options(group, options) for group in each] for each in groups]
     # everything is checked above, before the first module changes
@@ -132,7 +132,7 @@ def _describe_modules(
     from shardckpt.adapters import modules  # torch's state-dict API is slow to import
 
     parts = modules.as_parts(model)
-    values = modules.model_state(parts)
+    values = modules.get_model_tensors(parts)
     # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
 

@@ -17,10 +17,10 @@ from shardckpt.tensors import (
     LARGE,
     PAGE,
     copy_each,
-    has_values_here,
+    has_values_on_host,
     is_ordinary,
     is_plain,
-    page_place,
+    page_offset,
     plain_cpu,
     synchronize_devices,
 )
@@ -75,7 +75,7 @@ class Layout:
         end = 0
         for tensor, nbytes in zip(tensors, sizes, strict=True):
             if nbytes >= _LARGE:
-                end += (page_place(tensor) - end) % PAGE
+                end += (page_offset(tensor) - end) % PAGE
             offsets.append(end)
             end += -(-nbytes // _ALIGNED) * _ALIGNED
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -122,7 +122,7 @@ class Copies:
                 raise ShardingError(
                     f"tensor {keys[number]!r}: {count} of {tensor.dtype}, not {nbytes} bytes of {dtype}"
                 )
-            if count <= _FEW and dtype in copied and has_values_here(tensor):
+            if count <= _FEW and dtype in copied and has_values_on_host(tensor):
                 self._small.append(number)
             else:
                 (self._rows if is_ordinary(tensor) else self._others).append(number)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 END_TIMEOUT = 20.0
 
 
-def meet_at_end(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
+def wait_for_all_ends(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
     """Collective: wait until the programs of all ranks end, for 20 s at most.
 
     It uses the store of the process group, not a collective of torch: a rank that still trains would not join that one,
@@ -79,4 +79,4 @@ def _leave(store: Any, counter: str, world_size: int) -> None:
         logger.debug("the store is gone", exc_info=True)
 
 
-__all__ = ["END_TIMEOUT", "meet_at_end", "say"]
+__all__ = ["END_TIMEOUT", "say", "wait_for_all_ends"]

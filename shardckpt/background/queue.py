@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
-from shardckpt.background.ending import meet_at_end, say
+from shardckpt.background.ending import say, wait_for_all_ends
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 
@@ -183,7 +183,7 @@ class AsyncCallsQueue:
             _fail(self._calls.popleft().request, CheckpointingException("its queue was closed before it was finalized"))
         _busy.pop(self, None)
 
-    def end_with_the_program(self) -> None:
+    def finalize_at_exit(self) -> None:
         """Finalize the requests at the end of the program, if this is the only rank or all ranks end together.
 
         Else abandon them, and report to the user what is lost: a rank that still trains would not join a collective.
@@ -193,7 +193,7 @@ class AsyncCallsQueue:
             return
         lost = ", ".join(call.request.name for call in self._calls)
         first = self._calls[0].request.call_idx  # not its path, which may differ among ranks
-        why = meet_at_end(f"end/{first}/{len(self._calls)}/{self._scheduled}", self._comm, self._group)
+        why = wait_for_all_ends(f"end/{first}/{len(self._calls)}/{self._scheduled}", self._comm, self._group)
         if not why:
             try:
                 self.close()
@@ -219,7 +219,7 @@ def _end_queues() -> None:
         if pid != os.getpid():
             continue
         try:
-            queue.end_with_the_program()
+            queue.finalize_at_exit()
         except CheckpointingException:
             logger.exception("a background save failed at the end of the program: it is absent")
 

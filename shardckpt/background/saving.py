@@ -10,7 +10,7 @@ from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
 from shardckpt.engine import Operation, Transaction, Written, as_json, check_state, open_folder, saved_plans
 from shardckpt.errors import CheckpointingException
-from shardckpt.plugins import host as plugin_host
+from shardckpt.plugins import get_plugin_manager as plugin_host
 from shardckpt.storage import CheckpointWriter, PackedShards, upload_files
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.distributed import Comm
     from shardckpt.engine import CachedPlan, SaveOptions
     from shardckpt.mapping import ShardedBase, ShardedStateDict
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
     from shardckpt.strategy import PreparedSave
     from shardckpt.validation import GivenShards
 
@@ -137,7 +137,7 @@ def request_save(
     target: Path,
     strategy: Any,
     comm: Comm,
-    host: PluginHost,
+    plugins: PluginManager,
     options: SaveOptions,
 ) -> AsyncRequest:
     """Collective: plan a background save.
@@ -147,7 +147,7 @@ def request_save(
         target: The checkpoint's directory.
         strategy: As in :func:`shardckpt.dist_checkpointing.save`.
         comm: The ranks.
-        host: The plugin manager.
+        plugins: The plugin manager.
         options: The other options of the save.
 
     Returns:
@@ -156,7 +156,7 @@ def request_save(
     Raises:
         CheckpointingException: the same on every rank.
     """
-    operation = Operation("save", target, comm, host)
+    operation = Operation("save", target, comm, plugins)
     with operation.open_span():
         state = check_state(sharded_state_dict, strategy, operation, options, background=True)
         with operation.local_phase("looking for background saves"):

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from shardckpt.plugins import host
+    from shardckpt.plugins import get_plugin_manager
 
     parser = argparse.ArgumentParser("shardckpt", description="Sharded checkpoints for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardckpt {__version__}")
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb in (demo, strategies, inspect, verify, migrate, remove, prune, export):
         verb.add(verbs)
     try:
-        host().hook.shardckpt_commands(subparsers=verbs)
+        get_plugin_manager().hook.shardckpt_commands(subparsers=verbs)
     except Exception as exc:  # noqa: BLE001 - a broken plugin must not disable the other verbs
         print(f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}", file=sys.stderr)
     return parser

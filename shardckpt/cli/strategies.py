@@ -14,9 +14,9 @@ def add(verbs: Any) -> None:
 def run(_: Any) -> int:
     """Print a row per strategy and migration, then broken and disabled plugins. Return the exit code."""
     from shardckpt.cli.table import table
-    from shardckpt.plugins import host
+    from shardckpt.plugins import get_plugin_manager
 
-    registry = host().registry
+    registry = get_plugin_manager().registry
     rows = [
         (entry.backend, entry.version, entry.action.verb, entry.summary, entry.distribution, entry.name)
         for entry in registry.entries()
@@ -26,7 +26,7 @@ def run(_: Any) -> int:
         for entry in registry.migrations()
     ]
     print(table(("backend", "version", "does", "what", "distribution", "class"), rows))
-    for plugin in host().broken():
+    for plugin in get_plugin_manager().broken():
         print(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
     return 0
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardckpt.adapters import splits_of
+from shardckpt.adapters import get_dtensor_splits
 from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.planning import Box, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt_ep import (
@@ -20,13 +20,13 @@ from shardckpt_ep import (
     LocalExpertsLoadPlanner,
     StridedShard,
     expert_parameters,
+    find_mesh_dim,
     gather_experts_per_rank,
-    has_dim,
-    local_of,
+    get_local_tensor,
+    get_replica_coordinates,
+    get_stored_tensor,
+    has_mesh_dim,
     local_plan,
-    mesh_dim,
-    replica_inside,
-    stored_tensor,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def restore_ep_dim(
         ShardingError: the tensor is not sharded on this mesh; this rank is not in the mesh; or experts are not assigned
             to ranks as by ``torch.chunk``, which no DTensor describes: use an ExpertLayout.
     """
-    if isinstance(tensor, DTensor) and has_dim(tensor.device_mesh, ep):
+    if isinstance(tensor, DTensor) and has_mesh_dim(tensor.device_mesh, ep):
         return tensor
     name = "the tensor to be restored"
     if mesh.get_coordinate() is None:
@@ -82,7 +82,7 @@ def restore_ep_dim(
     else:
         layout = _layout(tensor, mesh, ep, expert_dim, global_shape=global_shape, name=name)
     restored = DTensor.from_local(
-        local_of(tensor),
+        get_local_tensor(tensor),
         mesh,
         _placements(tensor, mesh, ep, layout.expert_dim),
         run_check=False,
@@ -90,7 +90,7 @@ def restore_ep_dim(
         stride=torch.empty(layout.global_shape, device="meta").stride(),
     )
     # from_local without run_check checks nothing: uneven experts would be stored at wrong offsets
-    if list_held_boxes(layout.global_shape, splits_of(name, restored)) != layout.pieces():
+    if list_held_boxes(layout.global_shape, get_dtensor_splits(name, restored)) != layout.pieces():
         raise ShardingError(
             f"experts are assigned over {mesh} in a way that no DTensor describes ({layout}): use an ExpertLayout with "
             "expert_sharded_state_dict or EPSavePlanner"
@@ -116,7 +116,7 @@ def drop_ep_dim(
     Raises:
         ShardingError: the tensor is on another mesh, or FSDP shards the axis of experts before expert parallelism.
     """
-    if not isinstance(tensor, DTensor) or not has_dim(tensor.device_mesh, ep):
+    if not isinstance(tensor, DTensor) or not has_mesh_dim(tensor.device_mesh, ep):
         return tensor
     own = tensor.device_mesh
     if mesh is not None and not _is_same_mesh(own, mesh):
@@ -124,22 +124,22 @@ def drop_ep_dim(
             f"the tensor is on the mesh {own.mesh_dim_names} of ranks {own.mesh.tolist()}, not on "
             f"{mesh.mesh_dim_names} of {mesh.mesh.tolist()}"
         )
-    ep_dim = mesh_dim(own, ep)
+    ep_dim = find_mesh_dim(own, ep)
     rest = [dim for dim in range(own.ndim) if dim != ep_dim]
     placements = [_without_stride(tensor.placements[dim]) for dim in rest]
     if not any(isinstance(place, Shard) for place in placements):
-        return local_of(tensor)
+        return get_local_tensor(tensor)
     shape = _local_experts_shape(tensor, ep_dim, expert_dim)
     names = tuple((own.mesh_dim_names or ())[dim] for dim in rest)
     dropped = DTensor.from_local(
-        local_of(tensor),
+        get_local_tensor(tensor),
         own[names],
         placements,
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
-    inside = compute_local_shape(shape, splits_of("the tensor to be dropped", dropped))
+    inside = compute_local_shape(shape, get_dtensor_splits("the tensor to be dropped", dropped))
     if inside != tuple(dropped.to_local().shape):
         raise ShardingError(f"{tensor.placements} of {own} do not shard the experts first: redistribute the tensor")
     return dropped
@@ -196,7 +196,9 @@ def get_check_moe_func(
     """
     found = [name for name, _ in expert_parameters(model, ep_plan)]
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor) and (has_dim(param.device_mesh, ep) or has_dim(param.device_mesh, fsdp)):
+        if isinstance(param, DTensor) and (
+            has_mesh_dim(param.device_mesh, ep) or has_mesh_dim(param.device_mesh, fsdp)
+        ):
             found.append(name)
     names = ExpertNames(found)
     return lambda key: names.find(key) is not None
@@ -304,7 +306,7 @@ def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> E
     """Return the layout of a rank's part of a stored tensor; None if the value has no axis of experts, or all."""
     if not isinstance(value, torch.Tensor) or key not in metadata.state_dict_metadata:
         return None
-    shape = tuple(stored_tensor(key, metadata).size)
+    shape = tuple(get_stored_tensor(key, metadata).size)
     if not shape or (tuple(value.shape) == shape and split.count > 1):
         return None
     found = list_held_boxes(shape, [split])
@@ -318,7 +320,7 @@ def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> E
         return ExpertLayout(shape, box)
     if value.device_mesh.get_coordinate() is None:
         return ExpertLayout(shape, box, inside=False)
-    return ExpertLayout(shape, box, tuple(splits_of(key, value)), replica_inside(value))
+    return ExpertLayout(shape, box, tuple(get_dtensor_splits(key, value)), get_replica_coordinates(value))
 
 
 def _layout(
@@ -331,9 +333,9 @@ def _layout(
 
 def _placements(tensor: torch.Tensor, mesh: DeviceMesh, ep: Names, expert_dim: int) -> tuple[Placement, ...]:
     """Return the placements of the DTensor of all experts, for a tensor of one rank's experts."""
-    if isinstance(tensor, DTensor) and has_dim(tensor.device_mesh, ep):
+    if isinstance(tensor, DTensor) and has_mesh_dim(tensor.device_mesh, ep):
         return tuple(tensor.placements)
-    ep_dim = mesh_dim(mesh, ep)
+    ep_dim = find_mesh_dim(mesh, ep)
     inner = _inner_placements(tensor, mesh)
     factor = mesh.size(ep_dim)
     found: list[Placement] = []

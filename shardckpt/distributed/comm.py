@@ -51,7 +51,7 @@ _Route: TypeAlias = "tuple[torch.Tensor, int]"
 _AT_ONCE = 16 << 20
 #: Bytes of all ranks, at most, that go to the main rank and from it to all. With gloo that is faster than its ring, in
 #: which even a few bytes take a step for each rank. More bytes, as of 10,000 ranks, go by the backend's own algorithm.
-BY_MAIN = 512 << 10
+MAX_BYTES_BY_MAIN = 512 << 10
 #: Numbers that one sync of errors carries, at most.
 _SYNC_NUMBERS = 6
 #: Bytes of a sync of errors.
@@ -476,7 +476,7 @@ class Comm:
             (longest,) = self._combine([len(data)], dist.ReduceOp.MAX)
         mine, everyone = packed(data, longest), _allocate(longest * self.world_size)
         parts = list(everyone.view(self.world_size, longest))
-        if everyone.nbytes > BY_MAIN:
+        if everyone.nbytes > MAX_BYTES_BY_MAIN:
             self._call(lambda: dist.all_gather(parts, mine, group=self._group, async_op=True))
         else:
             self._gather(mine, parts)
@@ -496,7 +496,7 @@ class Comm:
         if self.world_size == 1:
             return values
         found = torch.tensor(values, dtype=torch.int64, device="cpu")
-        if self.world_size * found.nbytes > BY_MAIN:
+        if self.world_size * found.nbytes > MAX_BYTES_BY_MAIN:
             self._call(lambda: dist.all_reduce(found, op=operation, group=self._group, async_op=True))
             return found.tolist()
         everyone = found.repeat(self.world_size, 1)
@@ -617,4 +617,4 @@ def _finish(works: Sequence[Any]) -> None:
         work.wait()
 
 
-__all__ = ["BY_MAIN", "SYNC_BYTES", "Comm"]
+__all__ = ["MAX_BYTES_BY_MAIN", "SYNC_BYTES", "Comm"]

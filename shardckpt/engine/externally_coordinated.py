@@ -1,7 +1,7 @@
 """Externally coordinated saves and loads: another library's collectives connect the ranks, ours are not called.
 
-The other library's coordinator creates a :class:`HostedSave`, sends every rank its :class:`HostedPart`, and commits the
-file records that each rank's :func:`write_part` returns. The other library moves these values; all can be pickled.
+The other library's coordinator creates a :class:`ExternalSave`, sends every rank its :class:`ExternalSavePart`, and
+commits the file records that each rank's :func:`write_part` returns. The other library moves these values; all can be pickled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.transaction import Identity, Transaction, Written
-from shardckpt.plugins import choose_reader, hold_checkpoint, host
+from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, CheckpointWriter, digest_vote, negotiate_digest
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 
-class HostedPart(NamedTuple):
+class ExternalSavePart(NamedTuple):
     """What a rank needs to know of a save to write its files.
 
     Attributes:
@@ -44,7 +44,7 @@ class HostedPart(NamedTuple):
     algorithm: str
 
 
-class HostedSave:
+class ExternalSave:
     """An externally coordinated save from staging to commit, in the process of the coordinator.
 
     If it is neither committed nor aborted, it is aborted when ``owner`` is garbage-collected, or the process ends.
@@ -69,7 +69,7 @@ class HostedSave:
         digest_votes: Collection[int] = (),
     ) -> None:
         target = locate_local(path, "let another library save to")
-        self._operation = Operation("save", target, Comm(alone=True), host())
+        self._operation = Operation("save", target, Comm(alone=True), get_plugin_manager())
         self._operation.dispatched(strategy)
         identity = Identity(strategy.backend, strategy.version, strategy.reader)
         self._transaction = Transaction(self._operation, target, identity, overwrite=overwrite)
@@ -77,11 +77,14 @@ class HostedSave:
         self._transaction.algorithm = negotiate_digest(digest_vote(), *digest_votes)
         self._leftover = weakref.finalize(owner, _abort_here, self._transaction, os.getpid())
 
-    def parts(self) -> list[HostedPart]:
+    def parts(self) -> list[ExternalSavePart]:
         """Return what to send to each rank, in rank order."""
         save = self._transaction
         staging = save.staging or save.target
-        return [HostedPart(rank, save.target, staging, save.save_id, save.algorithm) for rank in range(save.world_size)]
+        return [
+            ExternalSavePart(rank, save.target, staging, save.save_id, save.algorithm)
+            for rank in range(save.world_size)
+        ]
 
     def commit(self, files: Sequence[FileRecord], write: Callable[[CheckpointWriter], None]) -> None:
         """Write the metadata, and commit the files of all ranks; after an error nothing of the save remains.
@@ -105,7 +108,7 @@ class HostedSave:
         self._leftover()
 
 
-def write_part(part: HostedPart, write: Callable[[CheckpointWriter], None]) -> list[FileRecord]:
+def write_part(part: ExternalSavePart, write: Callable[[CheckpointWriter], None]) -> list[FileRecord]:
     """Write a rank's files; they are synced to disk when this returns.
 
     Args:
@@ -113,9 +116,9 @@ def write_part(part: HostedPart, write: Callable[[CheckpointWriter], None]) -> l
         write: Writes the files.
 
     Returns:
-        The records of the files, which :meth:`HostedSave.commit` needs.
+        The records of the files, which :meth:`ExternalSave.commit` needs.
     """
-    operation = Operation("save", part.target, _alone(part.rank), host())
+    operation = Operation("save", part.target, _alone(part.rank), get_plugin_manager())
     with (
         operation.local_phase("writing"),
         CheckpointWriter(part.staging, part.rank, algorithm=part.algorithm) as writer,
@@ -126,9 +129,9 @@ def write_part(part: HostedPart, write: Callable[[CheckpointWriter], None]) -> l
         return files
 
 
-def directory_of(path: str | os.PathLike[str]) -> Path:
+def locate_checkpoint(path: str | os.PathLike[str]) -> Path:
     """Return the checkpoint's directory or URL, as :func:`shardckpt.engine.locate` does with the installed plugins."""
-    return locate(path, host())
+    return locate(path, get_plugin_manager())
 
 
 def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> CheckpointReader:
@@ -145,9 +148,9 @@ def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> Checkpo
         CannotLoadError: there is no checkpoint that the strategy reads.
         CheckpointReplacedError: another save replaced it meanwhile.
     """
-    directory = directory_of(path)
-    place, manifest = hold_checkpoint(directory, host())
-    choose_reader(directory, manifest, host(), wanted=strategy)
+    directory = locate_checkpoint(path)
+    place, manifest = hold_checkpoint(directory, get_plugin_manager())
+    choose_reader(directory, manifest, get_plugin_manager(), wanted=strategy)
     return CheckpointReader(place, manifest)
 
 
@@ -160,7 +163,7 @@ def reading(reader: CheckpointReader, rank: int, phase: str) -> Iterator[None]:
         rank: The rank that reads.
         phase: Name of the phase.
     """
-    with Operation("load", reader.directory, _alone(rank), host()).local_phase(phase):
+    with Operation("load", reader.directory, _alone(rank), get_plugin_manager()).local_phase(phase):
         yield
 
 
@@ -177,4 +180,4 @@ def _abort_here(transaction: Transaction, process: int) -> None:
         transaction.abort()
 
 
-__all__ = ["HostedPart", "HostedSave", "directory_of", "open_reader", "reading", "write_part"]
+__all__ = ["ExternalSave", "ExternalSavePart", "locate_checkpoint", "open_reader", "reading", "write_part"]

@@ -13,7 +13,7 @@ from shardckpt.engine.locations import locate, locate_local
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError, StorageError
 from shardckpt.manifest import INTEGRITY_ALGORITHM, INTEGRITY_LIMIT, INTEGRITY_NAME, RECORD_NAME, Integrity, Manifest
 from shardckpt.planning import assign_holders
-from shardckpt.plugins import hold_checkpoint, host, parse_file
+from shardckpt.plugins import get_plugin_manager, hold_checkpoint, parse_file
 from shardckpt.storage import (
     CheckpointReader,
     CheckpointWriter,
@@ -212,7 +212,7 @@ def read_integrity(directory: Path) -> Integrity | None:
     return found
 
 
-def named_files(directory: Path, manifest: Manifest) -> dict[str, int | None]:
+def list_recorded_files(directory: Path, manifest: Manifest) -> dict[str, int | None]:
     """Return the files that ``shardckpt.json`` or else ``integrity.json`` lists, with sizes in bytes if recorded.
 
     Returns:
@@ -236,7 +236,7 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         CorruptCheckpointError: a file is damaged already, by the digests of ``shardckpt.json``.
     """
     directory = locate_local(checkpoint_dir, "write integrity.json into")
-    place, manifest = hold_checkpoint(directory, host())
+    place, manifest = hold_checkpoint(directory, get_plugin_manager())
     contents = _Contents(place, manifest)
     with naming("list", directory):
         (directory / _TEMPORARY).unlink(missing_ok=True)
@@ -266,7 +266,7 @@ def verify_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     """
 
     def attempt() -> None:
-        directory, manifest = hold_checkpoint(locate(checkpoint_dir, host()), host())
+        directory, manifest = hold_checkpoint(locate(checkpoint_dir, get_plugin_manager()), get_plugin_manager())
         with detect_replacement(directory):
             if not is_there(directory / INTEGRITY_NAME):
                 raise CheckpointingException(
@@ -338,7 +338,7 @@ __all__ = [
     "is_damage",
     "list_digested_files",
     "list_expected_files",
-    "named_files",
+    "list_recorded_files",
     "read_integrity",
     "save_integrity_manifest",
     "verify_integrity",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase, ShardedStateDict, StateDict
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +108,15 @@ class OpenCheckpoint:
 
 
 @contextmanager
-def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: LoadOptions) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(
+    directory: Path, comm: Comm, plugins: PluginManager, options: LoadOptions
+) -> Iterator[OpenCheckpoint]:
     """Collective: read the manifest, choose the strategy and open the files; all that ranks read is of one save.
 
     Args:
         directory: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
         comm: The ranks that read.
-        host: The plugin manager.
+        plugins: The plugin manager.
         options: How it is opened.
 
     Yields:
@@ -125,13 +127,13 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
         CheckpointReplacedError: another save has replaced it before all was read;
             :func:`~shardckpt.storage.directory.retry_if_replaced` starts over.
     """
-    operation = Operation("load", directory, comm, host)
+    operation = Operation("load", directory, comm, plugins)
     with operation.collective_span():
         place = directory
 
         def read() -> Manifest:
             nonlocal place
-            place, manifest = hold_checkpoint(directory, host)
+            place, manifest = hold_checkpoint(directory, plugins)
             return manifest
 
         with operation.local_phase("reading the manifest"):
@@ -139,7 +141,7 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
         with operation.local_phase("choosing a strategy"):
             if not comm.is_main:
                 place = hold_same(directory, manifest)
-            strategy = choose_reader(directory, manifest, host, options.strategy, options.accept)
+            strategy = choose_reader(directory, manifest, plugins, options.strategy, options.accept)
             operation.dispatched(strategy)
             reader = CheckpointReader(place, manifest)
         with reader:
@@ -155,7 +157,7 @@ def open_checkpoint(directory: Path, comm: Comm, host: PluginHost, options: Load
 def read_checkpoint(
     path: str | os.PathLike[str],
     comm: Comm,
-    host: PluginHost,
+    plugins: PluginManager,
     options: LoadOptions,
     read: Callable[[OpenCheckpoint], _T],
 ) -> _T:
@@ -164,7 +166,7 @@ def read_checkpoint(
     Args:
         path: The checkpoint, or its URL; links are resolved in each attempt, since they may have changed.
         comm: The ranks that read.
-        host: The plugin manager.
+        plugins: The plugin manager.
         options: How it is opened.
         read: Called with the open checkpoint in each attempt.
 
@@ -176,7 +178,7 @@ def read_checkpoint(
     """
 
     def attempt() -> _T:
-        with open_checkpoint(locate(path, host), comm, host, options) as checkpoint:
+        with open_checkpoint(locate(path, plugins), comm, plugins, options) as checkpoint:
             return read(checkpoint)
 
     return retry_if_replaced(attempt, path)

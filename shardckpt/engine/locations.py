@@ -10,22 +10,22 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage import NAME_MAX, RemotePath, masked
+from shardckpt.storage import NAME_MAX, RemotePath
 
 if TYPE_CHECKING:
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
     from shardckpt.storage import RemoteFolder
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:_-]*://")
 _CUT_URL = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+:)/[^/]")
 
 
-def locate(path: str | os.PathLike[str], host: PluginHost) -> Path:
+def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
     """Return the directory or store folder that a path or URL names; it need not exist.
 
     Args:
         path: A path, of which links and ``..`` are resolved; a ``file://`` URL, which is a path; or another URL.
-        host: The plugin manager, whose plugins serve URLs.
+        plugins: The plugin manager, whose plugins serve URLs.
 
     Returns:
         An absolute path, or a :class:`shardckpt.storage.RemotePath`.
@@ -41,7 +41,7 @@ def locate(path: str | os.PathLike[str], host: PluginHost) -> Path:
     url = text.rstrip("/")
     if "://" not in url:
         raise StorageError(f"{text} names a store: give a URL with the checkpoint's name in it")
-    return RemotePath(open_folder(url, host))
+    return RemotePath(open_folder(url, plugins))
 
 
 def locate_local(path: str | os.PathLike[str], action: str) -> Path:
@@ -57,35 +57,35 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
     text = os.fspath(path)
     if _URL.match(text) and not text.lower().startswith("file://"):
         raise CheckpointingException(
-            f"cannot {action} {masked(text)}: it takes a directory of this machine, because a store cannot "
+            f"cannot {action} {mask_password(text)}: it takes a directory of this machine, because a store cannot "
             "change several objects in one step; give a path, or load what is to be kept and save it to another URL"
         )
     return _local(_path_of(text) if _URL.match(text) else text)
 
 
-def open_folder(url: str, host: PluginHost) -> RemoteFolder:
+def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     """Return the store folder that the first plugin that serves a URL makes for it.
 
     Args:
         url: The URL.
-        host: The plugin manager.
+        plugins: The plugin manager.
 
     Raises:
         StorageError: no plugin serves the URL, or the one that does has failed.
     """
-    hook = host.hook.shardckpt_filesystem
+    hook = plugins.hook.shardckpt_filesystem
     try:
         folder: RemoteFolder | None = hook(url=url)
     except CheckpointingException:
         raise
     except Exception as exc:  # a plugin may fail in any way
-        raise StorageError(f"cannot open {masked(url)}: {type(exc).__name__}: {exc}") from exc
+        raise StorageError(f"cannot open {mask_password(url)}: {type(exc).__name__}: {exc}") from exc
     if folder is None:
         names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
         raise StorageError(
-            f"cannot open {masked(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that serve "
+            f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that serve "
             f"URLs: {names}). pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (s3fs for s3://, "
-            f"gcsfs for gs://), or pip install 'shardckpt[msc]' for msc://{host.faults_text()}"
+            f"gcsfs for gs://), or pip install 'shardckpt[msc]' for msc://{plugins.faults_text()}"
         )
     return folder
 

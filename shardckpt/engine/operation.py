@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pluggy import HookCaller
 
     from shardckpt.distributed import Comm
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
 
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ class Operation:
         kind: ``save``, ``load``, ``migrate``, ``remove`` or ``export``.
         directory: The checkpoint.
         comm: The ranks that take part.
-        host: The plugin manager, whose plugins observe the operation.
+        plugins: The plugin manager, whose plugins observe the operation.
     """
 
-    def __init__(self, kind: str, directory: Path, comm: Comm, host: PluginHost) -> None:
+    def __init__(self, kind: str, directory: Path, comm: Comm, plugins: PluginManager) -> None:
         self.comm = comm
         self.directory = directory
-        self.host = host
+        self.plugins = plugins
         self._fields: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
         self._started = 0.0
 
@@ -105,7 +105,7 @@ class Operation:
     @cached_property
     def _hook(self) -> HookCaller:
         """The hook: it calls all plugins, also those that are registered later."""
-        return self.host.hook.shardckpt_event
+        return self.plugins.hook.shardckpt_event
 
     def _emit(self, **changes: Any) -> None:
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.state_dict import checked_copy
+from shardckpt.state_dict import validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
 from shardckpt.tensors import ORDINARY
 
@@ -214,7 +214,7 @@ class CachingSaveStrategy(AsyncSaveStrategy):
             if prepared is not None:
                 return prepared
             # with a cached plan the shards were not copied yet: they are the caller's own
-            shards = list(map(checked_copy, shards))
+            shards = list(map(validated_copy, shards))
         prepared = self.strategy.prepare(shards, common, context)
         lookup.cached = None
         if prepared.plan is not None and lookup.description is not None and _is_lasting(lookup.description):

@@ -7,11 +7,11 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardckpt.engine.integrity import named_files
+from shardckpt.engine.integrity import list_recorded_files
 from shardckpt.engine.locations import locate_local
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
-from shardckpt.plugins import choose_reader, host, read_manifest
+from shardckpt.plugins import choose_reader, get_plugin_manager, read_manifest
 from shardckpt.storage import (
     file_size,
     find_leftovers,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
     from shardckpt.storage import Leftover
 
 #: Takes a checkpoint that an overwrite has moved aside, and its target; returns whether the first is not needed.
@@ -124,7 +124,7 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool)
     except (CheckpointingException, OSError) as exc:  # OSError: another process has moved one meanwhile
         logger.warning("leftovers of earlier saves to %s are not removed: %s", target, exc)
         return
-    kept = remove_free(found, lambda leftover: why_kept_beside(leftover, target, is_superseded))
+    kept = remove_free(found, lambda leftover: explain_kept_leftover(leftover, target, is_superseded))
     if kept:
         logger.warning(
             "next to %s are directories of other saves, which are kept (`shardckpt prune` removes those that are not "
@@ -134,7 +134,7 @@ def clear_leftovers(target: Path, is_superseded: IsSuperseded, *, restore: bool)
         )
 
 
-def why_kept_beside(
+def explain_kept_leftover(
     leftover: Leftover, target: Path, is_superseded: IsSuperseded, older_than: float | None = None
 ) -> str:
     """Return why a leftover is kept; ``""`` if no living process owns it, and it is not the only complete checkpoint.
@@ -154,21 +154,21 @@ def why_kept_beside(
     )
 
 
-def supersedes(host: PluginHost) -> IsSuperseded:
+def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
     """Return the :data:`IsSuperseded` for checkpoints.
 
     It is true if the checkpoint at the target is complete, and the target has all other files of the one moved aside.
 
     Args:
-        host: The plugin manager.
+        plugins: The plugin manager.
     """
 
     def is_superseded(aside: Path, target: Path) -> bool:
         try:
-            files = named_files(target, read_manifest(target, host))
+            files = list_recorded_files(target, read_manifest(target, plugins))
             if not files or any(size not in (None, file_size(target / name)) for name, size in files.items()):
                 return False
-            foreign = {path.name for path in aside.iterdir()} - owned_files(aside, host, moved=True)
+            foreign = {path.name for path in aside.iterdir()} - owned_files(aside, plugins, moved=True)
         except (CheckpointingException, OSError):
             return False
         return all(os.path.lexists(target / name) for name in foreign)
@@ -176,20 +176,20 @@ def supersedes(host: PluginHost) -> IsSuperseded:
     return is_superseded
 
 
-def owned_files(directory: Path, host: PluginHost, *, moved: bool = False) -> set[str]:
+def owned_files(directory: Path, plugins: PluginManager, *, moved: bool = False) -> set[str]:
     """Return the names of the files that belong to the checkpoint in a directory: an overwrite keeps all others.
 
     Args:
         directory: The checkpoint.
-        host: The plugin manager.
+        plugins: The plugin manager.
         moved: Whether an overwrite has moved it aside.
     """
     owned = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME}
     try:
-        manifest = read_manifest(directory, host, moved=moved)
+        manifest = read_manifest(directory, plugins, moved=moved)
         if manifest.record is not None:
             return owned | {file.name for file in manifest.record.files}
-        reader = choose_reader(directory, manifest, host)
+        reader = choose_reader(directory, manifest, plugins)
     except CheckpointingException as exc:
         logger.warning("%s is no readable checkpoint: all its files are kept (%s)", directory, exc)
         return owned
@@ -227,7 +227,7 @@ def _target_of(leftover: Leftover) -> Path:
 def _prune(leftover: Leftover, older_than: float | None, *, dry_run: bool) -> PruneResult:
     nbytes = freed_bytes(leftover.path)
     target = _target_of(leftover) if leftover.is_replaced else leftover.path
-    kept = why_kept_beside(leftover, target, supersedes(host()), older_than)
+    kept = explain_kept_leftover(leftover, target, make_superseded_check(get_plugin_manager()), older_than)
     error = ""
     if not kept and not dry_run:
         try:
@@ -241,9 +241,9 @@ __all__ = [
     "IsSuperseded",
     "PruneResult",
     "clear_leftovers",
+    "explain_kept_leftover",
+    "make_superseded_check",
     "owned_files",
     "prune_leftovers",
     "prune_spools",
-    "supersedes",
-    "why_kept_beside",
 ]

@@ -10,7 +10,7 @@ from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
 from shardckpt.engine.transaction import Identity, commit_files
 from shardckpt.errors import UnknownBackendError
 from shardckpt.plugins import StrategyAction, parse_key
-from shardckpt.state_dict import checked_copy, nested_values, take_apart
+from shardckpt.state_dict import nested_values, split_state_dict, validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, SaveContext, SaveStrategy
 from shardckpt.validation import (
     GivenShards,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardckpt.distributed import Comm
     from shardckpt.engine.plan_cache import PlanLookup
     from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedStateDict
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
 
 
@@ -79,7 +79,7 @@ def save_checkpoint(
     target: Path,
     strategy: Any,
     comm: Comm,
-    host: PluginHost,
+    plugins: PluginManager,
     options: SaveOptions,
 ) -> None:
     """Collective: save a state dict, and commit it; see :func:`shardckpt.dist_checkpointing.save`.
@@ -89,10 +89,10 @@ def save_checkpoint(
         target: The checkpoint, as :func:`shardckpt.engine.locate` returned it.
         strategy: As for :func:`find_saver`.
         comm: The ranks that save.
-        host: The plugin manager.
+        plugins: The plugin manager.
         options: The caller's.
     """
-    operation = Operation("save", target, comm, host)
+    operation = Operation("save", target, comm, plugins)
     with operation.collective_span():
         state = check_state(sharded_state_dict, strategy, operation, options)
 
@@ -143,9 +143,9 @@ def check_state(
     """
     comm = operation.comm
     with operation.local_phase("preparing the state dict"):
-        saver = find_saver(strategy, operation.host)
+        saver = find_saver(strategy, operation.plugins)
         operation.dispatched(saver)
-        nested, common = take_apart(sharded_state_dict)
+        nested, common = split_state_dict(sharded_state_dict)
         shards = list(nested_values(nested))
         if options.content_metadata is not None:
             common["content_metadata"] = options.content_metadata
@@ -164,7 +164,7 @@ def check_state(
             lookup.cached = None
         cached = lookup.cached
         if cached is None:  # copies, so that no change to a description reaches the caller
-            shards = list(map(checked_copy, shards))
+            shards = list(map(validated_copy, shards))
         replicas = find_replicas(shards, comm) if cached is None else cached.replicas
         shards = choose_main_replicas(shards, comm, compare=options.validate, replicas=replicas)
     with comm.local_phase("describing shards"):
@@ -180,25 +180,27 @@ def check_state(
     return CheckedState(saver, identity, shards, common, given, lookup)
 
 
-def find_saver(strategy: Any, host: PluginHost) -> SaveStrategy:
+def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
     """Return the save strategy that a caller names.
 
     Args:
         strategy: A SaveStrategy, which is returned; a backend, whose newest version is chosen; (backend, version); or
             None for the registry's default.
-        host: The plugin manager.
+        plugins: The plugin manager.
 
     Raises:
         UnknownBackendError: no installed strategy saves it.
     """
     if isinstance(strategy, SaveStrategy):
         return strategy
-    backend, version = host.registry.default if strategy is None else parse_key(strategy)
-    for entry in host.registry.entries(StrategyAction.SAVE_SHARDED, backend):
+    backend, version = plugins.registry.default if strategy is None else parse_key(strategy)
+    for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
         if version in (None, entry.version):
             return entry.create()  # type: ignore[no-any-return]
-    names = ", ".join(f"{e.backend} {e.version}" for e in host.registry.entries(StrategyAction.SAVE_SHARDED)) or "none"
-    raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {names}{host.faults_text()}")
+    names = (
+        ", ".join(f"{e.backend} {e.version}" for e in plugins.registry.entries(StrategyAction.SAVE_SHARDED)) or "none"
+    )
+    raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}")
 
 
 __all__ = ["CheckedState", "SaveOptions", "check_state", "find_saver", "save_checkpoint"]

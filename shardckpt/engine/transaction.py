@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.engine.pruning import clear_leftovers, owned_files, supersedes
+from shardckpt.engine.pruning import clear_leftovers, make_superseded_check, owned_files
 from shardckpt.errors import StorageError, listed
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
 from shardckpt.storage import (
@@ -176,7 +176,7 @@ class Transaction:
             self._upload.begin(self.save_id, overwrite=self._overwrite)
             return
         check_target(self.target, overwrite=self._overwrite)
-        clear_leftovers(self.target, supersedes(self.operation.host), restore=self._overwrite)
+        clear_leftovers(self.target, make_superseded_check(self.operation.plugins), restore=self._overwrite)
         self.staging = create_staging(self.target, self.save_id)
 
     def _write_markers(self, writer: CheckpointWriter, everyone: list[Written], content: Any) -> None:
@@ -213,7 +213,7 @@ class Transaction:
         staging = self.staging or Path()
         # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
         refuse_unrecorded(staging, known.union(file.name for file in writer.files))
-        owned = partial(owned_files, self.target, self.operation.host)
+        owned = partial(owned_files, self.target, self.operation.plugins)
         commit_staging(staging, self.target, owned, overwrite=self._overwrite)
 
 

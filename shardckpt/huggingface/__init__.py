@@ -7,13 +7,13 @@ from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.huggingface.shards import get_shard_info, save_state_dict
-from shardckpt.plugins import Identity, KeyMapping, Link
+from shardckpt.plugins import Identity, KeyMapEntry, KeyMapping
 
 __all__ = [
     "Exported",
     "Identity",
+    "KeyMapEntry",
     "KeyMapping",
-    "Link",
     "Rule",
     "RuleMapping",
     "cast_to",

@@ -15,7 +15,7 @@ from shardckpt.errors import KeyMismatchError
 from shardckpt.huggingface.small_file import replace_file, write_pickled
 from shardckpt.huggingface.torch_file import read_torch_file
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ def dcp_to_torch_state_dict(checkpoint_dir: PathLike, *, prefix: str = "") -> St
         CannotLoadError: no installed strategy reads the checkpoint.
         CheckpointingException: any other failure, such as a prefix that no key begins with.
     """
-    return retry_if_replaced(lambda: _state_dict(locate(checkpoint_dir, host()), prefix), checkpoint_dir)
+    return retry_if_replaced(lambda: _state_dict(locate(checkpoint_dir, get_plugin_manager()), prefix), checkpoint_dir)
 
 
 def _state_dict(directory: Path, prefix: str) -> StateDict:
-    with open_checkpoint(directory, Comm(alone=True), host(), LoadOptions()) as checkpoint:
+    with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), LoadOptions()) as checkpoint:
         index = checkpoint.index()
         if prefix:
             return _load_prefix(prefix, index, checkpoint)

@@ -21,7 +21,7 @@ from shardckpt.huggingface.planning import ExportOptions, ExportPlan, plan_expor
 from shardckpt.huggingface.safetensors_file import SafetensorsFile
 from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
 from shardckpt.planning import assign_holders
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import (
     check_target,
     commit_staging,
@@ -109,7 +109,7 @@ def export_to_huggingface(
     """
     comm = Comm(process_group)
     with comm.local_phase("reading the arguments"):
-        source, folder = locate(checkpoint_dir, host()), locate_local(target, "export to")
+        source, folder = locate(checkpoint_dir, get_plugin_manager()), locate_local(target, "export to")
         options = ExportOptions(
             prefix,
             find_mapping(mapping),
@@ -122,10 +122,12 @@ def export_to_huggingface(
     comm.agree(checkpoint_dir=str(source), target=str(folder))
 
     def attempt() -> ExportPlan:
-        operation = Operation("export", folder, comm, host())
+        operation = Operation("export", folder, comm, get_plugin_manager())
         with operation.collective_span(), ExitStack() as stack:
             with operation.local_phase("opening the checkpoint"):
-                checkpoint = stack.enter_context(open_checkpoint(source, Comm(alone=True), host(), LoadOptions()))
+                checkpoint = stack.enter_context(
+                    open_checkpoint(source, Comm(alone=True), get_plugin_manager(), LoadOptions())
+                )
                 mine = _save_of(checkpoint)
             with operation.local_phase("planning the export"):
                 plan, save = comm.main_runs(

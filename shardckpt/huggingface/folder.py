@@ -90,7 +90,7 @@ def read_folder(folder: Path) -> Folder:
     return found
 
 
-def check_same(folder: Path, found: Folder) -> None:
+def check_same_folder(folder: Path, found: Folder) -> None:
     """Raise unless the folder is the one that another rank has read.
 
     Args:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.planning import Ints
-    from shardckpt.plugins import Link
+    from shardckpt.plugins import KeyMapEntry
 
 
 class StoredPart(NamedTuple):
@@ -28,7 +28,7 @@ class StoredPart(NamedTuple):
 
     key: str
     shape: Ints
-    link: Link
+    link: KeyMapEntry
 
 
 class HubTensor(NamedTuple):

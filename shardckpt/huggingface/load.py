@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadTemplate, OpenCheckpoint, Operation, load_checkpoint, locate
 from shardckpt.errors import KeyMismatchError, listed
-from shardckpt.huggingface.folder import Folder, check_same, read_folder
+from shardckpt.huggingface.folder import Folder, check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
 from shardckpt.strategy import LoadContext
 from shardckpt.validation import StrictHandling
@@ -78,15 +78,15 @@ def load_from_huggingface(
 
     def attempt() -> Any:
         with comm.local_phase("reading the arguments"):
-            path = locate(folder, host())
-        operation = Operation("load", path, comm, host())
+            path = locate(folder, get_plugin_manager())
+        operation = Operation("load", path, comm, get_plugin_manager())
         with operation.collective_span():
             with operation.local_phase("opening the folder"):
                 place = open_directory(path)
             with operation.local_phase("reading the headers"):
                 found = comm.main_runs("reading the headers", lambda: read_folder(place))
             with operation.local_phase("preparing the state dict"):
-                check_same(place, found)
+                check_same_folder(place, found)
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, LoadTemplate(sharded_state_dict).shards)
                 if strict:
                     _refuse_missing(strategy, path)
@@ -114,7 +114,7 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
     Raises:
         CheckpointingException: as for :func:`load_from_huggingface`.
     """
-    found = retry_if_replaced(lambda: read_folder(open_directory(locate(folder, host()))), folder)
+    found = retry_if_replaced(lambda: read_folder(open_directory(locate(folder, get_plugin_manager()))), folder)
     return {name: (stored.tensor.dtype, stored.tensor.shape) for name, stored in found.tensors.items()}
 
 

@@ -10,7 +10,7 @@ from shardckpt.huggingface.dtypes import is_castable, is_unpacked_float
 from shardckpt.huggingface.scaled import SCALE_ENDING, Scaled, block_size, refuse_other_schemes
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Box, intersect, part_view, shard_parts
-from shardckpt.plugins import Link, links_of
+from shardckpt.plugins import KeyMapEntry, get_key_map_entries
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.strategy import LoadStrategy
 from shardckpt.tensors import is_quantized, synchronize_devices
@@ -111,10 +111,10 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         links = self._links(key)
         return [link.name for link in links if link.name not in self._folder.tensors] if links else [key]
 
-    def _links(self, key: str) -> Sequence[Link]:
+    def _links(self, key: str) -> Sequence[KeyMapEntry]:
         if not key.startswith(self._prefix):
             raise KeyMismatchError(f"the requested key {key!r} does not begin with the prefix {self._prefix!r}")
-        return links_of(self._mapping, key[len(self._prefix) :], self._shapes[key])
+        return get_key_map_entries(self._mapping, key[len(self._prefix) :], self._shapes[key])
 
     def _shape(self, key: str) -> Ints:
         """Return the global shape of a requested tensor in the folder; the requested one if it is split there."""
@@ -146,7 +146,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 target = target.transpose(-1, -2) if link.transposed else target
                 yield _Read(source, link.to_hub(common).offset, target, shard.key)
 
-    def _links_at_stored_shape(self, shard: ShardedTensor) -> Sequence[Link]:
+    def _links_at_stored_shape(self, shard: ShardedTensor) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""
         links = self._links(shard.key) if shard.key not in self._absent else ()
         for link in links:
@@ -191,7 +191,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         return StoredArray(self._folder.names[file], tensor.start, tensor.dtype, tensor.shape)
 
 
-def _is_unchanged(links: Sequence[Link]) -> bool:
+def _is_unchanged(links: Sequence[KeyMapEntry]) -> bool:
     """Return whether a key maps to one full tensor of the folder, not transposed."""
     return len(links) == 1 and not links[0].transposed and links[0].box.shape == links[0].shape
 
@@ -204,7 +204,7 @@ def _memory_key(shard: ShardedTensor) -> Hashable:
     return shard.data.data_ptr(), shard.data.device, shard.dtype, position
 
 
-def _cut_to_shape(link: Link, found: Ints) -> Sequence[Link]:
+def _cut_to_shape(link: KeyMapEntry, found: Ints) -> Sequence[KeyMapEntry]:
     """Return the key map entry for the box that a requested tensor and the stored one have in common."""
     common = Box((0,) * len(found), tuple(map(min, found, link.shape)))
     return (link._replace(shape=found, box=common),) if math.prod(common.shape) else ()

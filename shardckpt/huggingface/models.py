@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException, PluginError
 from shardckpt.huggingface.rules import Rule, RuleMapping
-from shardckpt.plugins import Identity, KeyMapping, host
+from shardckpt.plugins import Identity, KeyMapping, get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,14 +83,14 @@ def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
     if not isinstance(mapping, str):
         return _validate(mapping, "mapping=")
     try:
-        found = host().hook.shardckpt_key_mapping(model_type=mapping)
+        found = get_plugin_manager().hook.shardckpt_key_mapping(model_type=mapping)
     except Exception as exc:
         raise PluginError(f"a plugin's shardckpt_key_mapping failed: {type(exc).__name__}: {exc}") from exc
     found = _BUILT_IN.get(mapping) if found is None else found
     if found is None:
         raise CheckpointingException(
             f"no mapping for models of type {mapping!r}: built in are {', '.join(sorted(_BUILT_IN))}; plugins add "
-            f"others by shardckpt_key_mapping; mapping=None keeps the names{host().faults_text()}"
+            f"others by shardckpt_key_mapping; mapping=None keeps the names{get_plugin_manager().faults_text()}"
         )
     return _validate(found, f"the mapping of {mapping!r}")
 

@@ -13,7 +13,7 @@ from shardckpt.huggingface.names import SAFETENSORS, file_names
 from shardckpt.huggingface.splitting import split_by_size
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
-from shardckpt.plugins import links_of
+from shardckpt.plugins import get_key_map_entries
 from shardckpt.validation import stored_key
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _plan_tensors(chosen: Sequence[ShardedBase], cut: int, options: ExportOption
 
 def _map_parts(shard: ShardedTensor, cut: int, options: ExportOptions) -> list[StoredPart]:
     shape = tuple(shard.global_shape)
-    return [StoredPart(shard.key, shape, link) for link in links_of(options.mapping, shard.key[cut:], shape)]
+    return [StoredPart(shard.key, shape, link) for link in get_key_map_entries(options.mapping, shard.key[cut:], shape)]
 
 
 def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.dtype]) -> HubTensor:

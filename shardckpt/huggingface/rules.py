@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShardingError
 from shardckpt.planning import Box
-from shardckpt.plugins import Identity, Link
+from shardckpt.plugins import Identity, KeyMapEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class Rule:
     hub: tuple[str, ...]
     transposed: bool = False
 
-    def links(self, key: str, shape: Ints) -> list[Link] | None:
+    def links(self, key: str, shape: Ints) -> list[KeyMapEntry] | None:
         """Map a stored tensor by this rule.
 
         Args:
@@ -60,7 +60,7 @@ class Rule:
         found = _compile_pattern(self.stored).fullmatch(key)
         return None if found is None else list(self._links(found.groupdict(), key, shape))
 
-    def _links(self, fields: Mapping[str, str], key: str, shape: Ints) -> Iterator[Link]:
+    def _links(self, fields: Mapping[str, str], key: str, shape: Ints) -> Iterator[KeyMapEntry]:
         # the axis of experts, if there is one, comes first
         lead = int(any(_EXPERT in name for name in self.hub))
         parts = len(self.hub)
@@ -79,7 +79,7 @@ class Rule:
                 offset = (expert,) * lead + (number * rows,) + (0,) * (len(extent) - 1)
                 box = Box(offset, (1,) * lead + extent)
                 text = name.format(**fields, expert=expert)
-                yield Link(text, hub_shape, (0,) * len(hub_shape), box, self.transposed)
+                yield KeyMapEntry(text, hub_shape, (0,) * len(hub_shape), box, self.transposed)
 
 
 class RuleMapping:
@@ -92,7 +92,7 @@ class RuleMapping:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = tuple(rules)
 
-    def links(self, key: str, shape: Ints) -> Sequence[Link]:
+    def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a stored tensor; none if it is not exported."""
         for rule in self._rules:
             found = rule.links(key, shape)

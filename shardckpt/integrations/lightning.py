@@ -16,8 +16,8 @@ except ModuleNotFoundError:  # pytorch-lightning has the same under another name
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, SaveOptions, load_checkpoint, locate, open_checkpoint, save_checkpoint
 from shardckpt.errors import CheckpointingException
-from shardckpt.manager import describe_form, describe_tensors, put_together, wanted_tensors
-from shardckpt.plugins import host
+from shardckpt.manager import describe_form, describe_tensors, merge_tensors, request_tensors
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace
 from shardckpt.storage import clear_tombstones, delete_checkpoint, make_tombstone, on_store, retry_if_replaced, stem
 from shardckpt.validation import StrictHandling
@@ -77,7 +77,9 @@ class ShardedCheckpointIO(CheckpointIO):
             "tensors": describe_tensors(_NAME, checkpoint, "unchecked"),
         }
         options = SaveOptions(overwrite=True, content_metadata={_NAME: {}}, allow_globals=self._allow_globals)
-        save_checkpoint(state, locate(path, host()), self._strategy, Comm(alone=True), host(), options)
+        save_checkpoint(
+            state, locate(path, get_plugin_manager()), self._strategy, Comm(alone=True), get_plugin_manager(), options
+        )
 
     def load_checkpoint(
         self,
@@ -107,11 +109,13 @@ class ShardedCheckpointIO(CheckpointIO):
     def _read(self, path: PathLike) -> dict[str, Any]:
         """Read the values that are no tensors first: they say which tensors there are."""
         options = LoadOptions(allow_globals=self._allow_globals)
-        with open_checkpoint(locate(path, host()), Comm(alone=True), host(), options) as stored:
+        with open_checkpoint(
+            locate(path, get_plugin_manager()), Comm(alone=True), get_plugin_manager(), options
+        ) as stored:
             _check_kind(path, stored)
             form = _load({"form": describe_form(_NAME, None, "unchecked")}, stored)["form"]
-            loaded = _load({"tensors": wanted_tensors(_NAME, form, None, set())}, stored)
-        checkpoint: dict[str, Any] = put_together(form, loaded.get("tensors", {}))
+            loaded = _load({"tensors": request_tensors(_NAME, form, None, set())}, stored)
+        checkpoint: dict[str, Any] = merge_tensors(form, loaded.get("tensors", {}))
         return checkpoint
 
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -123,8 +127,8 @@ class ShardedCheckpointIO(CheckpointIO):
         if Path(path).is_symlink():
             Path(path).unlink()
             return
-        directory = locate(path, host())
-        with open_checkpoint(directory, Comm(alone=True), host(), LoadOptions()) as stored:
+        directory = locate(path, get_plugin_manager())
+        with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), LoadOptions()) as stored:
             _check_kind(path, stored)
         _remove(directory)
 

@@ -11,7 +11,7 @@ from shardckpt.engine import LoadOptions, SaveOptions, load_checkpoint, locate_l
 from shardckpt.errors import CheckpointingException
 from shardckpt.local.tensor_aware import TensorAwareStateDict
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace, nested_values
 from shardckpt.storage import retry_if_replaced
 from shardckpt.validation import StrictHandling
@@ -62,7 +62,7 @@ def save_local(
     values = {str(number): _make_global(number, shard) for number, shard in enumerate(shards) if _is_kept(shard)}
     options = SaveOptions(validate=False, overwrite=overwrite, allow_globals=tuple(allow_globals))
     target = locate_local(directory, "save a local checkpoint to")
-    save_checkpoint({"values": values, "local": content}, target, None, Comm(alone=True), host(), options)
+    save_checkpoint({"values": values, "local": content}, target, None, Comm(alone=True), get_plugin_manager(), options)
 
 
 def load_local(directory: str | os.PathLike[str], *, allow_globals: Iterable[Any] = ()) -> TensorAwareStateDict:
@@ -85,7 +85,7 @@ def load_local(directory: str | os.PathLike[str], *, allow_globals: Iterable[Any
 
 
 def _load(directory: Path, options: LoadOptions) -> TensorAwareStateDict:
-    with open_checkpoint(directory, Comm(alone=True), host(), options) as checkpoint:
+    with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), options) as checkpoint:
         content = checkpoint.common().get("local")
         if not isinstance(content, dict):
             raise CheckpointingException(f"{directory} is not a local checkpoint: dist_checkpointing.load() reads it")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.plugins import host, read_manifest
+from shardckpt.plugins import get_plugin_manager, read_manifest
 from shardckpt.storage import (
     STAGING,
     Leftover,
@@ -159,7 +159,7 @@ def _why_kept(leftover: Leftover) -> str:
 def _fault(path: Path) -> str:
     """Return what is wrong with a part, or ``""``."""
     try:
-        record = read_manifest(path, host()).record
+        record = read_manifest(path, get_plugin_manager()).record
         if record is None:
             raise CorruptCheckpointError(f"{path} has no {RECORD_NAME}")
         for file in record.files:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from shardckpt.distributed import Comm
 from shardckpt.engine import Identity, Operation, commit_files, locate
 from shardckpt.errors import VersionTooOldError
-from shardckpt.plugins import StrategyAction, hold_checkpoint, host
+from shardckpt.plugins import StrategyAction, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, retry_if_replaced
 
 if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
 
 
@@ -35,10 +35,15 @@ def migrate_checkpoint(
         VersionTooOldError: no installed plugin has a migration from its version to ``to``.
         CheckpointingException: the old checkpoint cannot be read, or the new one not written.
     """
-    return retry_if_replaced(lambda: _migrate(locate(old, host()), locate(new, host()), to, host()), old)
+    return retry_if_replaced(
+        lambda: _migrate(
+            locate(old, get_plugin_manager()), locate(new, get_plugin_manager()), to, get_plugin_manager()
+        ),
+        old,
+    )
 
 
-def _migrate(source: Path, target: Path, to: int | None, plugins: PluginHost) -> tuple[str, int, int]:
+def _migrate(source: Path, target: Path, to: int | None, plugins: PluginManager) -> tuple[str, int, int]:
     operation = Operation("migrate", target, Comm(alone=True), plugins)
     with operation.collective_span():
         place, manifest = hold_checkpoint(source, plugins)
@@ -62,7 +67,7 @@ def _migrate(source: Path, target: Path, to: int | None, plugins: PluginHost) ->
     return manifest.backend, manifest.version, chosen.to_version
 
 
-def _reader_of(backend: str, version: int, plugins: PluginHost) -> str:
+def _reader_of(backend: str, version: int, plugins: PluginManager) -> str:
     """Return the oldest release that reads a version, according to its save strategy."""
     entry = plugins.registry.find(StrategyAction.SAVE_SHARDED, backend, version)
     return str(entry.create().reader) if entry else ""

@@ -7,7 +7,14 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import ExpectedFile, Operation, clear_leftovers, find_faults, read_integrity, supersedes
+from shardckpt.engine import (
+    ExpectedFile,
+    Operation,
+    clear_leftovers,
+    find_faults,
+    make_superseded_check,
+    read_integrity,
+)
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME, Integrity
 from shardckpt.plugins import choose_reader, hold_checkpoint
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 
     from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest, Record
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
     from shardckpt.strategy import Removal
 
 logger = logging.getLogger(__name__)
@@ -54,20 +61,22 @@ class RemovalReport:
     bytes_after: int = 0
 
 
-def remove_keys(directory: Path, prefix: str, comm: Comm, host: PluginHost, *, dry_run: bool = False) -> RemovalReport:
+def remove_keys(
+    directory: Path, prefix: str, comm: Comm, plugins: PluginManager, *, dry_run: bool = False
+) -> RemovalReport:
     """Collective: remove keys, on the main rank; see :func:`shardckpt.dist_checkpointing.remove_sharded_tensors`.
 
     Args:
         directory: The checkpoint's directory.
         prefix: What the keys begin with.
         comm: The ranks that call.
-        host: The plugin manager.
+        plugins: The plugin manager.
         dry_run: Change nothing.
 
     Returns:
         What was removed; the same on every rank.
     """
-    operation = Operation("remove", directory, comm, host)
+    operation = Operation("remove", directory, comm, plugins)
     with operation.collective_span():
         with operation.local_phase("comparing the arguments"):
             comm.agree(key_prefix=prefix, dry_run=dry_run)
@@ -83,9 +92,9 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
     if not prefix:
         raise CheckpointingException(f"key_prefix={prefix!r}: give the text that the keys to be removed begin with")
     if not dry_run:
-        clear_leftovers(directory, supersedes(operation.host), restore=True)
-    place, manifest = hold_checkpoint(directory, operation.host)
-    strategy = choose_reader(directory, manifest, operation.host)
+        clear_leftovers(directory, make_superseded_check(operation.plugins), restore=True)
+    place, manifest = hold_checkpoint(directory, operation.plugins)
+    strategy = choose_reader(directory, manifest, operation.plugins)
     operation.dispatched(strategy)
     if not isinstance(strategy, RemovesKeys):
         raise CheckpointingException(

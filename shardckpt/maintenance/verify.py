@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from shardckpt.engine import find_faults, is_damage, list_digested_files, locate
 from shardckpt.errors import CannotLoadError, CheckpointingException
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
-from shardckpt.plugins import choose_reader, hold_checkpoint, host
+from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, file_size, naming, retry_if_replaced
 from shardckpt.strategy import ChecksFiles
 
@@ -63,11 +63,11 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
         CheckpointingException: it cannot be checked: it has no digests, and its strategy needs them; or a file that
             lists the others cannot be read.
     """
-    return retry_if_replaced(lambda: _verify(locate(directory, host())), directory)
+    return retry_if_replaced(lambda: _verify(locate(directory, get_plugin_manager())), directory)
 
 
 def _verify(directory: Path) -> list[FileResult]:
-    path, manifest = hold_checkpoint(directory, host())
+    path, manifest = hold_checkpoint(directory, get_plugin_manager())
     digested = list_digested_files(path, manifest)
     found: dict[str, FileResult] = {}
     if digested is not None:
@@ -103,7 +103,7 @@ def get_exit_code(results: Sequence[FileResult]) -> int:
 def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> list[FileResult]:
     """Return the results of the strategy's check by structure; empty if it has none, but there are digests."""
     try:
-        strategy = choose_reader(path, manifest, host())
+        strategy = choose_reader(path, manifest, get_plugin_manager())
     except CannotLoadError:
         if has_digests:
             return []

@@ -4,7 +4,7 @@ from shardckpt.manager.cleanup import cleanup_old_checkpoints
 from shardckpt.manager.config import AsyncMode, CheckpointConfig
 from shardckpt.manager.manager import CheckpointManager
 from shardckpt.manager.per_rank import PerRank, Stateful
-from shardckpt.manager.plain_state import describe_form, describe_tensors, put_together, wanted_tensors
+from shardckpt.manager.plain_state import describe_form, describe_tensors, merge_tensors, request_tensors
 from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepPinned, RetentionPolicy
 from shardckpt.manager.rng import RandomState
@@ -28,6 +28,6 @@ __all__ = [
     "cleanup_old_checkpoints",
     "describe_form",
     "describe_tensors",
-    "put_together",
-    "wanted_tensors",
+    "merge_tensors",
+    "request_tensors",
 ]

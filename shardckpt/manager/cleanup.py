@@ -12,7 +12,7 @@ from shardckpt.manager.garbage_collection import collect_garbage
 from shardckpt.manager.retention import KeepLatest
 from shardckpt.manager.steps import STEPS, StepFolder, StepNames
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import has_local_files, naming
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _find_folders(training_args: Any) -> list[str]:
 
 
 def _has_steps(folder: str) -> bool:
-    names = StepFolder(folder, host()).directories()
+    names = StepFolder(folder, get_plugin_manager()).directories()
     return any(each.parse(name) is not None for each in _NAMINGS for name in names)
 
 
@@ -102,7 +102,7 @@ def _clean(folders: list[str], limit: int) -> None:
     with_steps = [folder for folder in folders if _has_steps(folder)]
     folder = with_steps[0] if with_steps else folders[-1]
     for names in _NAMINGS:
-        steps = StepFolder(folder, host(), names)
+        steps = StepFolder(folder, get_plugin_manager(), names)
         collect_garbage(steps, [KeepLatest(limit)], _read_tracker(steps.place))
     kept = _find_exempt(folder, all_directories=folder != folders[-1])
     kept |= dict.fromkeys(with_steps[1:], f"{folder} is the one that is cleaned")
@@ -130,7 +130,7 @@ def _find_exempt(folder: str, *, all_directories: bool) -> dict[str, str]:
         The reasons by path.
     """
     exempt = {}
-    by_naming = [StepFolder(folder, host(), names) for names in _NAMINGS]
+    by_naming = [StepFolder(folder, get_plugin_manager(), names) for names in _NAMINGS]
     for name in by_naming[0].directories():
         path = by_naming[0].place / name
         found = [(steps, step) for steps in by_naming if (step := steps.names.parse(name)) is not None]

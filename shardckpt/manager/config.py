@@ -18,8 +18,8 @@ from shardckpt.manager.retention import (
     describe_policy,
     parse_policy,
 )
-from shardckpt.plugins import host
-from shardckpt.storage import masked
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.storage import mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -201,12 +201,12 @@ class CheckpointConfig(BaseModel):
             )
         find_mapping(self.hf_mapping)
         if not self.load_only:
-            find_saver(self.strategy, host())
+            find_saver(self.strategy, get_plugin_manager())
 
     def describe(self) -> dict[str, Any]:
         """Return the options as a checkpoint stores them: JSON values, URLs without their passwords."""
         paths = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
-        return self.model_dump(mode="json") | {name: path and masked(path) for name, path in paths.items()}
+        return self.model_dump(mode="json") | {name: path and mask_password(path) for name, path in paths.items()}
 
     def _contradictions(self) -> list[tuple[bool, str]]:
         is_async = self.async_mode is not AsyncMode.DISABLED

@@ -11,7 +11,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from shardckpt.engine import supersedes, why_kept_beside
+from shardckpt.engine import explain_kept_leftover, make_superseded_check
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager.retention import steps_to_remove
 from shardckpt.storage import (
@@ -155,8 +155,8 @@ def _remove_leftovers(folder: StepFolder) -> None:
     if not can_rename(place):
         return
     leftovers = find_leftovers(place, lambda stem: _is_step(stem, folder))
-    is_superseded = supersedes(folder.host)
-    remove_free(leftovers, lambda leftover: why_kept_beside(leftover, place / leftover.stem, is_superseded))
+    is_superseded = make_superseded_check(folder.plugins)
+    remove_free(leftovers, lambda leftover: explain_kept_leftover(leftover, place / leftover.stem, is_superseded))
 
 
 def _is_step(stem: str, folder: StepFolder) -> bool:

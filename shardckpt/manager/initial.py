@@ -10,7 +10,7 @@ from shardckpt.engine import locate
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError
 from shardckpt.huggingface import load_from_huggingface
 from shardckpt.manager.states import MODEL
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +55,7 @@ def _load_weights(path: str, mapping: str | None, states: TrainingStates, proces
 
 def _load_checkpoint(path: str, reader: StepReader, *, model_only: bool) -> None:
     try:
-        reader.read(locate(path, host()), model_only=model_only)
+        reader.read(locate(path, get_plugin_manager()), model_only=model_only)
     except (NotACheckpointError, IncompleteCheckpointError) as exc:
         raise type(exc)(
             f"initial_load_path: {exc}; for a Hugging Face folder, set initial_load_in_hf=True; for a folder of steps, "

@@ -19,7 +19,7 @@ from shardckpt.manager.rng import add_random_state
 from shardckpt.manager.states import MODEL, TrainingStates
 from shardckpt.manager.step_resolution import read_step
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -98,7 +98,7 @@ class CheckpointManager:
             comm.agree(states=sorted(self._states.names), **config.describe())
         if config.enable_checkpoint:
             with comm.collective_phase("looking at the configuration"):
-                self._folder = StepFolder(config.folder, host())
+                self._folder = StepFolder(config.folder, get_plugin_manager())
                 config.check_names(self._states.names)
         self._writer, self._parts = make_parts(config, self._states, process_group, allow_globals, fault_tolerance)
         #: Names of the states that parts save and load themselves.

@@ -15,7 +15,7 @@ from shardckpt.manager.retention import KeepBest, KeepLatest
 from shardckpt.manager.states import MODEL
 from shardckpt.manager.steps import StepFolder
 from shardckpt.manager.writer import StepWriter
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -50,7 +50,7 @@ def make_parts(
         return None, replica
     parts: list[ManagerPart] = []
     with comm.collective_phase("beginning to save checkpoints"):
-        folder = StepFolder(config.folder, host())
+        folder = StepFolder(config.folder, get_plugin_manager())
         if comm.is_main:
             parts.append(Retention(folder, config.retention_policies))
         if config.save_on_sigterm:

@@ -49,7 +49,7 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedSt
     }
 
 
-def wanted_tensors(name: str, form: Any, live: Any, taken: set[int]) -> ShardedStateDict:
+def request_tensors(name: str, form: Any, live: Any, taken: set[int]) -> ShardedStateDict:
     """Describe the tensors to load for a stored form: the live state's where they fit, else new ones.
 
     Args:
@@ -69,12 +69,12 @@ def wanted_tensors(name: str, form: Any, live: Any, taken: set[int]) -> ShardedS
     }
 
 
-def put_together(form: Any, tensors: dict[str, Any]) -> Any:
+def merge_tensors(form: Any, tensors: dict[str, Any]) -> Any:
     """Return the state that was saved: the stored form with the loaded tensors instead of the placeholders.
 
     Args:
         form: What was loaded for :func:`describe_form`.
-        tensors: What was loaded for :func:`wanted_tensors`.
+        tensors: What was loaded for :func:`request_tensors`.
     """
     # Both walks go through a form in the same order, so that position n is the n-th placeholder.
     ordered = (tensors[str(number)] for number in range(len(tensors)))
@@ -128,4 +128,4 @@ def _make_key(name: str, path: tuple[Any, ...]) -> str:
     return ".".join(map(str, (name, *path)))
 
 
-__all__ = ["describe_form", "describe_tensors", "memory_of", "put_together", "wanted_tensors"]
+__all__ = ["describe_form", "describe_tensors", "memory_of", "merge_tensors", "request_tensors"]

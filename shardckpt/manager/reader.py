@@ -16,7 +16,7 @@ from shardckpt.errors import (
 from shardckpt.manager.rng import RNG
 from shardckpt.manager.states import MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import nested_values
 from shardckpt.storage import retry_if_replaced
 from shardckpt.validation import StrictHandling
@@ -96,7 +96,7 @@ class StepReader:
         return retry_if_replaced(lambda: self._fetch(path, comm, model_only=model_only), path)
 
     def _fetch(self, path: Path, comm: Comm, *, model_only: bool) -> Fetched:
-        with open_checkpoint(path, comm, host(), self._options) as checkpoint:
+        with open_checkpoint(path, comm, get_plugin_manager(), self._options) as checkpoint:
             record = checkpoint.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}
             ranks = Ranks.of(comm, None if record is None else record.world_size)
@@ -106,7 +106,7 @@ class StepReader:
                 requested = self._states.request_objects(names, ranks)
             objects = _load(requested, checkpoint, validate=False)
             with comm.local_phase("describing the states"):
-                requested = self._states.wanted_tensors(names, objects)
+                requested = self._states.request_tensors(names, objects)
             tensors = _load(requested, checkpoint, validate=True)
         return Fetched(names, objects, tensors, ranks)
 

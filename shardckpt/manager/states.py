@@ -9,7 +9,7 @@ import torch
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.per_rank import PerRank, Stateful
-from shardckpt.manager.plain_state import describe_form, describe_tensors, memory_of, put_together, wanted_tensors
+from shardckpt.manager.plain_state import describe_form, describe_tensors, memory_of, merge_tensors, request_tensors
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class TrainingStates:
             _RANKS: {name: state.request(name, *ranks) for name, state in self._select(self._per_rank, names)},
         }
 
-    def wanted_tensors(self, names: Collection[str], objects: StateDict) -> ShardedStateDict:
+    def request_tensors(self, names: Collection[str], objects: StateDict) -> ShardedStateDict:
         """Describe what is loaded second: the tensors, into the live ones where they fit.
 
         Args:
@@ -116,7 +116,7 @@ class TrainingStates:
         return {
             **described,
             _TENSORS: {
-                name: wanted_tensors(name, forms[name], state.state_dict(), taken)
+                name: request_tensors(name, forms[name], state.state_dict(), taken)
                 for name, state in self._select(self._plain, names)
             },
         }
@@ -127,7 +127,7 @@ class TrainingStates:
         Args:
             names: The states to set.
             objects: What was loaded for :meth:`request_objects`.
-            tensors: What was loaded for :meth:`wanted_tensors`.
+            tensors: What was loaded for :meth:`request_tensors`.
             ranks: The ranks that were given to :meth:`request_objects`.
         """
         for name, parts in self._select(self._modules, names):
@@ -140,7 +140,7 @@ class TrainingStates:
             sharded.load_state_dict(tensors[name])
         for name, plain in self._select(self._plain, names):
             own_tensors = tensors.get(_TENSORS, {}).get(name, {})
-            plain.load_state_dict(put_together(objects[_FORMS][name], own_tensors))
+            plain.load_state_dict(merge_tensors(objects[_FORMS][name], own_tensors))
         for name, per_rank in self._select(self._per_rank, names):
             per_rank.restore(objects[_RANKS][name], *ranks)
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.engine import locate, named_files
+from shardckpt.engine import list_recorded_files, locate
 from shardckpt.errors import (
     CannotLoadError,
     CheckpointingException,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardckpt.manifest import Manifest
-    from shardckpt.plugins import PluginHost
+    from shardckpt.plugins import PluginManager
 
 logger = logging.getLogger(__name__)
 
@@ -130,19 +130,19 @@ class StepFolder:
 
     Args:
         folder: A path or URL; it need not exist yet.
-        host: The plugin manager.
+        plugins: The plugin manager.
         names: How the steps' directories are named.
 
     Raises:
         StorageError: no plugin serves the URL.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], host: PluginHost, names: StepNames = STEPS) -> None:
+    def __init__(self, folder: str | os.PathLike[str], plugins: PluginManager, names: StepNames = STEPS) -> None:
         #: The directory, or the store's folder.
-        self.place = locate(folder, host)
+        self.place = locate(folder, plugins)
         self.names = names
         #: The plugin manager.
-        self.host = host
+        self.plugins = plugins
 
     def location(self, step: int) -> str:
         """Return a step's directory or URL for ``save`` and ``load``; a URL contains its password."""
@@ -152,7 +152,7 @@ class StepFolder:
 
     def path(self, step: int) -> Path:
         """Return a step's directory or URL, with symbolic links resolved."""
-        return locate(self.location(step), self.host)
+        return locate(self.location(step), self.plugins)
 
     def directories(self) -> list[str]:
         """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
@@ -179,7 +179,7 @@ class StepFolder:
         def check() -> Manifest:
             nonlocal manifest
             manifest = None  # forget that of an earlier attempt: the checkpoint was replaced since
-            place, manifest = hold_checkpoint(directory, self.host)
+            place, manifest = hold_checkpoint(directory, self.plugins)
             with detect_replacement(place):
                 _check_files(place, manifest)
             return manifest
@@ -187,7 +187,7 @@ class StepFolder:
         try:
             with naming("inspect", directory):
                 found = retry_if_replaced(check, directory)
-            choose_reader(directory, found, self.host)
+            choose_reader(directory, found, self.plugins)
         except (StorageError, CorruptCheckpointError) as exc:
             no_answer = not has_local_files(directory) and isinstance(exc, StorageError)
             if no_answer or isinstance(exc, CheckpointReplacedError):
@@ -231,7 +231,7 @@ def _folders(place: RemotePath) -> list[str]:
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Raise unless every file that the checkpoint names exists with the size that it states."""
-    expected = named_files(directory, manifest)
+    expected = list_recorded_files(directory, manifest)
     faults = [fault for name, size in expected.items() if (fault := _file_fault(directory / name, size))]
     if faults:
         raise CorruptCheckpointError(f"{directory}: of {len(expected)} files: {listed(faults, '; ', limit=6)}")

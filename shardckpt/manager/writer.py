@@ -13,7 +13,7 @@ from shardckpt.engine import locate
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manifest import MARKER_NAME
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import RemotePath, delete_checkpoint, on_store
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class StepWriter(ManagerPart):
         """
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):
-            path = locate(target, host())
+            path = locate(target, get_plugin_manager())
         if (remote := on_store(path)) is not None:
             comm.main_runs("deleting the old checkpoint", functools.partial(_delete_existing, remote))
         queue = self._queue if background else None

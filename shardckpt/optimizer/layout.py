@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardckpt.adapters import splits_of
+from shardckpt.adapters import get_dtensor_splits
 from shardckpt.errors import ShardingError
 from shardckpt.planning import compute_local_shape
-from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, sharded_along
+from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, move_placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -88,7 +88,7 @@ def match_axes(shape: Ints, own: Ints) -> list[_Axes]:
 
 def _as_dtensor(stored: ShardedTensor, shape: Ints, param: DTensor, *, shard_factored: bool) -> DTensor:
     is_member = param.device_mesh.get_coordinate() is not None
-    splits = splits_of(stored.key, param) if is_member else []
+    splits = get_dtensor_splits(stored.key, param) if is_member else []
     if shape == tuple(param.shape):
         like = param.detach()
         return torch.empty_like(like, dtype=stored.dtype, memory_format=torch.contiguous_format)  # type: ignore[return-value]
@@ -115,7 +115,7 @@ def _unambiguous_axes(matches: list[_Axes], placements: Iterable[Any]) -> _Axes:
 def _move_placements(placements: Iterable[Any], axes: Mapping[int, int]) -> tuple[Any, ...]:
     """Return the placements with their axes renamed; mesh dimensions that shard another axis replicate."""
     dims = ((placement, axes.get(getattr(placement, "dim", -1))) for placement in placements)
-    return tuple(Replicate() if dim is None else sharded_along(placement, dim) for placement, dim in dims)
+    return tuple(Replicate() if dim is None else move_placement(placement, dim) for placement, dim in dims)
 
 
 def _device(param: Any) -> torch.device:

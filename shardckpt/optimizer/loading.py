@@ -15,7 +15,7 @@ from shardckpt.optimizer.groups import group_options, merge_tensor_options
 from shardckpt.optimizer.layout import empty_state_tensor
 from shardckpt.optimizer.names import GROUPS, STATE, StateName
 from shardckpt.optimizer.stored import find_stored_state
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import merge
 from shardckpt.storage import retry_if_replaced
 
@@ -87,12 +87,17 @@ def load_sharded_optimizer_state_dict(
     comm = Comm(process_group)
     with comm.collective_phase("reading the arguments"):
         refuse_planner(planner)
-        directory, params = locate(get_location(checkpoint_or_reader), host()), get_parameters(model_state_dict)
+        directory, params = (
+            locate(get_location(checkpoint_or_reader), get_plugin_manager()),
+            get_parameters(model_state_dict),
+        )
     comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored)
 
     def attempt() -> StateDict:
         # opened in each attempt: another save may have replaced the checkpoint
-        with open_checkpoint(directory, comm, host(), LoadOptions(allow_globals=tuple(allow_globals))) as checkpoint:
+        with open_checkpoint(
+            directory, comm, get_plugin_manager(), LoadOptions(allow_globals=tuple(allow_globals))
+        ) as checkpoint:
             return {optimizer_key: _load(optimizer_key, params, checkpoint, shard_factored=shard_factored)}
 
     return retry_if_replaced(attempt, directory)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardckpt.plugins.entries import StrategyAction
     from shardckpt.plugins.hookspecs import Event, hookimpl
-    from shardckpt.plugins.key_mapping import Identity, KeyMapping, Link, links_of
-    from shardckpt.plugins.manager import PluginHost, host
+    from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, KeyMapping, get_key_map_entries
+    from shardckpt.plugins.manager import PluginManager, get_plugin_manager
     from shardckpt.plugins.registry import StrategyRegistry, parse_key
     from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same, parse_file, read_manifest
 
@@ -19,16 +19,16 @@ _MODULES = {
     "Event": "hookspecs",
     "Identity": "key_mapping",
     "KeyMapping": "key_mapping",
-    "Link": "key_mapping",
-    "PluginHost": "manager",
+    "KeyMapEntry": "key_mapping",
+    "PluginManager": "manager",
     "StrategyAction": "entries",
     "StrategyRegistry": "registry",
     "choose_reader": "resolver",
     "hold_checkpoint": "resolver",
     "hold_same": "resolver",
     "hookimpl": "hookspecs",
-    "host": "manager",
-    "links_of": "key_mapping",
+    "get_plugin_manager": "manager",
+    "get_key_map_entries": "key_mapping",
     "parse_file": "resolver",
     "parse_key": "registry",
     "read_manifest": "resolver",
@@ -45,17 +45,17 @@ __all__ = [
     "Accept",
     "Event",
     "Identity",
+    "KeyMapEntry",
     "KeyMapping",
-    "Link",
-    "PluginHost",
+    "PluginManager",
     "StrategyAction",
     "StrategyRegistry",
     "choose_reader",
+    "get_key_map_entries",
+    "get_plugin_manager",
     "hold_checkpoint",
     "hold_same",
     "hookimpl",
-    "host",
-    "links_of",
     "parse_file",
     "parse_key",
     "read_manifest",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _MATRIX = 2  # axes that can be swapped
 
 
-class Link(NamedTuple):
+class KeyMapEntry(NamedTuple):
     """A key map entry: elements that a stored tensor and a tensor of a Hugging Face folder have in common.
 
     The stored tensor may have more axes than the folder's: leading ones, along which the box has extent 1 (one expert
@@ -68,7 +68,7 @@ class Link(NamedTuple):
 class KeyMapping(Protocol):
     """How the tensors of a checkpoint are named and split in a Hugging Face folder."""
 
-    def links(self, key: str, shape: Ints) -> Sequence[Link]:
+    def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
         """Return the tensors of the folder that have a stored tensor's elements.
 
         Export and import use the same result: it depends on the arguments alone.
@@ -88,13 +88,13 @@ class KeyMapping(Protocol):
 class Identity:
     """The mapping that changes nothing: the same names and shapes."""
 
-    def links(self, key: str, shape: Ints) -> Sequence[Link]:
+    def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
         """Return one entry: the tensor itself."""
         start = (0,) * len(shape)
-        return (Link(key, shape, start, Box(start, shape)),)
+        return (KeyMapEntry(key, shape, start, Box(start, shape)),)
 
 
-def links_of(mapping: KeyMapping, key: str, shape: Ints) -> Sequence[Link]:
+def get_key_map_entries(mapping: KeyMapping, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
     """Return the key map entries that a mapping has for a stored tensor.
 
     Args:
@@ -112,7 +112,7 @@ def links_of(mapping: KeyMapping, key: str, shape: Ints) -> Sequence[Link]:
     return links
 
 
-def _is_sound(link: Link, shape: Ints) -> bool:
+def _is_sound(link: KeyMapEntry, shape: Ints) -> bool:
     lead = link.dropped
     if not 0 <= lead <= len(shape) == len(link.box.shape) or len(link.offset) != len(link.shape):
         return False
@@ -126,4 +126,4 @@ def _is_inside(box: Box, shape: Ints) -> bool:
     return all(0 <= start <= stop <= size for start, stop, size in sides)
 
 
-__all__ = ["Identity", "KeyMapping", "Link", "links_of"]
+__all__ = ["Identity", "KeyMapEntry", "KeyMapping", "get_key_map_entries"]

@@ -36,7 +36,7 @@ class Plugin:
     fault: str = ""
 
 
-class PluginHost:
+class PluginManager:
     """The plugins of this process, and the registry that they fill; plugins are imported when it is first used."""
 
     def __init__(self) -> None:
@@ -134,9 +134,9 @@ def installed() -> list[importlib.metadata.EntryPoint]:
 
 
 @functools.cache
-def host() -> PluginHost:
+def get_plugin_manager() -> PluginManager:
     """Return the plugin manager of this process."""
-    return PluginHost()
+    return PluginManager()
 
 
 def _key(entry_point: importlib.metadata.EntryPoint) -> str:
@@ -151,4 +151,4 @@ def _with_fault(plugin: Plugin, fault: str) -> Plugin:
     return Plugin(plugin.name, plugin.module, plugin.distribution, fault)
 
 
-__all__ = ["Plugin", "PluginHost", "host", "installed"]
+__all__ = ["Plugin", "PluginManager", "get_plugin_manager", "installed"]

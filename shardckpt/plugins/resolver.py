@@ -32,14 +32,14 @@ from shardckpt.storage import (
     is_of_save,
     is_staging,
     is_under_way,
+    list_replaced_checkpoints,
+    list_staging_directories,
     naming,
     open_directory,
     read_file,
     real_path,
     replaced_error,
-    replaced_of,
     retry_if_replaced,
-    staging_of,
     was_replaced,
 )
 from shardckpt.strategy import LoadStrategy, Recognises
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardckpt.plugins.manager import PluginHost
+    from shardckpt.plugins.manager import PluginManager
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +61,12 @@ _RENAME_PAUSES = (0.001, 0.01, 0.05, 0.2, 0.4)
 Accept = Collection[str | tuple[str, int]]
 
 
-def read_manifest(directory: Path, host: PluginHost, *, moved: bool = False) -> Manifest:
+def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = False) -> Manifest:
     """Return the manifest of a checkpoint: its backend, version and record.
 
     Args:
         directory: The checkpoint.
-        host: The plugin manager.
+        plugins: The plugin manager.
         moved: Also accept a checkpoint that an overwrite has moved aside.
 
     Raises:
@@ -74,15 +74,15 @@ def read_manifest(directory: Path, host: PluginHost, *, moved: bool = False) -> 
         IncompleteCheckpointError: a save to the directory did not end.
         CorruptCheckpointError: its JSON files are damaged.
     """
-    return retry_if_replaced(lambda: hold_checkpoint(directory, host, moved=moved)[1], directory)
+    return retry_if_replaced(lambda: hold_checkpoint(directory, plugins, moved=moved)[1], directory)
 
 
-def hold_checkpoint(directory: Path, host: PluginHost, *, moved: bool = False) -> tuple[Path, Manifest]:
+def hold_checkpoint(directory: Path, plugins: PluginManager, *, moved: bool = False) -> tuple[Path, Manifest]:
     """Open a checkpoint's directory, and return it with the manifest: all that is read through it is of one save.
 
     Args:
         directory: As for :func:`read_manifest`.
-        host: As for :func:`read_manifest`.
+        plugins: As for :func:`read_manifest`.
         moved: As for :func:`read_manifest`.
 
     Returns:
@@ -100,7 +100,7 @@ def hold_checkpoint(directory: Path, host: PluginHost, *, moved: bool = False) -
         time.sleep(pause)
         place = open_directory(directory)
     with detect_replacement(place, functools.partial(has_changed, place)), naming("look at", directory):
-        manifest = _read_manifest(place, host, moved=moved)
+        manifest = _read_manifest(place, plugins, moved=moved)
     # without a record the checkpoint would count as another library's; it may only be that its files are being removed
     if manifest.record is None and was_replaced(place):
         raise replaced_error(directory, f"it is not known whether it had {RECORD_NAME}")
@@ -141,10 +141,10 @@ def _is_moved_aside(place: Path) -> bool:
     """
     if not can_rename(place) or isinstance(place, RelativePath):  # a directory that could be opened exists
         return False
-    return not place.exists() and bool(replaced_of(place))
+    return not place.exists() and bool(list_replaced_checkpoints(place))
 
 
-def _read_manifest(directory: Path, host: PluginHost, *, moved: bool) -> Manifest:
+def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool) -> Manifest:
     if is_staging(directory) and not moved:
         raise IncompleteCheckpointError(
             f"{directory} is the staging directory of a save that was not committed, or of a checkpoint being removed"
@@ -153,7 +153,7 @@ def _read_manifest(directory: Path, host: PluginHost, *, moved: bool) -> Manifes
     if not marker_file.exists():
         if not directory.is_dir():
             raise _absent_error(real_path(directory))
-        return _recognise_directory(directory, host)
+        return _recognise_directory(directory, plugins)
     marker = parse_file(Marker.model_validate_json, marker_file, MARKER_LIMIT)
     record = None
     if record_file.exists():
@@ -167,14 +167,14 @@ def _read_manifest(directory: Path, host: PluginHost, *, moved: bool) -> Manifes
 
 
 def choose_reader(
-    directory: Path, manifest: Manifest, host: PluginHost, wanted: Any = None, accept: Accept | None = None
+    directory: Path, manifest: Manifest, plugins: PluginManager, wanted: Any = None, accept: Accept | None = None
 ) -> LoadStrategy:
     """Return the strategy that reads a checkpoint; this is the version gate.
 
     Args:
         directory: The checkpoint, for errors.
         manifest: Its manifest.
-        host: The plugin manager.
+        plugins: The plugin manager.
         wanted: The strategy that the caller asks for: an instance, a backend, or (backend, version); None: any.
         accept: What the caller accepts; None: everything.
 
@@ -186,7 +186,7 @@ def choose_reader(
     """
     _check_policy(directory, manifest, accept)
     if isinstance(wanted, LoadStrategy):
-        reason = wanted.cannot_load(_rename_manifest(wanted, manifest, host))
+        reason = wanted.cannot_load(_rename_manifest(wanted, manifest, plugins))
         if reason is not None:
             raise StrategyMismatchError(f"{_describe(directory, manifest)}; the given {type(wanted).__name__} {reason}")
         return wanted
@@ -198,7 +198,7 @@ def choose_reader(
                 "out to read it with the strategy that it names"
             )
     reasons, faults = [], []
-    for entry in host.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend):
+    for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend):
         try:
             strategy: LoadStrategy = entry.create()
         except PluginError as exc:
@@ -208,12 +208,12 @@ def choose_reader(
         if reason is None:
             return strategy
         reasons.append(f"{entry.name} of {entry.distribution}: {reason}")
-    raise _refusal_error(directory, manifest, host, reasons, faults)
+    raise _refusal_error(directory, manifest, plugins, reasons, faults)
 
 
-def _rename_manifest(wanted: LoadStrategy, manifest: Manifest, host: PluginHost) -> Manifest:
+def _rename_manifest(wanted: LoadStrategy, manifest: Manifest, plugins: PluginManager) -> Manifest:
     """Return the manifest under the strategy's backend and version, if the checkpoint's own reader lists them."""
-    own = host.registry.find(StrategyAction.LOAD_SHARDED, manifest.backend, manifest.version)
+    own = plugins.registry.find(StrategyAction.LOAD_SHARDED, manifest.backend, manifest.version)
     if own is None or (manifest.backend, manifest.version) == (wanted.backend, wanted.version):
         return manifest
     try:
@@ -247,7 +247,7 @@ def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
         raise CorruptCheckpointError(f"{path} is damaged: {detail:.500}") from exc
 
 
-def _recognise_directory(directory: Path, host: PluginHost) -> Manifest:
+def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
     """Return the manifest of a directory without ``metadata.json``, if a strategy recognises its content."""
     if is_under_way(directory):
         raise IncompleteCheckpointError(
@@ -256,7 +256,7 @@ def _recognise_directory(directory: Path, host: PluginHost) -> Manifest:
         )
     if (directory / RECORD_NAME).exists():
         raise CorruptCheckpointError(f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost")
-    for entry in host.registry.entries(StrategyAction.LOAD_SHARDED):
+    for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED):
         try:
             strategy = entry.create()
         except PluginError as exc:  # another backend's reader may still know the directory
@@ -279,13 +279,13 @@ def _recognise_directory(directory: Path, host: PluginHost) -> Manifest:
 def _absent_error(directory: Path) -> CannotLoadError:
     if not can_rename(directory):
         return NotACheckpointError(f"{directory} does not exist, or has no objects")
-    replaced = replaced_of(directory)
+    replaced = list_replaced_checkpoints(directory)
     if replaced:
         return IncompleteCheckpointError(
             f"{directory}: an overwrite was interrupted; a complete checkpoint is at {replaced[-1]}: rename it to "
             f"{directory.name}"
         )
-    staging = staging_of(directory)
+    staging = list_staging_directories(directory)
     if staging:
         return IncompleteCheckpointError(
             f"{directory}: the save to it did not end; what it wrote is in {', '.join(map(str, staging))} and is "
@@ -306,23 +306,25 @@ def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) ->
 
 
 def _refusal_error(
-    directory: Path, manifest: Manifest, host: PluginHost, reasons: list[str], faults: list[str]
+    directory: Path, manifest: Manifest, plugins: PluginManager, reasons: list[str], faults: list[str]
 ) -> CannotLoadError:
     """Return the error for a checkpoint that no installed strategy reads.
 
     Args:
         directory: The checkpoint.
         manifest: Its manifest.
-        host: The plugin manager.
+        plugins: The plugin manager.
         reasons: Why each working reader of its backend does not read it.
         faults: What is wrong with each broken reader of its backend.
     """
     what = _describe(directory, manifest)
-    tail = "".join(f"\n  {reason}" for reason in reasons) + _list_installed(host)
-    faults = faults + [f"{p.name} of {p.distribution}: {p.fault}" for p in host.broken() if p.name == manifest.backend]
+    tail = "".join(f"\n  {reason}" for reason in reasons) + _list_installed(plugins)
+    faults = faults + [
+        f"{p.name} of {p.distribution}: {p.fault}" for p in plugins.broken() if p.name == manifest.backend
+    ]
     if faults:
         return BrokenPluginError(f"{what}; its plugin is installed and does not work: {'; '.join(faults)}{tail}")
-    readers = host.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)
+    readers = plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)
     if not readers:
         return UnknownBackendError(
             f"{what}; no installed plugin reads that backend. Install the distribution that provides it"
@@ -335,12 +337,12 @@ def _refusal_error(
         return VersionTooNewError(
             f"{what}, newer than what is installed (version {max(versions)}). Upgrade{_suggest_reader(manifest)}{tail}"
         )
-    advice = _suggest_rewrite(directory, manifest, host, readers)
+    advice = _suggest_rewrite(directory, manifest, plugins, readers)
     return VersionTooOldError(f"{what}, older than what is installed reads. {advice}{tail}")
 
 
-def _suggest_rewrite(directory: Path, manifest: Manifest, host: PluginHost, readers: list[Entry]) -> str:
-    migrations = host.registry.migrations(manifest.backend, manifest.version)
+def _suggest_rewrite(directory: Path, manifest: Manifest, plugins: PluginManager, readers: list[Entry]) -> str:
+    migrations = plugins.registry.migrations(manifest.backend, manifest.version)
     if migrations:
         return f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate {directory} NEW"
     reader = manifest.record.reader if manifest.record else ""
@@ -353,10 +355,10 @@ def _suggest_reader(manifest: Manifest) -> str:
     return f": {reader} or newer reads it" if reader else ""
 
 
-def _list_installed(host: PluginHost) -> str:
-    entries = host.registry.entries(StrategyAction.LOAD_SHARDED)
+def _list_installed(plugins: PluginManager) -> str:
+    entries = plugins.registry.entries(StrategyAction.LOAD_SHARDED)
     found = ", ".join(f"{entry.backend} {entry.version} ({entry.distribution})" for entry in entries) or "none"
-    return f"\ninstalled readers: {found}{host.faults_text()}"
+    return f"\ninstalled readers: {found}{plugins.faults_text()}"
 
 
 def _describe(directory: Path, manifest: Manifest) -> str:

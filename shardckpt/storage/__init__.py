@@ -10,11 +10,11 @@ from shardckpt.storage.commit import (
     discard_staging,
     is_free,
     is_staging,
+    list_replaced_checkpoints,
+    list_staging_directories,
     publish_staging,
     replace_target,
-    replaced_of,
     staging_directory,
-    staging_of,
     staging_path,
 )
 from shardckpt.storage.digest import (
@@ -26,7 +26,7 @@ from shardckpt.storage.digest import (
     digest_vote,
     negotiate_digest,
 )
-from shardckpt.storage.direct import side_by_side
+from shardckpt.storage.direct import count_parallel_files
 from shardckpt.storage.directory import (
     RelativePath,
     detect_replacement,
@@ -67,7 +67,7 @@ from shardckpt.storage.opcodes import check_pickle
 from shardckpt.storage.owner import Owner, claim, release
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.reader import CheckpointReader
-from shardckpt.storage.remote import ListsFolders, RemoteFolder, RemotePath, attempt, masked
+from shardckpt.storage.remote import ListsFolders, RemoteFolder, RemotePath, attempt, mask_password
 from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
 from shardckpt.storage.rewrite import KeptItem, rewrite_file
 from shardckpt.storage.scatter import Source, StoredArray, read_box
@@ -122,6 +122,7 @@ __all__ = [
     "clear_tombstones",
     "close_file",
     "commit_staging",
+    "count_parallel_files",
     "create_staging",
     "cut",
     "delete_checkpoint",
@@ -142,8 +143,10 @@ __all__ = [
     "is_staging",
     "is_there",
     "is_under_way",
+    "list_replaced_checkpoints",
+    "list_staging_directories",
     "make_tombstone",
-    "masked",
+    "mask_password",
     "naming",
     "negotiate_digest",
     "new_save_id",
@@ -164,13 +167,10 @@ __all__ = [
     "remove_leftover",
     "replace_target",
     "replaced_error",
-    "replaced_of",
     "retry_if_replaced",
     "rewrite_file",
-    "side_by_side",
     "spool_folder",
     "staging_directory",
-    "staging_of",
     "staging_path",
     "stem",
     "sync_directory",

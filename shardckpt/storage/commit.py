@@ -96,12 +96,12 @@ def staging_directory(target: Path) -> Iterator[Path]:
             discard_staging(staging)
 
 
-def staging_of(target: Path) -> list[Path]:
+def list_staging_directories(target: Path) -> list[Path]:
     """Return the staging directories of saves to ``target`` that are not committed, sorted by name."""
     return _siblings(target, STAGING)
 
 
-def replaced_of(target: Path) -> list[Path]:
+def list_replaced_checkpoints(target: Path) -> list[Path]:
     """Return the checkpoints that unfinished overwrites of ``target`` have moved aside, sorted by name."""
     return _siblings(target, REPLACED)
 
@@ -317,10 +317,10 @@ __all__ = [
     "discard_staging",
     "is_free",
     "is_staging",
+    "list_replaced_checkpoints",
+    "list_staging_directories",
     "publish_staging",
     "replace_target",
-    "replaced_of",
     "staging_directory",
-    "staging_of",
     "staging_path",
 ]

@@ -55,7 +55,7 @@ def bypasses_cache(directory: Path) -> bool | None:
         os.close(fd)
 
 
-def side_by_side(directory: Path) -> int:
+def count_parallel_files(directory: Path) -> int:
     """Return how many new files in a directory are best written in parallel.
 
     With direct writes, one: threads write to different parts of it. Through the page cache, as many as there are
@@ -108,4 +108,4 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-__all__ = ["address", "allocate", "bypasses_cache", "open_direct", "side_by_side"]
+__all__ = ["address", "allocate", "bypasses_cache", "count_parallel_files", "open_direct"]

@@ -161,7 +161,7 @@ class RemotePath(_Base):
         return path
 
     def __str__(self) -> str:
-        return masked(self.url)
+        return mask_password(self.url)
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
@@ -185,7 +185,7 @@ class _Listing:
         return attempt("list", RemotePath(self._folder), self._folder.files)
 
 
-def masked(url: str) -> str:
+def mask_password(url: str) -> str:
     """Return the URL as logs and errors may show it: ``ftp://user:password@host`` without the password."""
     return _PASSWORD.sub(r"\1:***@", url)
 
@@ -222,4 +222,4 @@ def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
         number += 1
 
 
-__all__ = ["ListsFolders", "RemoteFolder", "RemotePath", "attempt", "masked"]
+__all__ = ["ListsFolders", "RemoteFolder", "RemotePath", "attempt", "mask_password"]

@@ -20,7 +20,7 @@ from shardckpt.storage.filesystem import naming
 from shardckpt.storage.leftovers import create_spool, find_leftovers, remove_free
 from shardckpt.storage.remote import RemotePath, attempt
 from shardckpt.storage.staging_names import REMOVED, new_save_id, temporary_name
-from shardckpt.storage.upload import REMOVAL_MARK, list_folder
+from shardckpt.storage.upload import REMOVAL_IN_PROGRESS, list_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,23 +58,23 @@ def delete_checkpoint(folder: RemoteFolder) -> None:
     target = RemotePath(folder)
     spool = create_spool()
     try:
-        local = spool / REMOVAL_MARK
+        local = spool / REMOVAL_IN_PROGRESS
         with naming("write", local):
             local.write_text("The checkpoint in this place is being removed.\n")
-        attempt("upload", target / REMOVAL_MARK, lambda: folder.upload(REMOVAL_MARK, local))
+        attempt("upload", target / REMOVAL_IN_PROGRESS, lambda: folder.upload(REMOVAL_IN_PROGRESS, local))
     finally:
         shutil.rmtree(spool, ignore_errors=True)
     _delete(folder, MARKER_NAME)  # before all other objects: without it no load begins
-    rest = [name for name in list_folder(folder) if name not in (MARKER_NAME, REMOVAL_MARK)]
+    rest = [name for name in list_folder(folder) if name not in (MARKER_NAME, REMOVAL_IN_PROGRESS)]
     with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
         list(threads.map(functools.partial(_delete, folder), rest))
-    _delete(folder, REMOVAL_MARK)  # last: it marks what a crash leaves as a removal that another call continues
+    _delete(folder, REMOVAL_IN_PROGRESS)  # last: it marks what a crash leaves as a removal that another call continues
 
 
 def is_half_deleted(directory: Path) -> bool:
     """Return whether a removal from a store has begun and not ended; False for a local directory."""
     names = set() if can_rename(directory) else {path.name for path in directory.iterdir()}
-    return REMOVAL_MARK in names and MARKER_NAME not in names
+    return REMOVAL_IN_PROGRESS in names and MARKER_NAME not in names
 
 
 def _delete(folder: RemoteFolder, name: str) -> None:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _UNDER_WAY = ".shardckpt-uploading-"
 #: The in-progress object of a removal (:mod:`shardckpt.storage.removal`). It has the prefix of a save's: once the
 #: marker is deleted, a later save may take the folder like that of a save that never ended.
-REMOVAL_MARK = f"{_UNDER_WAY}removal"
+REMOVAL_IN_PROGRESS = f"{_UNDER_WAY}removal"
 
 
 class Upload:
@@ -209,4 +209,4 @@ def _delete_object(folder: RemoteFolder, name: str) -> None:
         folder.delete(name)
 
 
-__all__ = ["REMOVAL_MARK", "Upload", "is_under_way", "list_folder", "upload_files"]
+__all__ = ["REMOVAL_IN_PROGRESS", "Upload", "is_under_way", "list_folder", "upload_files"]

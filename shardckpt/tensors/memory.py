@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Bytes of a page.
 PAGE = 4096
-#: Bytes. Larger tensors are worth several threads, and begin at a suitable address in a file; see `page_place`.
+#: Bytes. Larger tensors are worth several threads, and begin at a suitable address in a file; see `page_offset`.
 LARGE = 1 << 20
 _ALIGNED = 64
 _WITHOUT_QUEUE = ("cpu", "meta")
@@ -93,13 +93,13 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     False negatives are possible, of subclasses: :func:`is_plain` answers those.
     """
     return (
-        has_values_here(tensor)
+        has_values_on_host(tensor)
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )
 
 
-def has_values_here(tensor: torch.Tensor) -> bool:
+def has_values_on_host(tensor: torch.Tensor) -> bool:
     """Return whether the tensor holds its values in CPU memory, with any strides; fast."""
     try:
         return (
@@ -112,7 +112,7 @@ def has_values_here(tensor: torch.Tensor) -> bool:
         return False
 
 
-def page_place(tensor: torch.Tensor) -> int:
+def page_offset(tensor: torch.Tensor) -> int:
     """Return the offset of a tensor's memory in its page, in bytes, which its place in a file should have, too.
 
     Direct writes take the memory without a copy where the offset in the file is equal modulo the page size.
@@ -175,10 +175,10 @@ __all__ = [
     "LARGE",
     "ORDINARY",
     "PAGE",
-    "has_values_here",
+    "has_values_on_host",
     "is_ordinary",
     "is_plain",
-    "page_place",
+    "page_offset",
     "plain_cpu",
     "synchronize_devices",
     "tensor_bytes",

@@ -78,7 +78,7 @@ def is_sharded_tensor(value: object) -> TypeGuard[Any]:
     return isinstance(value, ShardedTensor)
 
 
-def sharded_along(placement: Any, dim: int) -> Any:
+def move_placement(placement: Any, dim: int) -> Any:
     """Return the placement along another axis: a Shard, or a ``_StridedShard`` of the same factor."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -124,7 +124,7 @@ __all__ = [
     "group_store",
     "group_timeout",
     "is_sharded_tensor",
-    "sharded_along",
+    "move_placement",
     "split_factor",
     "step_without_hooks",
 ]

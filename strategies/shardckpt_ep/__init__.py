@@ -13,16 +13,16 @@ if TYPE_CHECKING:
         EP_NAMES,
         FSDP_NAMES,
         Names,
+        find_mesh_dim,
         gather_experts_per_rank,
-        has_dim,
-        local_of,
-        mesh_dim,
-        replica_inside,
+        get_local_tensor,
+        get_replica_coordinates,
+        has_mesh_dim,
     )
     from shardckpt_ep.models import expert_layouts, expert_parameters
     from shardckpt_ep.names import ExpertNames
     from shardckpt_ep.objects import ExpertObject, expert_object
-    from shardckpt_ep.read_items import stored_tensor
+    from shardckpt_ep.read_items import get_stored_tensor
     from shardckpt_ep.save import EPSaveStrategy
     from shardckpt_ep.save_planner import EPSavePlanner
     from shardckpt_ep.state import expert_sharded_state_dict
@@ -47,12 +47,12 @@ _MODULES = {
     "expert_parameters": "models",
     "expert_sharded_state_dict": "state",
     "gather_experts_per_rank": "meshes",
-    "has_dim": "meshes",
-    "local_of": "meshes",
+    "has_mesh_dim": "meshes",
+    "get_local_tensor": "meshes",
     "local_plan": "load_planner",
-    "mesh_dim": "meshes",
-    "replica_inside": "meshes",
-    "stored_tensor": "read_items",
+    "find_mesh_dim": "meshes",
+    "get_replica_coordinates": "meshes",
+    "get_stored_tensor": "read_items",
 }
 
 
@@ -79,11 +79,11 @@ __all__ = [
     "expert_object",
     "expert_parameters",
     "expert_sharded_state_dict",
+    "find_mesh_dim",
     "gather_experts_per_rank",
-    "has_dim",
-    "local_of",
+    "get_local_tensor",
+    "get_replica_coordinates",
+    "get_stored_tensor",
+    "has_mesh_dim",
     "local_plan",
-    "mesh_dim",
-    "replica_inside",
-    "stored_tensor",
 ]

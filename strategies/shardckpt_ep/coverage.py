@@ -56,11 +56,11 @@ def check_experts(shards: Sequence[ShardedBase], expert_dims: Mapping[str, int],
         everyone = comm.gather([_claim(shard, expert_dims) for shard in shards])
         with comm.collective_phase("checking the experts of all ranks"):
             if comm.is_main:
-                refuse_faults(everyone)
+                check_claims(everyone)
         raise generic from None
 
 
-def refuse_faults(claims_by_rank: Sequence[Sequence[Claim]]) -> None:
+def check_claims(claims_by_rank: Sequence[Sequence[Claim]]) -> None:
     """Check the experts of all ranks.
 
     Args:
@@ -171,4 +171,4 @@ def _format_experts(numbers: Iterable[int]) -> str:
     return "experts " + ", ".join(texts)
 
 
-__all__ = ["Claim", "check_experts", "refuse_faults"]
+__all__ = ["Claim", "check_claims", "check_experts"]

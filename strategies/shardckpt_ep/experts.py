@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.tensors import is_quantized
-from shardckpt_ep.meshes import EP_NAMES, has_dim, local_of
+from shardckpt_ep.meshes import EP_NAMES, get_local_tensor, has_mesh_dim
 from shardckpt_ep.names import SECTIONS, ExpertNames, clean
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ class Experts:
             self._check_not_expert(key, value)
             return None
         layout = self._layouts[name.fqn]
-        shape = tuple(local_of(value).shape)
+        shape = tuple(get_local_tensor(value).shape)
         if not layout.inside:  # this rank holds nothing, so there is no shape to compare
             return layout if not name.slot or shape else None
         if name.slot:
-            return layout.of_state(shape)
+            return layout.get_state_layout(shape)
         if shape != layout.local_shape:
             raise ShardingError(
                 f"expert tensor {key!r}: this rank's has shape {shape}, its layout says {layout.local_shape} of "
@@ -102,7 +102,7 @@ class Experts:
         """Raise if a tensor without a layout is an expert's and does not say itself which experts it holds."""
         if not value.dim() or not self._is_expert(key):
             return
-        if isinstance(value, DTensor) and has_dim(value.device_mesh, EP_NAMES):
+        if isinstance(value, DTensor) and has_mesh_dim(value.device_mesh, EP_NAMES):
             return
         kind = "DTensor without an expert-parallel mesh dimension" if isinstance(value, DTensor) else "plain tensor"
         raise ShardingError(
@@ -129,7 +129,7 @@ def expert_shards(
     Raises:
         ShardingError: it is quantized and consists of several boxes: its scales cannot be divided.
     """
-    local = local_of(value)
+    local = get_local_tensor(value)
     pieces = layout.pieces() or [layout.empty()] * layout.inside
     if len(pieces) == 1 and pieces[0].box.shape == tuple(local.shape):
         return [_make_shard(key, local, pieces[0].box.offset, layout, check_replicas)]

@@ -6,10 +6,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from shardckpt.adapters import splits_of
+from shardckpt.adapters import get_dtensor_splits
 from shardckpt.errors import ShardingError
 from shardckpt.planning import Box, HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
-from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, local_of, mesh_dim, replica_inside, replica_outside
+from shardckpt_ep.meshes import (
+    EP_NAMES,
+    FSDP_NAMES,
+    find_mesh_dim,
+    get_local_tensor,
+    get_outer_replica_coordinates,
+    get_replica_coordinates,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +88,7 @@ class ExpertLayout:
         box = make_empty_box(self.block.shape, self.splits).moved(self.block.offset)
         return HeldBox(box, (0,) * len(box.shape))
 
-    def of_state(self, shape: Ints) -> ExpertLayout | None:
+    def get_state_layout(self, shape: Ints) -> ExpertLayout | None:
         """Return the layout of a parameter's optimizer state.
 
         State of the parameter's shape has the parameter's layout. State of size 1 along axes that are not sharded
@@ -116,8 +123,10 @@ class ExpertLayout:
         axis = _normalize_axis(expert_dim, shape, name)
         if dtensor.device_mesh.get_coordinate() is None:
             return cls(shape, _full_box(shape), expert_dim=axis, inside=False)
-        layout = cls(shape, _full_box(shape), tuple(splits_of(name, dtensor)), replica_inside(dtensor), axis)
-        return layout._validate(tuple(local_of(dtensor).shape), name)
+        layout = cls(
+            shape, _full_box(shape), tuple(get_dtensor_splits(name, dtensor)), get_replica_coordinates(dtensor), axis
+        )
+        return layout._validate(tuple(get_local_tensor(dtensor).shape), name)
 
     @classmethod
     def from_efsdp(
@@ -153,14 +162,17 @@ class ExpertLayout:
         """
         if mesh.get_coordinate() is None or dtensor.device_mesh.get_coordinate() is None:
             return cls._of_rank_outside(tuple(dtensor.shape), mesh, dtensor.device_mesh, expert_dim, name)
-        ep_dim = mesh_dim(mesh, ep)
-        replica = (*replica_inside(dtensor), *replica_outside(dtensor.device_mesh, mesh, ep_dim, name))
+        ep_dim = find_mesh_dim(mesh, ep)
+        replica = (
+            *get_replica_coordinates(dtensor),
+            *get_outer_replica_coordinates(dtensor.device_mesh, mesh, ep_dim, name),
+        )
         experts = _ExpertSplit(mesh, ep_dim, _normalize_axis(expert_dim, dtensor.shape, name), experts_per_rank, name)
         shape, block = experts.locate(tuple(dtensor.shape), global_shape)
-        layout = cls(shape, block, tuple(splits_of(name, dtensor)), replica, experts.axis)
+        layout = cls(shape, block, tuple(get_dtensor_splits(name, dtensor)), replica, experts.axis)
         if block.shape != tuple(dtensor.shape):
             raise _shape_error(name, tuple(dtensor.shape), block.shape, layout)
-        return layout._validate(tuple(local_of(dtensor).shape), name)
+        return layout._validate(tuple(get_local_tensor(dtensor).shape), name)
 
     @classmethod
     def from_local(
@@ -203,11 +215,11 @@ class ExpertLayout:
         here = mesh.get_coordinate()
         if here is None:
             return cls(shape, _full_box(shape), expert_dim=_normalize_axis(expert_dim, shape, name), inside=False)
-        ep_dim, uncut = mesh_dim(mesh, ep), list(shape)
+        ep_dim, uncut = find_mesh_dim(mesh, ep), list(shape)
         used = {ep_dim}
         splits: tuple[Split, ...] = ()
         if fsdp_dim is not None:
-            step = mesh_dim(mesh, fsdp)
+            step = find_mesh_dim(mesh, fsdp)
             used.add(step)
             split = Split(_normalize_axis(fsdp_dim, shape, name), mesh.size(step), here[step])
             splits = (split,)

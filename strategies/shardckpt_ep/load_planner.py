@@ -11,10 +11,10 @@ from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingE
 from shardckpt.planning import refuse_cast
 from shardckpt.tensors import is_quantized
 from shardckpt_ep.experts import Experts
-from shardckpt_ep.meshes import local_of
+from shardckpt_ep.meshes import get_local_tensor
 from shardckpt_ep.names import SECTIONS
-from shardckpt_ep.read_items import expert_read_items, stored_tensor
-from shardckpt_torch_dist import load_bytes, put_rest
+from shardckpt_ep.read_items import expert_read_items, get_stored_tensor
+from shardckpt_torch_dist import load_bytes, set_rest_value
 
 if TYPE_CHECKING:
     import io
@@ -66,9 +66,9 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise CheckpointingException("the planner was given no metadata: the storage reader has none")
         plan, experts = local_plan(self.state_dict, self.metadata, self.layout_of, strict=not self.allow_partial_load)
-        self._locals = {key: local_of(self.state_dict[key]) for key in experts}
+        self._locals = {key: get_local_tensor(self.state_dict[key]) for key in experts}
         for key, local in self._locals.items() if not self.allow_dtype_cast else ():
-            refuse_cast(key, stored_tensor(key, self.metadata).properties.dtype, local.dtype)
+            refuse_cast(key, get_stored_tensor(key, self.metadata).properties.dtype, local.dtype)
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -80,7 +80,7 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         """Store an object that was read in the caller's state dict."""
         key = read_item.dest_index.fqn
         loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
-        put_rest(self.original_state_dict, self.mappings.get(key, (key,)), loaded)
+        set_rest_value(self.original_state_dict, self.mappings.get(key, (key,)), loaded)
 
 
 class EPLoadPlanner(LocalExpertsLoadPlanner):
@@ -151,12 +151,12 @@ def _create_items(
     state_dict: Mapping[str, Any], layouts: Mapping[str, ExpertLayout], metadata: Metadata
 ) -> Iterator[ReadItem]:
     for key, layout in layouts.items():
-        if is_quantized(local_of(state_dict[key])):
+        if is_quantized(get_local_tensor(state_dict[key])):
             raise ShardingError(
                 f"{key!r} is quantized, and DCP cannot fill a part of a quantized tensor: load it with "
                 "dist_checkpointing.load, or into a plain tensor"
             )
-        yield from expert_read_items(key, layout, stored_tensor(key, metadata))
+        yield from expert_read_items(key, layout, get_stored_tensor(key, metadata))
 
 
 __all__ = ["EPLoadPlanner", "LocalExpertsLoadPlanner", "local_plan"]

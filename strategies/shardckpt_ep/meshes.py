@@ -26,7 +26,7 @@ EP_NAMES: Names = ("ep",)
 FSDP_NAMES: Names = ("efsdp", "ep_fsdp", "dp_shard_mod_ep")
 
 
-def mesh_dim(mesh: DeviceMesh, names: Names) -> int:
+def find_mesh_dim(mesh: DeviceMesh, names: Names) -> int:
     """Return the index of the mesh dimension that has one of these names.
 
     Raises:
@@ -43,7 +43,7 @@ def mesh_dim(mesh: DeviceMesh, names: Names) -> int:
     return present.index(found[0])
 
 
-def has_dim(mesh: DeviceMesh, names: Names) -> bool:
+def has_mesh_dim(mesh: DeviceMesh, names: Names) -> bool:
     """Return whether the mesh has a dimension with one of these names."""
     wanted = (names,) if isinstance(names, str) else names
     return any(name in (mesh.mesh_dim_names or ()) for name in wanted)
@@ -62,10 +62,10 @@ def gather_experts_per_rank(experts: int, mesh: DeviceMesh, ep: Names = EP_NAMES
     """
     if mesh.get_coordinate() is None:
         return ()
-    return tuple(Comm(mesh.get_group(mesh_dim(mesh, ep))).all_gather(experts))
+    return tuple(Comm(mesh.get_group(find_mesh_dim(mesh, ep))).all_gather(experts))
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself: detached, in the caller's memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
@@ -75,13 +75,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return (local if wait is None else wait()).detach()
 
 
-def replica_inside(dtensor: DTensor) -> Ints:
+def get_replica_coordinates(dtensor: DTensor) -> Ints:
     """Return this rank's coordinates along the dimensions of a DTensor's mesh that replicate it."""
     here = dtensor.device_mesh.get_coordinate() or ()
     return tuple(index for place, index in zip(dtensor.placements, here, strict=False) if isinstance(place, Replicate))
 
 
-def replica_outside(inner: DeviceMesh, mesh: DeviceMesh, ep_dim: int, name: str) -> Ints:
+def get_outer_replica_coordinates(inner: DeviceMesh, mesh: DeviceMesh, ep_dim: int, name: str) -> Ints:
     """Return this rank's coordinates along the mesh dimensions that hold copies of a DTensor on an inner mesh.
 
     These are the dimensions that neither split experts nor are covered by the inner mesh. The inner mesh must consist
@@ -127,10 +127,10 @@ __all__ = [
     "EP_NAMES",
     "FSDP_NAMES",
     "Names",
+    "find_mesh_dim",
     "gather_experts_per_rank",
-    "has_dim",
-    "local_of",
-    "mesh_dim",
-    "replica_inside",
-    "replica_outside",
+    "get_local_tensor",
+    "get_outer_replica_coordinates",
+    "get_replica_coordinates",
+    "has_mesh_dim",
 ]

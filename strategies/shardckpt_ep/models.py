@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import ShardingError, listed
 from shardckpt_ep.layout import ExpertLayout
-from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, has_dim
+from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, has_mesh_dim
 from shardckpt_ep.names import clean
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def expert_layouts(
     found: dict[str, ExpertLayout] = {}
     for name, param in expert_parameters(model, places):
         shape = (global_shapes or {}).get(name)
-        if isinstance(param, DTensor) and has_dim(param.device_mesh, ep):
+        if isinstance(param, DTensor) and has_mesh_dim(param.device_mesh, ep):
             found[name] = ExpertLayout.from_dtensor(param, expert_dim=expert_dim, name=name)
         elif isinstance(param, DTensor):
             found[name] = ExpertLayout.from_efsdp(

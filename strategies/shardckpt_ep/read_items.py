@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardckpt_ep.layout import ExpertLayout
 
 
-def stored_tensor(key: str, metadata: Metadata) -> TensorStorageMetadata:
+def get_stored_tensor(key: str, metadata: Metadata) -> TensorStorageMetadata:
     """Return the metadata of a stored tensor.
 
     Args:
@@ -92,4 +92,4 @@ def _check_filled(key: str, wanted: Box, found: Iterable[Box]) -> None:
         raise CorruptCheckpointError(f"{key!r}: the checkpoint does not hold {hole.moved(wanted.offset)} of it")
 
 
-__all__ = ["expert_read_items", "stored_tensor"]
+__all__ = ["expert_read_items", "get_stored_tensor"]

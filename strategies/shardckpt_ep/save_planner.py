@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import is_main_replica
 from shardckpt.planning import Box
-from shardckpt_ep.coverage import Claim, refuse_faults
+from shardckpt_ep.coverage import Claim, check_claims
 from shardckpt_ep.experts import Experts, expert_shards
 from shardckpt_ep.names import SECTIONS
 
@@ -115,7 +115,7 @@ class EPSavePlanner(DefaultSavePlanner):
         Raises:
             ShardingError: it names the experts that no rank has, or several.
         """
-        refuse_faults([plan.claims if isinstance(plan, ExpertSavePlan) else () for plan in all_plans])
+        check_claims([plan.claims if isinstance(plan, ExpertSavePlan) else () for plan in all_plans])
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.archive import load_bytes
     from shardckpt_torch_dist.dcp import CheckpointStorageReader, CheckpointStorageWriter
     from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-    from shardckpt_torch_dist.plan import ShardedLoadPlanner, ShardedSavePlanner, put_rest
+    from shardckpt_torch_dist.plan import ShardedLoadPlanner, ShardedSavePlanner, set_rest_value
     from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 
 #: The module of each name. It is imported when the name is first used: importing the package does not import torch.
@@ -21,7 +21,7 @@ _MODULES = {
     "TorchDistLoadShardedStrategy": "load",
     "TorchDistSaveShardedStrategy": "save",
     "load_bytes": "archive",
-    "put_rest": "plan",
+    "set_rest_value": "plan",
 }
 
 
@@ -39,5 +39,5 @@ __all__ = [
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
     "load_bytes",
-    "put_rest",
+    "set_rest_value",
 ]

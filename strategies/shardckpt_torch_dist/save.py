@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.parallel import assign_main_replicas
-from shardckpt.storage import check_file_name, side_by_side
+from shardckpt.storage import check_file_name, count_parallel_files
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.archive import make_loadable_archive
 from shardckpt_torch_dist.plan import (
     GlobalFiles,
     LocalPlan,
+    collect_items,
     lay_out,
-    local_items,
     merge_plans,
     pack_plan,
     pickle_objects,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext
     from shardckpt_torch_dist.dialects import StoredIndex
-    from shardckpt_torch_dist.plan import SaveWork, Source
+    from shardckpt_torch_dist.plan import Source, WritePlan
 
 
 #: Several files are faster than one only if each has at least this many bytes.
@@ -109,7 +109,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             shards = assign_main_replicas(shards, comm)
         stored_common = _pickle_common(common, context)
         with comm.local_phase("planning"):
-            items = local_items(shards)
+            items = collect_items(shards)
         with comm.local_phase("pickling objects"):
             archives = pickle_objects(items.objects, shards, context.allow_globals)
         with comm.local_phase("placing items in files"):
@@ -160,7 +160,7 @@ class SavePlan(NamedTuple):
     lengths: dict[str, int]
     nbytes: int
     files: int
-    work: SaveWork
+    work: WritePlan
     stored: StoredIndex | None
 
     def prepare(
@@ -176,7 +176,7 @@ class SavePlan(NamedTuple):
 def _file_count(asked: int | None, nbytes: int, directory: Path | None) -> int:
     """Return the number of files that the caller asked for, or that is fastest for so many bytes in a directory."""
     most = nbytes // _MIN_FILE_BYTES
-    return asked or (1 if most <= 1 or directory is None else min(most, side_by_side(directory)))
+    return asked or (1 if most <= 1 or directory is None else min(most, count_parallel_files(directory)))
 
 
 def _lengths(archives: dict[str, bytes]) -> dict[str, int]:

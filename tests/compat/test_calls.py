@@ -32,7 +32,7 @@ from shardckpt.errors import (
     StrategyMismatchError,
     UnknownBackendError,
 )
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ def _wanted() -> dict[str, Any]:
 @pytest.fixture
 def registry() -> Iterator[Any]:
     """The registry, as it was again after the test."""
-    found = host().registry
+    found = get_plugin_manager().registry
     before = dict(found._entries)
     yield found
     found._entries = before

@@ -35,8 +35,8 @@ from tests.ep.live import (
     check,
     expected,
     from_local,
+    get_local_tensor,
     live,
-    local_of,
     mesh_of,
     order,
     state,
@@ -61,13 +61,13 @@ def _there_and_back() -> int:
             dropped = drop_ep_dim(restored, mesh)
             assert restored.shape == full.shape, case
             cut = distribute_tensor(full, mesh, restored.placements, src_data_rank=None)
-            assert torch.equal(local_of(cut), local_of(restored)), case
-            assert local_of(restored).data_ptr() == local_of(held).data_ptr(), case
+            assert torch.equal(get_local_tensor(cut), get_local_tensor(restored)), case
+            assert get_local_tensor(restored).data_ptr() == get_local_tensor(held).data_ptr(), case
             if case.kind == "two meshes":
                 assert restored is held, case
             else:
                 assert type(dropped) is type(held), case
-                assert local_of(dropped).data_ptr() == local_of(held).data_ptr(), case
+                assert get_local_tensor(dropped).data_ptr() == get_local_tensor(held).data_ptr(), case
             if case.kind == "efsdp":
                 assert (dropped.placements, dropped.shape) == (held.placements, held.shape), case
                 assert dropped.device_mesh == held.device_mesh, case

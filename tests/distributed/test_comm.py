@@ -435,14 +435,14 @@ def test_an_interrupt_waits_for_what_the_others_are_in(ranks: RankPool, who: int
 
 
 def _combines(limit: int, count: int) -> list[Any]:
-    kept, comm_module.BY_MAIN = comm_module.BY_MAIN, limit
+    kept, comm_module.MAX_BYTES_BY_MAIN = comm_module.MAX_BYTES_BY_MAIN, limit
     try:
         comm = Comm()
         values = [(comm.rank + 1) * (n - 3) << 40 for n in range(count)]
         told = comm.all_gather(bytes([comm.rank]) * count * (comm.rank + 1))
         return [comm.largest(*values), comm.total(*values), [len(part) for part in told]]
     finally:
-        comm_module.BY_MAIN = kept
+        comm_module.MAX_BYTES_BY_MAIN = kept
 
 
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 50])
@@ -480,15 +480,15 @@ def _noted_messages() -> Iterator[list[torch.Tensor]]:
 
 
 def _sends_in_every_way(folder: str) -> list[int]:
-    kept = comm_module._AT_ONCE, comm_module.BY_MAIN
+    kept = comm_module._AT_ONCE, comm_module.MAX_BYTES_BY_MAIN
     shard = ShardedTensor.from_rank_offsets(f"w{dist.get_rank()}", torch.ones(9))
     part, _ = TensorAwareStateDict.from_state_dict({"w": shard}, "atomic")
     comm = Comm()
     with _noted_messages() as noted:
-        for comm_module._AT_ONCE, comm_module.BY_MAIN in (kept, (0, 0)):
+        for comm_module._AT_ONCE, comm_module.MAX_BYTES_BY_MAIN in (kept, (0, 0)):
             values = (comm.all_gather(comm.rank), comm.gather(comm.rank), comm.broadcast(7), comm.total(1))
             assert values == ([0, 1], [0, 1] if comm.is_main else [], 7, [2])
-        comm_module._AT_ONCE, comm_module.BY_MAIN = kept
+        comm_module._AT_ONCE, comm_module.MAX_BYTES_BY_MAIN = kept
         with suppress(CheckpointingException), comm.collective_phase("failing"):
             raise ShardingError("bad shard")
         LocalCheckpointManager(f"{folder}/{comm.rank}", CliqueReplication(1, 2)).save(part, 1)

@@ -161,7 +161,7 @@ def expected(experts: int, inner: tuple[int, ...] = INNER) -> dict[str, torch.Te
     }
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -178,7 +178,7 @@ def check(case: Case, mesh: DeviceMesh, found: dict[str, Any]) -> None:
     ]
     for tensor, value in pairs:
         assert type(tensor) is type(value), case
-        assert torch.equal(local_of(tensor), local_of(value)), case
+        assert torch.equal(get_local_tensor(tensor), get_local_tensor(value)), case
 
 
 def all_cases() -> Iterator[Case]:
@@ -226,10 +226,10 @@ __all__ = [
     "check",
     "expected",
     "from_local",
+    "get_local_tensor",
     "kinds_of",
     "layout",
     "live",
-    "local_of",
     "mesh_of",
     "mine",
     "order",

@@ -8,7 +8,7 @@ import pytest
 
 from shardckpt.errors import ShardingError
 from shardckpt.planning.boxes import Box
-from shardckpt_ep.coverage import Claim, refuse_faults
+from shardckpt_ep.coverage import Claim, check_claims
 
 
 def _claim(first: int, count: int, *, rows: int = 4, start: int = 0, main: bool = True) -> Claim:
@@ -29,7 +29,7 @@ def _claim(first: int, count: int, *, rows: int = 4, start: int = 0, main: bool 
 def test_faults_name_experts(claims: list[list[Claim]], reason: str) -> None:
     """Each expert that is missing, cut short or doubled stands in the error, runs of them as ranges."""
     with pytest.raises(ShardingError, match=re.escape("invalid sharding of experts:")) as caught:
-        refuse_faults(claims)
+        check_claims(claims)
     assert re.search(reason, str(caught.value))
 
 
@@ -37,4 +37,4 @@ def test_what_fits_is_no_fault() -> None:
     """Copies, and parts of one expert on several ranks, make up all experts."""
     halves = [_claim(6, 3, rows=2), _claim(6, 3, rows=2, start=2)]
 
-    refuse_faults([[_claim(0, 6)], [_claim(0, 6, main=False)], halves[:1], halves[1:]])
+    check_claims([[_claim(0, 6)], [_claim(0, 6, main=False)], halves[:1], halves[1:]])

@@ -171,12 +171,12 @@ ROWS = ExpertLayout((8, 6, 4), Box((2, 0, 0), (2, 6, 4)), (Split(1, 2, 1),))
 def test_state_of_the_parameters_shape_lies_as_the_parameter() -> None:
     """exp_avg and its like have the parameter's own layout."""
     assert ROWS.local_shape == (2, 3, 4)
-    assert ROWS.of_state((2, 3, 4)) is ROWS
+    assert ROWS.get_state_layout((2, 3, 4)) is ROWS
 
 
 def test_state_reduced_along_an_axis_that_nobody_cuts_has_a_layout() -> None:
     """Adafactor's row statistics have an extent of 1 along the last axis, and are cut as the parameter is."""
-    rows = ROWS.of_state((2, 3, 1))
+    rows = ROWS.get_state_layout((2, 3, 1))
 
     assert rows is not None
     assert rows.global_shape == (8, 6, 1)
@@ -186,4 +186,4 @@ def test_state_reduced_along_an_axis_that_nobody_cuts_has_a_layout() -> None:
 @pytest.mark.parametrize("shape", [(2, 1, 4), (1, 3, 4), (), (1,), (2, 3), (2, 3, 5)])
 def test_state_that_ranks_cannot_share_has_none(shape: tuple[int, ...]) -> None:
     """Reduced along a cut axis, or over experts, or of other axes: no box of a whole tensor."""
-    assert ROWS.of_state(shape) is None
+    assert ROWS.get_state_layout(shape) is None

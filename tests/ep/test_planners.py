@@ -23,7 +23,7 @@ from shardckpt_ep import EPLoadPlanner, EPSavePlanner, ExpertLayout
 from shardckpt_ep.read_items import expert_read_items
 from tests.ep.checkpoints import store
 from tests.ep.cycles import load
-from tests.ep.live import FQN, Case, Meshes, check, expected, layout, local_of, order, state, whole
+from tests.ep.live import FQN, Case, Meshes, check, expected, get_local_tensor, layout, order, state, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,7 +149,7 @@ def _outside(path: Path) -> Any:
     given = ExpertLayout.from_local(held[FQN], mesh)
     reading = EPLoadPlanner({FQN: given})
     dcp.load(held, checkpoint_id=path, planner=reading)
-    return dist.get_rank(), len(reading.create_local_plan().items), float(local_of(held[FQN]).min())
+    return dist.get_rank(), len(reading.create_local_plan().items), float(get_local_tensor(held[FQN]).min())
 
 
 def test_ranks_outside_the_mesh_read_nothing(ranks: RankPool, tmp_path: Path) -> None:

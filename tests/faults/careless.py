@@ -19,7 +19,7 @@ from shardckpt.manifest import FileRecord
 from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt.strategy import PreparedSave, SaveStrategy
-from shardckpt_torch_dist.plan.write_plan import SaveWork
+from shardckpt_torch_dist.plan.write_plan import WritePlan
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from tests.remote import store  # noqa: F401 - it registers faulty://, in the ranks too
 
@@ -261,7 +261,7 @@ MISDEEDS: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @dataclass
-class CarelessWork(SaveWork):
+class CarelessWork(WritePlan):
     """Writes everything, and does something else then."""
 
     misdeed: str = ""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing, hookimpl
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from tests.faults import samples
 from tests.faults.forks import fork, wait
 
@@ -72,7 +72,7 @@ def _rank(folder: Path, scenario: Scenario, rank: int) -> None:
         world_size=world,
         timeout=dt.timedelta(seconds=GROUP_TIMEOUT),
     )
-    host().register(Reaper(scenario, folder))
+    get_plugin_manager().register(Reaper(scenario, folder))
     dist.barrier()
     (folder / f"ready{rank}").touch()
     target = folder / "root" / "ckpt"

@@ -26,7 +26,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt_torch_dist.archive import globals as allow_lists
-from shardckpt_torch_dist.archive.stubs import StandIn
+from shardckpt_torch_dist.archive.stubs import Stub
 from tests.faults import samples
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _polluted() -> list[str]:
         *(v for table in tables for v in table.values()),
         torch.Tensor,
         torch.nn.Parameter,
-        StandIn,
+        Stub,
     ]
     return sorted({repr(value) for value in reachable if hasattr(value, MARK)})
 

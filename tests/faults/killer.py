@@ -23,7 +23,7 @@ import torch
 from shardckpt import dist_checkpointing
 from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, NotACheckpointError
-from shardckpt.storage.commit import replaced_of
+from shardckpt.storage.commit import list_replaced_checkpoints
 from tests.faults import samples
 from tests.faults.forks import fork, wait
 
@@ -189,7 +189,7 @@ class Killer:
         """After a save that was not published: nothing stands at the target, and the message says what to do."""
         if self._target().exists():
             return f"there and incomplete: {message}"
-        aside = replaced_of(self._target())
+        aside = list_replaced_checkpoints(self._target())
         if not aside:
             return "absent" if "save again" in message else f"no way out in: {message}"
         if str(aside[-1]) not in message:

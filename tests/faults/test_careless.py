@@ -11,7 +11,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.engine.integrity import verify_integrity_manifest
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.strategy import SaveStrategy
@@ -241,7 +241,7 @@ def test_files_of_a_library_are_adopted(ranks: RankPool, tmp_path: Path) -> None
     ranks.run(2, _by_a_library, str(tmp_path))
     directory = tmp_path / "c"
     verify_integrity_manifest(directory)
-    manifest = read_manifest(directory, host())
+    manifest = read_manifest(directory, get_plugin_manager())
     names = ["tensors-0.pt", "tensors-1.pt"]
     assert [file.name for file in manifest.record.files] == names  # type: ignore[union-attr]
     with CheckpointReader(directory, manifest, verify=True) as reader:

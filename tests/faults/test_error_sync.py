@@ -13,7 +13,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt.storage import commit
-from shardckpt_torch_dist.plan.write_plan import SaveWork
+from shardckpt_torch_dist.plan.write_plan import WritePlan
 from tests.faults.attempts import Attempt, attempt
 from tests.faults.test_rank_errors import one_error, set_on_rank
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 def _save_with_a_hole(directory: str) -> tuple[str, bool]:
     written: list[Any] = []
-    write = SaveWork.write
-    SaveWork.write = lambda self, writer: (written.append(1), write(self, writer))[1]  # type: ignore[method-assign]
+    write = WritePlan.write
+    WritePlan.write = lambda self, writer: (written.append(1), write(self, writer))[1]  # type: ignore[method-assign]
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, dist.get_rank(), 3))  # of three there are two
     try:
         dist_checkpointing.save({"w": shard}, f"{directory}/ckpt", validate_access_integrity=False)
     except CheckpointingException as exc:
         return str(exc), bool(written)
     finally:
-        SaveWork.write = write  # type: ignore[method-assign]
+        WritePlan.write = write  # type: ignore[method-assign]
     return "", bool(written)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardckpt import dist_checkpointing, hookimpl
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from tests.faults import samples
 from tests.faults.attempts import BAD, Attempt, attempt, save_with
 from tests.faults.disks import small_disk
@@ -237,11 +237,11 @@ class BrokenListener:
 
 def _save_with_broken_listener(directory: str) -> tuple[Attempt, int]:
     listener = BrokenListener()
-    host().register(listener)
+    get_plugin_manager().register(listener)
     try:
         found = save_with(directory, lambda *_: None)
     finally:
-        host().unregister(listener)
+        get_plugin_manager().unregister(listener)
     return found, len(found.left)
 
 

@@ -28,12 +28,12 @@ from shardckpt.errors import (
     StorageError,
 )
 from shardckpt.huggingface import dcp_to_torch_state_dict, export, export_to_huggingface, load_from_huggingface
-from shardckpt.huggingface.folder import check_same, read_folder
+from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.maintenance import remove as removing
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manager import steps
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.directory import open_directory
 from shardckpt_torch_dist import CheckpointStorageReader
@@ -358,10 +358,10 @@ def test_ranks_find_out_that_a_folder_was_exported_anew(folders: Scene) -> None:
     """A rank that opens the folder after another export does not read it by the headers of the one before."""
     folders.reset()
     found = read_folder(open_directory(folders.target))
-    check_same(open_directory(folders.target), found)
+    check_same_folder(open_directory(folders.target), found)
     folders.replace()
     with pytest.raises(CheckpointReplacedError, match="this rank finds another folder there than the main rank"):
-        check_same(open_directory(folders.target), found)
+        check_same_folder(open_directory(folders.target), found)
 
 
 def test_the_source_of_an_export_is_replaced_at_every_moment(folders: Scene, tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_step_removed_while_it_is_looked_at_is_no_refusal(scene: Scene, monkey
         check(place, manifest)
 
     monkeypatch.setattr(steps, "_check_files", check_what_is_removed)
-    found = steps.StepFolder(scene.place, host()).inspect_step(1)
+    found = steps.StepFolder(scene.place, get_plugin_manager()).inspect_step(1)
     assert (found.refusal, type(found.error)) == (None, NotACheckpointError)
 
 
@@ -446,4 +446,4 @@ def test_links_that_lead_nowhere_are_no_checkpoint(tmp_path: Path, read: Callabl
     """A marker that is a link to itself is an error of the family, as one that is not there."""
     (tmp_path / "metadata.json").symlink_to("metadata.json")
     with pytest.raises(CannotLoadError, match=re.escape("has no metadata.json")):
-        read(tmp_path, host())
+        read(tmp_path, get_plugin_manager())

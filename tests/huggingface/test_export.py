@@ -193,7 +193,7 @@ def test_ranks_must_mean_the_same_target(ranks: RankPool, tmp_path: Path) -> Non
 KILLED = """
 import os, signal, sys
 from shardckpt import hookimpl
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.huggingface import export_to_huggingface
 
 class Kills:
@@ -202,7 +202,7 @@ class Kills:
         if (event.operation, event.phase, event.state) == ("export", sys.argv[3], "start"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-host().register(Kills())
+get_plugin_manager().register(Kills())
 export_to_huggingface(sys.argv[1], sys.argv[2], max_shard_size=150, overwrite=True)
 """
 

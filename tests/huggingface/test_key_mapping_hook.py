@@ -13,7 +13,7 @@ from shardckpt.errors import PluginError
 from shardckpt.huggingface import Rule, RuleMapping, export_to_huggingface
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.plugins.hookspecs import hookimpl
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from tests.huggingface.samples import read, save
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ class _Plugin:
 def plugin() -> Iterator[_Plugin]:
     """A plugin of this process."""
     made = _Plugin(None)
-    host().register(made)
+    get_plugin_manager().register(made)
     yield made
-    host().unregister(made)
+    get_plugin_manager().unregister(made)
 
 
 def test_a_plugin_comes_before_the_built_in(plugin: _Plugin, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from shardckpt.huggingface import Rule, RuleMapping
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.planning.boxes import Box, intersect
 from shardckpt.planning.coverage import find_hole, find_overlap
-from shardckpt.plugins.key_mapping import Identity, Link, links_of
+from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, get_key_map_entries
 
 
 def _cut(mapping: RuleMapping, key: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors of a folder that a mapping makes of a stored one."""
     found: dict[str, torch.Tensor] = {}
-    for link in links_of(mapping, key, tuple(whole.shape)):
+    for link in get_key_map_entries(mapping, key, tuple(whole.shape)):
         part = whole[link.box.within(Box((0,) * whole.dim(), tuple(whole.shape)))][(0,) * link.dropped]
         found[link.name] = part.transpose(-1, -2) if link.transposed else part
         assert found[link.name].shape == link.shape
@@ -53,8 +53,8 @@ def test_transposed_and_dropped_tensors() -> None:
     whole = torch.arange(2 * 6 * 4.0).reshape(2, 6, 4)
     found = _cut(mapping, "e.w", whole)
     assert torch.equal(found["e.1.b"], whole[1, 3:].t())
-    assert links_of(mapping, "rope.cache", (3,)) == []
-    assert len(links_of(mapping, "deep.rope.cache", (3,))) == 1  # a field has no dots
+    assert get_key_map_entries(mapping, "rope.cache", (3,)) == []
+    assert len(get_key_map_entries(mapping, "deep.rope.cache", (3,))) == 1  # a field has no dots
 
 
 @given(
@@ -66,7 +66,7 @@ def test_links_tile_the_stored_tensor_and_boxes_go_both_ways(
     """Every element of a stored tensor is in one link; a part of a link has one place on each side."""
     shape = (shape[0], shape[1] * parts, shape[2])
     rule = Rule("w", tuple(f"{{expert}}.{n}" for n in range(parts)), transposed=transposed)
-    links = links_of(RuleMapping([rule]), "w", shape)
+    links = get_key_map_entries(RuleMapping([rule]), "w", shape)
     boxes = [link.box for link in links]
     assert find_overlap(boxes) is None
     assert find_hole(shape, boxes) is None
@@ -94,25 +94,25 @@ def test_unknown_models_and_wrong_mappings_are_refused() -> None:
 
 
 class _Wrong:
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: KeyMapEntry) -> None:
         self.link = link
 
-    def links(self, key: str, shape: tuple[int, ...]) -> list[Link]:
+    def links(self, key: str, shape: tuple[int, ...]) -> list[KeyMapEntry]:
         return [self.link]
 
 
 @pytest.mark.parametrize(
     "link",
     [
-        Link("x", (2, 3), (0, 0), Box((0, 0), (3, 3))),
-        Link("x", (9, 9), (0, 0), Box((2, 0), (2, 3))),
-        Link("x", (3,), (0,), Box((0, 0), (2, 3))),
-        Link("x", (3,), (0,), Box((0, 0), (1, 3)), transposed=True),
-        Link("x", (3,), (1,), Box((0, 0), (1, 3))),
-        Link("x", (3, 3, 3), (0, 0, 0), Box((0, 0), (1, 3))),
+        KeyMapEntry("x", (2, 3), (0, 0), Box((0, 0), (3, 3))),
+        KeyMapEntry("x", (9, 9), (0, 0), Box((2, 0), (2, 3))),
+        KeyMapEntry("x", (3,), (0,), Box((0, 0), (2, 3))),
+        KeyMapEntry("x", (3,), (0,), Box((0, 0), (1, 3)), transposed=True),
+        KeyMapEntry("x", (3,), (1,), Box((0, 0), (1, 3))),
+        KeyMapEntry("x", (3, 3, 3), (0, 0, 0), Box((0, 0), (1, 3))),
     ],
 )
-def test_links_must_lie_in_both_tensors(link: Link) -> None:
+def test_links_must_lie_in_both_tensors(link: KeyMapEntry) -> None:
     """A plugin's mapping that leaves a tensor, or drops an axis that is not 1, is named and does no harm."""
     with pytest.raises(PluginError, match="_Wrong maps 'w'"):
-        links_of(_Wrong(link), "w", (3, 3))
+        get_key_map_entries(_Wrong(link), "w", (3, 3))

@@ -556,12 +556,12 @@ def test_what_vanishes_while_it_is_listed_is_not_there(
     folder = PartFolder(tmp_path / "node0")
     (part,) = folder.list_parts().parts
 
-    def reading_late(path: Path, host: Any) -> Any:
+    def reading_late(path: Path, plugins: Any) -> Any:
         if what == "the part":
             shutil.rmtree(path)
         else:
             (path / "metadata.json").unlink()
-        return read_manifest(path, host)
+        return read_manifest(path, plugins)
 
     monkeypatch.setattr(parts, "read_manifest", reading_late)
     found = folder.list_parts().parts

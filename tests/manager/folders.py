@@ -13,7 +13,7 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.steps import CONTENT_KEY, StepFolder
 from shardckpt.mapping import ShardedTensor
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from tests.remote import store  # noqa: F401 - it registers faulty:// and looped://, in the ranks too
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def is_intact(path: str | Path, step: int) -> bool:
 
 def steps_of(folder: str | Path) -> StepFolder:
     """The folder as the manager sees it."""
-    return StepFolder(folder, host())
+    return StepFolder(folder, get_plugin_manager())
 
 
 def damage(path: Path) -> None:

@@ -19,7 +19,7 @@ from shardckpt import settings
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError
 from shardckpt.manager.garbage_collection import GarbageCollector, collect_garbage
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
 from shardckpt.storage.commit import create_staging
 from shardckpt.storage.staging_names import REPLACED, new_save_id, temporary_name
@@ -151,7 +151,7 @@ def test_what_a_crash_left_is_removed_and_is_no_checkpoint(tmp_path: Path) -> No
     tombstone = tmp_path / _tombstone("step-1")
     (tmp_path / "step-1").rename(tombstone)
     with pytest.raises(IncompleteCheckpointError, match="of a checkpoint being removed"):
-        read_manifest(tombstone, host())
+        read_manifest(tombstone, get_plugin_manager())
     assert folders.steps_of(tmp_path).steps() == [2]
     assert _collect(tmp_path, KEEP_ALL) == []
     assert folders.names_in(tmp_path) == {"step-2"}
@@ -292,7 +292,7 @@ def test_submitting_does_not_wait(tmp_path: Path) -> None:
             seen.append(threading.current_thread().name)
             return super().steps()  # type: ignore[no-any-return]
 
-    collector = GarbageCollector(Watched(tmp_path, host()), LATEST)
+    collector = GarbageCollector(Watched(tmp_path, get_plugin_manager()), LATEST)
     collector.submit()
     collector.submit()
     assert seen == []
@@ -342,7 +342,7 @@ def test_close_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureF
             hold.wait(60)
             return super().steps()  # type: ignore[no-any-return]
 
-    collector = GarbageCollector(Hanging(tmp_path, host()), LATEST)
+    collector = GarbageCollector(Hanging(tmp_path, get_plugin_manager()), LATEST)
     collector.submit()
     collector.close(timeout=0.01)
     assert "the next run finishes them" in caplog.text

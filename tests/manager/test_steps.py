@@ -14,7 +14,7 @@ from shardckpt import settings
 from shardckpt.errors import CheckpointingException, StorageError, UnknownBackendError, VersionTooNewError
 from shardckpt.manager.steps import STEPS, StepNames
 from shardckpt.plugins.hookspecs import hookimpl
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.commit import create_staging
 from shardckpt.storage.staging_names import new_save_id
 from tests.manager import folders
@@ -240,9 +240,9 @@ def test_a_plugin_that_cannot_list_folders_is_named() -> None:
             return Bare(url) if url.startswith("bare://") else None
 
     plugin = Plugin()
-    host().register(plugin)
+    get_plugin_manager().register(plugin)
     try:
         with pytest.raises(StorageError, match=r"in bare://x/run: the plugin .* \(Bare lacks .*ListsFolders"):
             folders.steps_of("bare://x/run").steps()
     finally:
-        host().unregister(plugin)
+        get_plugin_manager().unregister(plugin)

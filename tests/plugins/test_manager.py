@@ -14,7 +14,7 @@ from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import Event, hookimpl
-from shardckpt.plugins.manager import Plugin, PluginHost, host, installed
+from shardckpt.plugins.manager import Plugin, PluginManager, get_plugin_manager, installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,12 +60,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(path, monkeypatch)
 
 
-def _plugin(plugins: PluginHost, name: str) -> Plugin:
+def _plugin(plugins: PluginManager, name: str) -> Plugin:
     [found] = [plugin for plugin in plugins.plugins() if plugin.name == name]
     return found
 
 
-def _backends(plugins: PluginHost) -> set[str]:
+def _backends(plugins: PluginManager) -> set[str]:
     return {entry.backend for entry in plugins.registry.entries()}
 
 
@@ -75,7 +75,7 @@ def test_a_broken_plugin_does_not_break_another(site: Site) -> None:
     site.install("bbb-works", "bbb", REGISTERS.format(backend="bbb"))
     site.install("ccc-broken", "ccc", "def broken(:")
     site.install("zzz-works", "zzz", REGISTERS.format(backend="zzz"))
-    plugins = PluginHost()
+    plugins = PluginManager()
     assert {"bbb", "torch_dist", "zzz"} <= _backends(plugins)
     faults = {plugin.name: plugin.fault for plugin in plugins.broken()}
     assert set(faults) == {"aaa", "ccc"}
@@ -94,7 +94,7 @@ def test_a_plugin_that_fails_while_it_registers_leaves_nothing(site: Site) -> No
         "    seen.append(event)\n"
     )
     module = site.install("half-way", "half", source)
-    plugins = PluginHost()
+    plugins = PluginManager()
     assert "half" not in _backends(plugins)
     assert _plugin(plugins, "half").fault == "ValueError: no licence found"
     plugins.hook.shardckpt_event(event=Event("save", "", "start", "", 0))
@@ -105,7 +105,7 @@ def test_two_plugins_with_one_key_are_told_apart(site: Site) -> None:
     """The second plugin to claim a (backend, version) is refused with both names; the first one works."""
     site.install("first-toys", "one", REGISTERS.format(backend="toy"))
     site.install("second-toys", "two", REGISTERS.format(backend="toy"))
-    plugins = PluginHost()
+    plugins = PluginManager()
     assert _plugin(plugins, "one").fault == ""
     assert "nowhere.Save of first-toys 1.5 and by nowhere.Save of second-toys 1.5" in _plugin(plugins, "two").fault
     assert {e.distribution for e in plugins.registry.entries(backend="toy")} == {"first-toys 1.5"}
@@ -115,7 +115,7 @@ def test_disabled_plugins_are_not_imported(site: Site, monkeypatch: pytest.Monke
     """SHARDCKPT_DISABLED_PLUGINS leaves out the entry points that it names, and the listing says so."""
     module = site.install("toys", "toy", REGISTERS.format(backend="toy"))
     monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", " toy ,other")
-    plugins = PluginHost()
+    plugins = PluginManager()
     assert _backends(plugins) == {"ep", "torch_dist"}
     assert _plugin(plugins, "toy").fault == "disabled by SHARDCKPT_DISABLED_PLUGINS"
     assert module not in sys.modules
@@ -124,7 +124,7 @@ def test_disabled_plugins_are_not_imported(site: Site, monkeypatch: pytest.Monke
 def test_plugins_are_imported_at_first_need(site: Site) -> None:
     """Names are listed, and a user registers, without importing any plugin; the first need imports it once."""
     module = site.install("toys", "toy", REGISTERS.format(backend="toy"))
-    plugins = PluginHost()
+    plugins = PluginManager()
     assert "toy" in {entry_point.name for entry_point in installed()}
     _ = plugins.unfilled
     assert module not in sys.modules
@@ -159,7 +159,7 @@ def shardckpt_event(evnt):
 def test_an_unknown_hook_is_refused(site: Site) -> None:
     """A misspelt hook would never be called: it is an error that names it."""
     site.install("misspelt", "misspelt", MISSPELT)
-    plugins = PluginHost()
+    plugins = PluginManager()
     assert "unknown hooks: shardckpt_registers" in _plugin(plugins, "misspelt").fault
 
     class Watcher:
@@ -173,7 +173,7 @@ def test_an_unknown_hook_is_refused(site: Site) -> None:
 def test_a_hook_with_a_wrong_argument_is_refused_whole(site: Site) -> None:
     """A hook that asks for what there is not is named, and the plugin's other hooks are not called either."""
     module = site.install("wrong", "wrong", WRONG_ARGUMENT)
-    plugins = PluginHost()
+    plugins = PluginManager()
     assert "evnt" in _plugin(plugins, "wrong").fault
     plugins.hook.shardckpt_commands(subparsers=None)
     assert sys.modules[module].calls == []
@@ -197,9 +197,9 @@ class _Recorder:
 def recorder() -> Iterator[_Recorder]:
     """A plugin of this process that sees the events of a test."""
     recorder = _Recorder()
-    host().register(recorder)
+    get_plugin_manager().register(recorder)
     yield recorder
-    host().unregister(recorder)
+    get_plugin_manager().unregister(recorder)
 
 
 def _state(value: float = 1.0) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _state(value: float = 1.0) -> dict[str, Any]:
 
 def test_a_plugin_is_registered_once() -> None:
     """Registering an object again is an error, and it stays registered; after unregister it hears nothing."""
-    plugins, recorder = PluginHost(), _Recorder()
+    plugins, recorder = PluginManager(), _Recorder()
     event = Event("save", "", "start", "", 0)
     plugins.register(recorder, "mine")
     with pytest.raises(PluginError, match="registered already, as mine"):
@@ -265,14 +265,14 @@ def test_a_failure_is_seen_with_its_text(recorder: _Recorder, tmp_path: Path) ->
 def _seen_on_a_rank(directory: str) -> list[tuple[int, str, bool]]:
     """Save with one rank's shards wrong; what this rank's plugin sees fail."""
     recorder = _Recorder()
-    host().register(recorder)
+    get_plugin_manager().register(recorder)
     rank, world = dist.get_rank(), dist.get_world_size()
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world))
     if rank == 1:
         shard.global_offset = (0,)  # overlaps
     with pytest.raises(CheckpointingException):
         dc.save({"w": shard}, directory)
-    host().unregister(recorder)
+    get_plugin_manager().unregister(recorder)
     return [(e.rank, e.phase, "'w'" in e.error) for e in recorder.events if e.state == "failure"]
 
 
@@ -298,9 +298,9 @@ class _Fails:
 def failing() -> Iterator[None]:
     """A plugin of this process whose hooks fail."""
     plugin = _Fails()
-    host().register(plugin)
+    get_plugin_manager().register(plugin)
     yield
-    host().unregister(plugin)
+    get_plugin_manager().unregister(plugin)
 
 
 def test_a_failing_watcher_does_not_end_a_save(failing: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -337,14 +337,14 @@ class _Greets:
 def test_a_plugin_adds_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     """A plugin's verb runs like ours: its output, its exit status, its errors as one line on standard error."""
     plugin = _Greets()
-    host().register(plugin)
+    get_plugin_manager().register(plugin)
     try:
         assert main(["greet", "you"]) == 4
         assert capsys.readouterr().out == "hello you\n"
         assert main(["greet", "nobody"]) == 1
         assert capsys.readouterr().err == "shardckpt greet: nobody is here\n"
     finally:
-        host().unregister(plugin)
+        get_plugin_manager().unregister(plugin)
     with pytest.raises(SystemExit) as stop:
         main(["greet", "you"])
     assert stop.value.code == 2

@@ -8,7 +8,7 @@ import pytest
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins.entries import StrategyAction
-from shardckpt.plugins.manager import PluginHost
+from shardckpt.plugins.manager import PluginManager
 from shardckpt.plugins.registry import StrategyRegistry, parse_key
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 
@@ -167,14 +167,14 @@ def test_a_users_override_is_never_undone(override: bool) -> None:
 
 def test_a_users_override_of_a_built_in_survives_plugin_loading() -> None:
     """register_default_strategy works before any plugin is imported: the built-in that loads later leaves it."""
-    host = PluginHost()
-    name, version = PluginHost().registry.default
-    host.unfilled.put(SAVE, name, version, _OtherSaveToy)
-    entry = host.registry.find(SAVE, name, version)
+    plugins = PluginManager()
+    name, version = PluginManager().registry.default
+    plugins.unfilled.put(SAVE, name, version, _OtherSaveToy)
+    entry = plugins.registry.find(SAVE, name, version)
     assert entry is not None
     assert entry.target is _OtherSaveToy
-    assert host.registry.find(LOAD, name, version) is not None
-    assert not host.broken()
+    assert plugins.registry.find(LOAD, name, version) is not None
+    assert not plugins.broken()
 
 
 def test_register_default_strategy_serves_the_front_door() -> None:

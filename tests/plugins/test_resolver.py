@@ -28,7 +28,7 @@ from shardckpt.errors import (
 from shardckpt.manifest import MARKER_LIMIT
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
-from shardckpt.plugins.manager import PluginHost
+from shardckpt.plugins.manager import PluginManager
 from shardckpt.plugins.resolver import choose_reader, read_manifest
 from shardckpt.storage import commit
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
@@ -126,11 +126,11 @@ class _Toys:
             registry.add_lazy("toy", self._broken, load="no_such_module_anywhere:Load")
 
 
-def _host(*strategies: Any, migration: Any = None, broken: int = 0) -> PluginHost:
+def _host(*strategies: Any, migration: Any = None, broken: int = 0) -> PluginManager:
     """The installed plugins, and these strategies."""
-    host = PluginHost()
-    host.register(_Toys(*strategies, migration=migration, broken=broken))
-    return host
+    plugins = PluginManager()
+    plugins.register(_Toys(*strategies, migration=migration, broken=broken))
+    return plugins
 
 
 def _saved(path: Path, saver: type[SaveStrategy] = _Save) -> Path:
@@ -139,22 +139,22 @@ def _saved(path: Path, saver: type[SaveStrategy] = _Save) -> Path:
         path,
         saver(),
         Comm(alone=True),
-        PluginHost(),
+        PluginManager(),
         SaveOptions(),
     )
     return path
 
 
-def _opened(path: Path, host: PluginHost, strategy: Any = None, accept: Any = None) -> tuple[LoadStrategy, Any]:
+def _opened(path: Path, plugins: PluginManager, strategy: Any = None, accept: Any = None) -> tuple[LoadStrategy, Any]:
     """The strategy that passes the gate, and the common state that it reads."""
-    with open_checkpoint(path, Comm(alone=True), host, LoadOptions(strategy, accept)) as checkpoint:
+    with open_checkpoint(path, Comm(alone=True), plugins, LoadOptions(strategy, accept)) as checkpoint:
         return checkpoint.strategy, checkpoint.common()
 
 
-def _refusal(kind: type[CheckpointingException], path: Path, host: PluginHost, *arguments: Any) -> str:
+def _refusal(kind: type[CheckpointingException], path: Path, plugins: PluginManager, *arguments: Any) -> str:
     """The text of the gate's refusal, which must be of exactly this kind and name the checkpoint."""
     with pytest.raises(kind) as caught:
-        _opened(path, host, *arguments)
+        _opened(path, plugins, *arguments)
     assert type(caught.value) is kind
     assert str(path) in str(caught.value)
     return str(caught.value)
@@ -172,20 +172,20 @@ def test_what_does_not_exist_is_no_checkpoint(tmp_path: Path) -> None:
     """An absent path, and a path that is a file, are told apart from a checkpoint by name."""
     (tmp_path / "file").write_text("x")
     for name in ("absent", "file"):
-        text = _refusal(NotACheckpointError, tmp_path / name, PluginHost())
+        text = _refusal(NotACheckpointError, tmp_path / name, PluginManager())
         assert "does not exist or is not a directory" in text
 
 
 def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
     """An empty directory is called that."""
-    assert "is an empty directory" in _refusal(NotACheckpointError, tmp_path, PluginHost())
+    assert "is an empty directory" in _refusal(NotACheckpointError, tmp_path, PluginManager())
 
 
 def test_other_files_are_no_checkpoint(tmp_path: Path) -> None:
     """Data without the file that names its strategy is refused; the error shows what is there and what is not."""
     for number in range(9):
         (tmp_path / f"weights-{number}.bin").write_bytes(b"data")
-    text = _refusal(IncompleteCheckpointError, tmp_path, PluginHost())
+    text = _refusal(IncompleteCheckpointError, tmp_path, PluginManager())
     assert "has no metadata.json" in text
     assert "weights-0.bin" in text
     assert "..." in text
@@ -195,10 +195,10 @@ def test_a_checkpoint_that_lost_its_marker_is_incomplete(tmp_path: Path) -> None
     """The files of a real save without those that name its strategy are not taken for a checkpoint."""
     path = _builtin(tmp_path / "checkpoint")
     (path / "metadata.json").unlink()
-    assert "metadata.json was lost" in _refusal(CorruptCheckpointError, path, PluginHost())
+    assert "metadata.json was lost" in _refusal(CorruptCheckpointError, path, PluginManager())
     for name in ("shardckpt.json", ".metadata"):
         (path / name).unlink()
-    assert "found __0_0.distcp, common.pt" in _refusal(IncompleteCheckpointError, path, PluginHost())
+    assert "found __0_0.distcp, common.pt" in _refusal(IncompleteCheckpointError, path, PluginManager())
 
 
 def test_a_staging_directory_is_no_checkpoint(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_staging_directory_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_save_that_did_not_end_is_told_from_one_that_never_was(tmp_path: Path) -> None:
     """Where a save died, the error says so, where its remains lie, and what to do."""
     staging = commit.create_staging(tmp_path / "checkpoint", "1234")
-    text = _refusal(IncompleteCheckpointError, tmp_path / "checkpoint", PluginHost())
+    text = _refusal(IncompleteCheckpointError, tmp_path / "checkpoint", PluginManager())
     assert "did not end" in text
     assert str(staging) in text
     assert "save again" in text
@@ -228,7 +228,7 @@ def test_an_interrupted_overwrite_says_where_the_checkpoint_is(tmp_path: Path) -
     assert "overwrite was interrupted" in text
     assert f"a complete checkpoint is at {aside}" in text
     assert "rename it to" in text
-    assert commit.replaced_of(path) == [aside]
+    assert commit.list_replaced_checkpoints(path) == [aside]
     aside.rename(path)
     assert _opened(path, _host(_Load))[1] == {"step": 3}
 
@@ -333,9 +333,9 @@ def test_a_marker_alone_is_enough(tmp_path: Path) -> None:
 
 def test_the_reader_of_the_version_is_chosen(tmp_path: Path) -> None:
     """The checkpoint's own backend and version decide, among several readers of the backend."""
-    host = _host(_Load, _Load2, _Load3)
+    plugins = _host(_Load, _Load2, _Load3)
     for saver, loader in ((_Save, _Load), (_Save2, _Load2), (_Save3, _Load3)):
-        strategy, common = _opened(_saved(tmp_path / str(saver.version), saver), host)
+        strategy, common = _opened(_saved(tmp_path / str(saver.version), saver), plugins)
         assert type(strategy) is loader
         assert common == {"step": 3}
 
@@ -347,7 +347,7 @@ def test_a_newer_reader_may_read_an_older_version(tmp_path: Path) -> None:
 
 def test_an_unknown_backend_says_what_to_install(tmp_path: Path) -> None:
     """The error names backend and version, the release that reads it, and what is installed instead."""
-    text = _refusal(UnknownBackendError, _saved(tmp_path / "checkpoint"), PluginHost())
+    text = _refusal(UnknownBackendError, _saved(tmp_path / "checkpoint"), PluginManager())
     assert "'toy' checkpoint of version 1" in text
     assert "Install the distribution that provides it: toys 1.0 or newer reads it" in text
     assert "\ninstalled readers: " in text
@@ -357,7 +357,7 @@ def test_an_unknown_backend_says_what_to_install(tmp_path: Path) -> None:
 def test_an_unknown_backend_of_another_library_has_no_hint(tmp_path: Path) -> None:
     """Without shardckpt.json there is nobody to name, and the error still names what there is."""
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    text = _refusal(UnknownBackendError, tmp_path, PluginHost())
+    text = _refusal(UnknownBackendError, tmp_path, PluginManager())
     assert "'zarr' checkpoint of version 1" in text
     assert "reads it" not in text
 
@@ -450,8 +450,8 @@ def test_a_policy_lets_through_what_it_names(tmp_path: Path, accept: Any) -> Non
 def test_a_policy_refuses_everything_else(tmp_path: Path, accept: Any, allowed: str) -> None:
     """What accept= leaves out is refused with what it is and what is allowed, installed or not."""
     path = _saved(tmp_path / "checkpoint")
-    for host in (_host(_Load), PluginHost()):
-        text = _refusal(RefusedByPolicyError, path, host, None, accept)
+    for plugins in (_host(_Load), PluginManager()):
+        text = _refusal(RefusedByPolicyError, path, plugins, None, accept)
         assert "'toy' checkpoint of version 1" in text
         assert allowed in text
 
@@ -491,14 +491,14 @@ def test_a_strategy_that_does_not_fit_is_refused(tmp_path: Path, strategy: Any, 
 
 def test_an_instance_needs_no_plugin(tmp_path: Path) -> None:
     """A caller's own reader loads what nothing installed reads."""
-    assert _opened(_saved(tmp_path / "checkpoint"), PluginHost(), _Load())[1] == {"step": 3}
+    assert _opened(_saved(tmp_path / "checkpoint"), PluginManager(), _Load())[1] == {"step": 3}
 
 
 @pytest.mark.parametrize("strategy", [3, ("toy",), ("toy", "1"), _Save()])
 def test_a_strategy_of_a_wrong_kind_is_refused(tmp_path: Path, strategy: Any) -> None:
     """What names no strategy is told what does."""
     path = _saved(tmp_path / "checkpoint")
-    manifest = read_manifest(path, PluginHost())
+    manifest = read_manifest(path, PluginManager())
     with pytest.raises(CheckpointingException, match=r"named as 'backend' or \('backend', version\)"):
         choose_reader(path, manifest, _host(_Load), strategy)
 

@@ -15,7 +15,7 @@ from shardckpt.engine.locations import open_folder
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.upload import Upload
 from tests.names import SHARED
 from tests.remote import jobs
@@ -148,7 +148,7 @@ def test_two_saves_to_one_url_do_not_mix(store: Store, order: tuple[int, int]) -
 @pytest.fixture
 def uploads(store: Store) -> Iterator[tuple[Upload, Upload, FileRecord]]:
     """A save of two ranks that have uploaded: both parts, and the second one's file."""
-    folder = open_folder(store.url, host())
+    folder = open_folder(store.url, get_plugin_manager())
     first, second = Upload(folder, "metadata.json"), Upload(folder, "metadata.json")
     first.begin("a" * 32, overwrite=False)
     second.save_id = first.save_id
@@ -177,7 +177,7 @@ def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
 ) -> None:
     """Another save that has begun since the last upload, with files of the same names and sizes, is noticed."""
     first, second, record = uploads
-    other = Upload(open_folder(store.url, host()), "metadata.json")
+    other = Upload(open_folder(store.url, get_plugin_manager()), "metadata.json")
     other.begin("b" * 32, overwrite=True)
     (other.spool / "data").write_bytes(b"54321")
     other.put(["data"])

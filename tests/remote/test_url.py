@@ -20,7 +20,7 @@ from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.storage.upload import list_folder
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.names import SHARED, data_file
@@ -379,7 +379,7 @@ class _Plugin:
 def test_another_plugin_serves_urls_by_the_same_door() -> None:
     """A plugin with four methods serves a scheme, also one that the built-in plugin serves too."""
     plugin = _Plugin()
-    host().register(plugin)
+    get_plugin_manager().register(plugin)
     try:
         jobs.save("dict://user:secret@here/c", 3.0)
         jobs.check("memory://bucket/elsewhere", 3.0)
@@ -387,5 +387,5 @@ def test_another_plugin_serves_urls_by_the_same_door() -> None:
         with pytest.raises(CheckpointingException, match=r"dict://user:\*\*\*@here/c/common.pt"):
             jobs.check("dict://user:secret@here/c", 3.0)
     finally:
-        host().unregister(plugin)
+        get_plugin_manager().unregister(plugin)
     assert set(plugin.objects) == (SHARED | {data_file(0)}) - {"common.pt"}

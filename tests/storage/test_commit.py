@@ -30,7 +30,7 @@ def test_staging_lies_beside_the_target(tmp_path: Path) -> None:
     staging = commit.create_staging(target, "abc")
     assert staging == target.with_name(f".ckpt.shardckpt-staging-abc-{Owner.current().text}")
     assert staging.is_dir()
-    assert commit.staging_of(target) == [staging]
+    assert commit.list_staging_directories(target) == [staging]
     assert commit.is_staging(staging)
     assert not commit.is_staging(target)
     with pytest.raises(StorageError, match=rf"cannot create the staging directory {staging}: .* \(EEXIST\)"):
@@ -46,8 +46,8 @@ def test_targets_do_not_mix(tmp_path: Path) -> None:
     """A target's staging directories are its own, not those of a target whose name begins alike."""
     staging = commit.create_staging(tmp_path / "step_1", "a")
     commit.create_staging(tmp_path / "step_10", "b")
-    assert commit.staging_of(tmp_path / "step_1") == [staging]
-    assert commit.staging_of(tmp_path / "gone" / "x") == []
+    assert commit.list_staging_directories(tmp_path / "step_1") == [staging]
+    assert commit.list_staging_directories(tmp_path / "gone" / "x") == []
 
 
 def test_publish(tmp_path: Path) -> None:
@@ -197,5 +197,5 @@ def test_replaced_of(tmp_path: Path) -> None:
     aside = tmp_path / ".ckpt.shardckpt-replaced-1"
     aside.mkdir()
     (tmp_path / discarded_name(aside.name)).mkdir()
-    assert commit.replaced_of(tmp_path / "ckpt") == [aside]
+    assert commit.list_replaced_checkpoints(tmp_path / "ckpt") == [aside]
     assert commit.is_staging(aside)

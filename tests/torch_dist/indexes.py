@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from shardckpt.planning.boxes import Box
-from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor, columns_of
+from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor, tensors_to_columns
 from tests.property.tensors import DTYPES
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _tensors(draw: Callable[..., object]) -> StoredTensor:
 def index_of(tensors: dict[str, StoredTensor], objects: dict[str, Item]) -> StoredIndex:
     """The index of these."""
     dtypes, shapes = [tensor.dtype for tensor in tensors.values()], [tensor.shape for tensor in tensors.values()]
-    bounds, chunks, files = columns_of(tensors)
+    bounds, chunks, files = tensors_to_columns(tensors)
     files += sorted({item.file for item in objects.values()}.difference(files))
     return StoredIndex(list(tensors), dtypes, shapes, bounds, chunks, files, objects)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from tests.typing import api
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ def test_what_a_typed_user_writes_runs(tmp_path: Path) -> None:
 def test_a_typed_plugin_registers() -> None:
     """A plugin written against the typed hooks brings its strategies."""
     plugin = api.Plugin()
-    host().register(plugin)
+    get_plugin_manager().register(plugin)
     try:
-        assert {entry.name for entry in host().registry.entries(backend="typed")} == {
+        assert {entry.name for entry in get_plugin_manager().registry.entries(backend="typed")} == {
             "tests.typing.api.MemoryLoad",
             "tests.typing.api.MemorySave",
         }
     finally:
-        host().unregister(plugin)
+        get_plugin_manager().unregister(plugin)

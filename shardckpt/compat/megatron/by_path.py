@@ -9,7 +9,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, OpenCheckpoint, load_checkpoint, read_checkpoint
 from shardckpt.errors import StrategyMismatchError
 from shardckpt.manifest import Manifest
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.strategy import LoadContext
 from shardckpt.validation import StrictHandling
 
@@ -120,7 +120,7 @@ class LoadsByPath:
             )
 
     def _read(self, checkpoint_dir: PathLike, comm: Comm, read: Callable[[OpenCheckpoint], Any]) -> Any:
-        return read_checkpoint(checkpoint_dir, comm, host(), LoadOptions(self), read)
+        return read_checkpoint(checkpoint_dir, comm, get_plugin_manager(), LoadOptions(self), read)
 
 
 class _WithoutCommon(OpenCheckpoint):

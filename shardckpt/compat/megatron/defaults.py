@@ -10,7 +10,7 @@ from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
 from shardckpt.compat.megatron.torch_dist import BY_PATH
 from shardckpt.errors import CheckpointingException, UnknownBackendError
 from shardckpt.plugins import StrategyAction as Action
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.strategy import LoadStrategy
 
 
@@ -40,11 +40,11 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         UnknownBackendError: none is registered.
     """
     ours = _action(action)
-    entry = host().registry.find(ours, backend, version)
+    entry = get_plugin_manager().registry.find(ours, backend, version)
     if entry is None:
-        known = ", ".join(f"{e.backend} {e.version}" for e in host().registry.entries(ours)) or "none"
+        known = ", ".join(f"{e.backend} {e.version}" for e in get_plugin_manager().registry.entries(ours)) or "none"
         raise UnknownBackendError(
-            f"no strategy {ours.verb}s ({backend!r}, {version}); installed: {known}{host().faults_text()}"
+            f"no strategy {ours.verb}s ({backend!r}, {version}); installed: {known}{get_plugin_manager().faults_text()}"
         )
     return callable_with_path(entry.create())
 
@@ -56,7 +56,7 @@ def register_default_strategy(action: StrategyAction, backend: str, version: int
 
 def register_built_in_strategies() -> None:
     """Find the installed strategies now; otherwise this happens at their first use."""
-    host()
+    get_plugin_manager()
 
 
 def callable_with_path(strategy: Any) -> Any:

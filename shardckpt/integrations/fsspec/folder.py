@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import fsspec  # type: ignore[import-untyped]
 
 from shardckpt.errors import StorageError
-from shardckpt.storage import masked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,7 +111,9 @@ def _knows(protocol: str, url: str) -> bool:
     except ValueError:
         return False
     except ImportError as exc:
-        raise StorageError(f"cannot open {masked(url)}: fsspec has no package for {protocol}:// ({exc})") from exc
+        raise StorageError(
+            f"cannot open {mask_password(url)}: fsspec has no package for {protocol}:// ({exc})"
+        ) from exc
     return True
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import groups_of, load_into, model_state
+from shardckpt.adapters import get_model_tensors, get_param_groups, load_into
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.plain_state import memory_of
 from shardckpt.manager.states import MODEL, OPTIMIZER
@@ -56,7 +56,7 @@ class Healing:
         Raises:
             CheckpointingException: a module has a ShardedTensor, which cannot be transferred.
         """
-        self._modules = {name: model_state(parts) for name, parts in self._states.modules.items()}
+        self._modules = {name: get_model_tensors(parts) for name, parts in self._states.modules.items()}
         self._names = self._name_parameters()
         storages = {memory_of(tensor) for parts in self._states.modules.values() for tensor in _module_tensors(parts)}
         found = [value for values in self._modules.values() for value in values.values()]
@@ -103,7 +103,7 @@ class Healing:
     def _name_parameters(self) -> dict[torch.Tensor, str]:
         found: dict[torch.Tensor, str] = {}
         for number, optimizer in enumerate(self._states.optimizers):
-            groups = groups_of(self._states.modules[MODEL], optimizer, number)
+            groups = get_param_groups(self._states.modules[MODEL], optimizer, number)
             for group, named in zip(optimizer.param_groups, groups, strict=True):
                 found.update(zip(group["params"], named["params"], strict=True))
         return found

@@ -10,7 +10,7 @@ from shardckpt.manager.part import ManagerPart
 from shardckpt.manager.replicas.checkpoints import ReplicaCheckpoints
 from shardckpt.manager.replicas.healing import Healing
 from shardckpt.manager.steps import StepFolder
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,8 +69,8 @@ class Replica(ManagerPart):
             with comm.collective_phase("opening the folder of the replica"):
                 comm.agree(replica_id=fault_tolerance.replica_id)
                 folders = (
-                    StepFolder(f"{config.folder}/{fault_tolerance.folder}", host()),
-                    StepFolder(config.folder, host()),
+                    StepFolder(f"{config.folder}/{fault_tolerance.folder}", get_plugin_manager()),
+                    StepFolder(config.folder, get_plugin_manager()),
                 )
                 self._checkpoints = ReplicaCheckpoints(*folders, states, config, process_group, allow_globals)
 

@@ -19,7 +19,7 @@ import torch
 
 from shardckpt.errors import UnsafePickleError
 from shardckpt_torch_dist.archive.pickle_policy import FunctionProxy, OpaqueClass, describe
-from shardckpt_torch_dist.archive.stubs import Frozen, StandIn
+from shardckpt_torch_dist.archive.stubs import Frozen, Stub
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,7 +73,7 @@ def _layout_name(name: Any) -> str:
 
 
 def _safe_getattr(owner: Any, name: str) -> Any:
-    if isinstance(owner, type) and issubclass(owner, StandIn):
+    if isinstance(owner, type) and issubclass(owner, Stub):
         return owner(name)
     if isinstance(owner, enum.EnumMeta) and name in owner.__members__:  # an enum that the caller allows
         return owner.__members__[name]
@@ -82,8 +82,8 @@ def _safe_getattr(owner: Any, name: str) -> Any:
 
 def _make_instance(kind: Any, _base: Any, _state: Any) -> Any:
     """Call ``object.__new__``, as pickles of protocols 0 and 1 do through copyreg; never a ``__new__`` of the class."""
-    if isinstance(kind, type) and (issubclass(kind, StandIn) or kind.__new__ is object.__new__):
-        return StandIn.__new__(kind) if issubclass(kind, StandIn) else object.__new__(kind)
+    if isinstance(kind, type) and (issubclass(kind, Stub) or kind.__new__ is object.__new__):
+        return Stub.__new__(kind) if issubclass(kind, Stub) else object.__new__(kind)
     raise UnsafePickleError(f"a pickle asks for an object of {describe(kind)} without its constructor: refused")
 
 

@@ -34,7 +34,7 @@ class _StubMeta(Frozen):
     """The metaclass of stubs: a stub class itself cannot be pickled, see :func:`_refuse_class`."""
 
 
-class StandIn(metaclass=_StubMeta):
+class Stub(metaclass=_StubMeta):
     """An inert object in place of an instance of another library's class. It keeps the pickled content.
 
     It can be saved again if the real class is imported in the saving process, and is then an instance of that class.
@@ -127,10 +127,10 @@ copyreg.pickle(_StubMeta, _refuse_class)
 
 
 @functools.cache
-def make_stub_class(module: str, name: str) -> type[StandIn]:
+def make_stub_class(module: str, name: str) -> type[Stub]:
     """Return the stub class for a class of another library; always the same one for a name."""
     names = {"origin": f"{module}.{name}", "home": (module, name)}
-    return cast("type[StandIn]", _StubMeta(name.rpartition(".")[2], (StandIn,), names))
+    return cast("type[Stub]", _StubMeta(name.rpartition(".")[2], (Stub,), names))
 
 
-__all__ = ["Frozen", "StandIn", "make_stub_class"]
+__all__ = ["Frozen", "Stub", "make_stub_class"]

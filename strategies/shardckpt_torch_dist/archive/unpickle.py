@@ -34,7 +34,7 @@ from shardckpt_torch_dist.archive.pickle_policy import (
     list_hashed_keys,
     list_values,
 )
-from shardckpt_torch_dist.archive.stubs import StandIn, make_stub_class
+from shardckpt_torch_dist.archive.stubs import Stub, make_stub_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -183,7 +183,7 @@ class _ObjectUnpickler(_AllowList, _PythonUnpickler):  # type: ignore[misc]
             super().load_build()
 
     def _is_allowed(self, kind: type) -> bool:
-        return kind in self._allowed_types or issubclass(kind, StandIn)
+        return kind in self._allowed_types or issubclass(kind, Stub)
 
     def load_append(self) -> None:
         self._check_put(self.stack[-2], [self.stack[-1]])

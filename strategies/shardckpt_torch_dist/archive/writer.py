@@ -50,7 +50,7 @@ class _Member(NamedTuple):
     offset: int
 
 
-def fitted(dtype: torch.dtype, shape: tuple[int, ...], position: int, address: int = 0) -> ArchiveFrame:
+def make_frame(dtype: torch.dtype, shape: tuple[int, ...], position: int, address: int = 0) -> ArchiveFrame:
     """Make the frame of an archive that will hold a contiguous tensor, for a position in a file.
 
     Args:
@@ -69,8 +69,8 @@ def fitted(dtype: torch.dtype, shape: tuple[int, ...], position: int, address: i
     return _make_frame(dtype, shape, (start - position - sizes.head) % align)
 
 
-def of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> ArchiveFrame | None:
-    """Make the frame of an archive of a known length: the inverse of :func:`fitted`, without the position.
+def make_frame_of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> ArchiveFrame | None:
+    """Make the frame of an archive of a known length: the inverse of :func:`make_frame`, without the position.
 
     Args:
         dtype: The tensor's dtype.
@@ -78,7 +78,7 @@ def of_length(dtype: torch.dtype, shape: tuple[int, ...], length: int) -> Archiv
         length: Size of the archive with its payload, in bytes.
 
     Returns:
-        The frame, or None if :func:`fitted` never makes an archive of that length.
+        The frame, or None if :func:`make_frame` never makes an archive of that length.
     """
     sizes = _part_sizes(dtype, shape)
     gap = length - sizes.head - sizes.nbytes - sizes.tail
@@ -202,4 +202,4 @@ class _TensorPickler(pickle.Pickler):
         return ("storage", obj.kind, "0", "cpu", obj.numel) if isinstance(obj, _StorageStub) else None
 
 
-__all__ = ["ARCHIVE_ALIGN", "ArchiveFrame", "fitted", "of_length", "row_major_strides"]
+__all__ = ["ARCHIVE_ALIGN", "ArchiveFrame", "make_frame", "make_frame_of_length", "row_major_strides"]

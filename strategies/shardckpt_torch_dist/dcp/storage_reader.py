@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardckpt.engine import directory_of, open_reader, reading
+from shardckpt.engine import locate_checkpoint, open_reader, reading
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
@@ -154,7 +154,7 @@ class CheckpointStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether there is a directory, locally or in a store that a plugin serves."""
         try:
-            return directory_of(checkpoint_id).is_dir()
+            return locate_checkpoint(checkpoint_id).is_dir()
         except CheckpointingException:
             return False
 
@@ -200,7 +200,7 @@ def _open_checkpoint(path: str, rank: int | None) -> _OpenCheckpoint:
     """
     strategy = TorchDistLoadShardedStrategy()
     # DCP without collectives writes ``__<rank>.metadata``, one checkpoint per rank.
-    directory, name = directory_of(path), f"__{rank}{METADATA_FILE}"
+    directory, name = locate_checkpoint(path), f"__{rank}{METADATA_FILE}"
     if rank is not None and not strategy.recognises(directory) and (directory / name).is_file():
         manifest = Manifest(backend=strategy.backend, version=strategy.version)
         reader = CheckpointReader(open_directory(directory), manifest)

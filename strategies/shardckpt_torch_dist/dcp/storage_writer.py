@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardckpt.engine import HostedPart, HostedSave, write_part
+from shardckpt.engine import ExternalSave, ExternalSavePart, write_part
 from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.storage import digest_vote
-from shardckpt.tensors import page_place, synchronize_devices
-from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, check_loadable, fitted, load_metadata
+from shardckpt.tensors import page_offset, synchronize_devices
+from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, check_loadable, load_metadata, make_frame
 from shardckpt_torch_dist.dialects import METADATA_FILE
 from shardckpt_torch_dist.plan import append_tensor
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
@@ -68,7 +68,7 @@ class CheckpointStorageWriter(StorageWriter):
         self._path = os.fspath(path)
         self._overwrite = overwrite
         self._allow = tuple(allow_globals)
-        self._save: HostedSave | None = None
+        self._save: ExternalSave | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -100,7 +100,7 @@ class CheckpointStorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: create the staging directory; return the plans, each with its rank's part of the save."""
-        self._save = HostedSave(
+        self._save = ExternalSave(
             self._path,
             TorchDistSaveShardedStrategy(),
             len(plans),
@@ -172,7 +172,7 @@ class CheckpointStorageWriter(StorageWriter):
 class _Received(threading.local):
     """The part of the save that this thread has received from the coordinator."""
 
-    part: HostedPart | None = None
+    part: ExternalSavePart | None = None
 
 
 _received = _Received()
@@ -184,14 +184,14 @@ class _Message:
     The part cannot stay in the plan: a planner that caches plans passes ``write_data`` the plan of an earlier save.
     """
 
-    def __init__(self, part: HostedPart) -> None:
+    def __init__(self, part: ExternalSavePart) -> None:
         self._part = part
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _receive, (self._part,)
 
 
-def _receive(part: HostedPart) -> _Message:
+def _receive(part: ExternalSavePart) -> _Message:
     _received.part = part
     return _Message(part)
 
@@ -247,7 +247,7 @@ class _ItemWriter:
     def _append_tensor(self, file: FileWriter, item: WriteItem) -> int:
         tensor = _checked_tensor(self._planner.resolve_data(item), item).detach()
         synchronize_devices([tensor])
-        head, tail = fitted(tensor.dtype, tuple(tensor.shape), file.position, page_place(tensor))
+        head, tail = make_frame(tensor.dtype, tuple(tensor.shape), file.position, page_offset(tensor))
         length = len(head) + _nbytes(item) + len(tail)
         append_tensor(file, tensor, item.index.fqn, length)
         return length

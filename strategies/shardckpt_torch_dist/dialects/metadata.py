@@ -33,8 +33,8 @@ from shardckpt_torch_dist.dialects.stored import (
     Item,
     StoredIndex,
     StoredTensor,
-    columns_of,
     parse_object_key,
+    tensors_to_columns,
 )
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _build_index(raw: Any) -> StoredIndex:
         list(tensors),
         dtypes,
         shapes,
-        *columns_of(tensors),
+        *tensors_to_columns(tensors),
         objects,
         common,
         loose,

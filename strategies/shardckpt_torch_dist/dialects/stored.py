@@ -188,7 +188,7 @@ class StoredIndex:
         return [*tensors, *(ShardedObject.empty_from_unique_key(key) for key in self.objects)]
 
 
-def columns_of(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, list[str]]:
+def tensors_to_columns(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, list[str]]:
     """Turn tensors into columns.
 
     Returns:
@@ -227,6 +227,6 @@ __all__ = [
     "Item",
     "StoredIndex",
     "StoredTensor",
-    "columns_of",
     "parse_object_key",
+    "tensors_to_columns",
 ]

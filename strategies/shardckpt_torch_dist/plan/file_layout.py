@@ -7,10 +7,10 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.planning import assign_holders
-from shardckpt.tensors import page_place
-from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, fitted
+from shardckpt.tensors import page_offset
+from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, make_frame
 from shardckpt_torch_dist.dialects import Item
-from shardckpt_torch_dist.plan.write_plan import PlannedFile, SaveWork
+from shardckpt_torch_dist.plan.write_plan import FilePlan, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class FileLayout(NamedTuple):
         objects: The item of each object, by unique key.
     """
 
-    work: SaveWork
+    work: WritePlan
     files: list[str]
     boxes: list[tuple[int, int, int]]
     objects: dict[str, Item]
@@ -58,9 +58,9 @@ def lay_out(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: 
         bins = assign_holders([tuple(range(count))] * len(numbers), [sizes[n] for n in numbers]) if count > 1 else None
         for number, bucket in zip(numbers, bins or itertools.repeat(0), strict=False):
             chosen[number] = files[bucket]
-    work = SaveWork([], items.tensors, keys, [], archives)
+    work = WritePlan([], items.tensors, keys, [], archives)
     layout = FileLayout(work, list(dict.fromkeys(chosen)), [], {})
-    by_name = {name: PlannedFile(name) for name in layout.files}
+    by_name = {name: FilePlan(name) for name in layout.files}
     work.files.extend(by_name.values())
     ends = dict.fromkeys(by_name, 0)
     for (key, archive), file in zip(archives.items(), chosen[len(keys) :], strict=True):
@@ -71,7 +71,7 @@ def lay_out(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: 
     for number, (tensor, file) in enumerate(zip(items.tensors, chosen, strict=False)):
         start = ends[file]
         # The padding in the head depends on the position, so an archive is sized only once its start is known.
-        head, tail = fitted(tensor.dtype, tuple(tensor.shape), start, page_place(tensor))
+        head, tail = make_frame(tensor.dtype, tuple(tensor.shape), start, page_offset(tensor))
         length = len(head) + sizes[number] + len(tail)
         work.lengths.append(length)
         by_name[file].tensors.append(number)

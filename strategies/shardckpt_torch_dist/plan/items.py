@@ -83,7 +83,7 @@ def view_tensors(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch
     return [shards[n].data.detach() if part is None else part_view(shards[n], part) for n, part in sources]
 
 
-def local_items(shards: Sequence[ShardedBase]) -> LocalItems:
+def collect_items(shards: Sequence[ShardedBase]) -> LocalItems:
     """Collect the items of the main replicas among the shards.
 
     Args:
@@ -129,4 +129,4 @@ def _add_tensor(
             items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
 
 
-__all__ = ["LocalItems", "local_items", "pickle_objects", "view_tensors"]
+__all__ = ["LocalItems", "collect_items", "pickle_objects", "view_tensors"]

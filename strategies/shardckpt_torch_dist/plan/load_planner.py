@@ -27,7 +27,7 @@ from shardckpt.planning import (
 from shardckpt.state_dict import map_reduce
 from shardckpt.tensors import is_quantized, movable
 from shardckpt_torch_dist.archive import load_bytes
-from shardckpt_torch_dist.plan.split import put_rest, split_shards
+from shardckpt_torch_dist.plan.split import set_rest_value, split_shards
 from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_no_partial_overlap
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         self._caller = state_dict
         for key, path in self.mappings.items():
             if isinstance(self.state_dict.get(key), torch.Tensor):
-                put_rest(state_dict, path, self.state_dict[key])  # DCP has replaced meta tensors by real ones
+                set_rest_value(state_dict, path, self.state_dict[key])  # DCP has replaced meta tensors by real ones
 
     def create_local_plan(self) -> LoadPlan:
         """Return this rank's plan, after a check that each requested element is stored once.
@@ -153,7 +153,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         shards = self._objects.get(key)
         loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
         if not shards:
-            put_rest(self._caller, self.mappings.get(key, (key,)), loaded)
+            set_rest_value(self._caller, self.mappings.get(key, (key,)), loaded)
             return
         for shard in shards:  # Megatron stores a list of the objects that share the key
             shard.data = loaded[0] if isinstance(loaded, list) and loaded else loaded

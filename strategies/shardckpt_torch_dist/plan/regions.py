@@ -12,7 +12,13 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import Source as RangeSource
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.tensors import copy_values
-from shardckpt_torch_dist.archive import Archive, StoredPayload, of_length, resolve_lazy_view, row_major_strides
+from shardckpt_torch_dist.archive import (
+    Archive,
+    StoredPayload,
+    make_frame_of_length,
+    resolve_lazy_view,
+    row_major_strides,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +105,7 @@ def build_own_archive(dtype: torch.dtype, shape: Ints, length: int) -> OurArchiv
     Returns:
         The archive, or None if we never write one of that size.
     """
-    frame = of_length(dtype, shape, length)
+    frame = make_frame_of_length(dtype, shape, length)
     if frame is None:
         return None
     head, tail = frame

@@ -39,7 +39,7 @@ def split_shards(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], lis
     return tensors, objects, rest
 
 
-def put_rest(state_dict: ShardedStateDict, path: Sequence[Any], value: Any) -> None:
+def set_rest_value(state_dict: ShardedStateDict, path: Sequence[Any], value: Any) -> None:
     """Set a value of a state dict by its path in the rest that :func:`split_shards` returned; shards stay.
 
     Args:
@@ -72,4 +72,4 @@ def _rest_indices(values: list[Any]) -> list[int]:
     return list(rest)
 
 
-__all__ = ["put_rest", "split_shards"]
+__all__ = ["set_rest_value", "split_shards"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.storage import SEGMENT_BYTES, SMALL_RECORD
 from shardckpt.tensors import Copier, is_ordinary, is_plain, plain_cpu, synchronize_devices, tensor_bytes
-from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, of_length
+from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, make_frame_of_length
 from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, dump, encode
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ PIECE_BYTES = SEGMENT_BYTES // 2
 
 
 @dataclass
-class PlannedFile:
+class FilePlan:
     """A file to write.
 
     Attributes:
@@ -71,7 +71,7 @@ class GlobalFiles:
 
 
 @dataclass
-class SaveWork:
+class WritePlan:
     """Everything that a rank writes; see :class:`shardckpt.strategy.BackgroundWork`.
 
     Attributes:
@@ -84,7 +84,7 @@ class SaveWork:
         stored: The boxes of the tensors, in the same order, and the objects.
     """
 
-    files: list[PlannedFile]
+    files: list[FilePlan]
     tensors: list[torch.Tensor]
     keys: list[str]
     lengths: list[int]
@@ -124,12 +124,12 @@ def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int)
         file: The file to append to.
         tensor: Any tensor that :func:`shardckpt.tensors.plain_cpu` accepts.
         key: Its key, for errors.
-        nbytes: Planned size of the archive in bytes, from :func:`shardckpt_torch_dist.archive.fitted`.
+        nbytes: Planned size of the archive in bytes, from :func:`shardckpt_torch_dist.archive.make_frame`.
 
     Raises:
         ShardingError: The tensor no longer has the planned dtype and shape, or its values cannot be read.
     """
-    frame = of_length(tensor.dtype, tuple(tensor.shape), nbytes)
+    frame = make_frame_of_length(tensor.dtype, tuple(tensor.shape), nbytes)
     if frame is None:
         raise ShardingError(f"tensor {key!r} is no longer the {nbytes} bytes that were planned for it")
     head, tail = frame
@@ -158,4 +158,4 @@ def _wrapped_values(before: memoryview, tensor: torch.Tensor, after: memoryview,
         raise ShardingError(f"tensor {key!r}: {exc}") from exc
 
 
-__all__ = ["GlobalFiles", "PlannedFile", "SaveWork", "append_tensor"]
+__all__ = ["FilePlan", "GlobalFiles", "WritePlan", "append_tensor"]

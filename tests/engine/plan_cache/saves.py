@@ -38,14 +38,14 @@ class Plans:
 
     def __init__(self) -> None:
         self.count = 0
-        self._local_items = torch_dist.local_items
+        self._local_items = torch_dist.collect_items
 
     def __enter__(self) -> Self:
-        torch_dist.local_items = self._counted  # type: ignore[attr-defined]
+        torch_dist.collect_items = self._counted  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch_dist.local_items = self._local_items  # type: ignore[attr-defined]
+        torch_dist.collect_items = self._local_items  # type: ignore[attr-defined]
 
     def _counted(self, shards: Sequence[Any]) -> Any:
         self.count += 1

@@ -11,7 +11,7 @@ import torch
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.tensors.memory import tensor_bytes
 from shardckpt_torch_dist.archive.reader import Archive, load_bytes
-from shardckpt_torch_dist.archive.writer import fitted, of_length
+from shardckpt_torch_dist.archive.writer import make_frame, make_frame_of_length
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def test_what_we_write_torch_reads(dtype: torch.dtype) -> None:
     for shape in SHAPES:
         tensor = _sample(dtype, shape)
         for position, address in ((0, 0), (13, 4160), (4095, 64 << 10), (64, 128)):
-            head, tail = fitted(dtype, shape, position, address)
+            head, tail = make_frame(dtype, shape, position, address)
             data = head + bytes(tensor_bytes(tensor)) + tail
             loaded = torch.load(io.BytesIO(data), weights_only=True)
             assert _same(loaded, tensor)
@@ -51,7 +51,7 @@ def test_what_we_write_torch_reads(dtype: torch.dtype) -> None:
             assert (payload.dtype, payload.shape) == (dtype, shape)
             place = position + payload.offset
             assert (place - address) % 4096 == 0 if tensor.nbytes >= 1 << 20 else place % 64 == 0
-            assert of_length(dtype, shape, len(data)) == (head, tail)
+            assert make_frame_of_length(dtype, shape, len(data)) == (head, tail)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,7 +111,7 @@ def test_a_compressed_archive_is_refused() -> None:
 def test_four_gibibytes_need_zip64(tmp_path: Path) -> None:
     """A payload above 4 GiB is written with zip64 fields that torch and our reader follow (a sparse file here)."""
     count = (1 << 32) + 64
-    head, tail = fitted(torch.uint8, (count,), 0)
+    head, tail = make_frame(torch.uint8, (count,), 0)
     path, size = tmp_path / "big", len(head) + count + len(tail)
     with path.open("wb") as file:
         file.write(head)

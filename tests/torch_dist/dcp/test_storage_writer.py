@@ -21,7 +21,7 @@ from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, ShardingError, StorageError, UnsafePickleError
 from shardckpt.plugins.hookspecs import Event, hookimpl
-from shardckpt.plugins.manager import host
+from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt_torch_dist import (
     CheckpointStorageReader,
     CheckpointStorageWriter,
@@ -491,12 +491,12 @@ class _Watcher:
 def test_plugins_see_the_steps(tmp_path: Path) -> None:
     """shardckpt_event hears of every step of a dcp.save and dcp.load, with the bytes that were written."""
     watcher = _Watcher()
-    host().register(watcher)
+    get_plugin_manager().register(watcher)
     try:
         _save(str(tmp_path / "c"))
         plain_states.load(str(tmp_path / "c"), NEW, CheckpointStorageReader)
     finally:
-        host().unregister(watcher)
+        get_plugin_manager().unregister(watcher)
     ends = [(event.operation, event.phase) for event in watcher.seen if event.state == "end"]
     assert ends == [
         ("save", "staging"),

@@ -10,7 +10,7 @@ from shardckpt.engine import locate, locate_local
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import MARKER_LIMIT, Marker
 from shardckpt.manifest import MARKER_NAME as CONFIG_FNAME
-from shardckpt.plugins import host, parse_file
+from shardckpt.plugins import get_plugin_manager, parse_file
 from shardckpt.storage import CheckpointWriter, naming, sync_directory
 
 _UNFINISHED = f"{CONFIG_FNAME}.unfinished"
@@ -28,7 +28,7 @@ class CheckpointingConfig:
 
 def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
     """Return the content of ``metadata.json`` without unknown fields; None if there is none."""
-    path = locate(checkpoint_dir, host()) / CONFIG_FNAME
+    path = locate(checkpoint_dir, get_plugin_manager()) / CONFIG_FNAME
     if not path.exists():
         return None
     return CheckpointingConfig(**parse_file(Marker.model_validate_json, path, MARKER_LIMIT).model_dump())

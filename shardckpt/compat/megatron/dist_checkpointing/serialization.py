@@ -21,7 +21,7 @@ from shardckpt.distributed import Comm
 from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase
-from shardckpt.plugins import host
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.storage import is_free
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
     """Collective: warn on the main rank if the target is not empty."""
     comm = Comm(process_group)
     with comm.collective_phase("looking at the target"):
-        taken = comm.is_main and not is_free(locate(checkpoint_dir, host()))
+        taken = comm.is_main and not is_free(locate(checkpoint_dir, get_plugin_manager()))
     if taken:
         logger.warning("%s is not empty: this save will replace the checkpoint there when it commits", checkpoint_dir)
 

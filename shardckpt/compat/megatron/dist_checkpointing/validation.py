@@ -16,7 +16,7 @@ from shardckpt.engine import locate, save_integrity_manifest, verify_integrity_m
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.manifest import INTEGRITY_NAME as INTEGRITY_FNAME
 from shardckpt.mapping import ShardedBase
-from shardckpt.plugins import host, read_manifest
+from shardckpt.plugins import get_plugin_manager, read_manifest
 from shardckpt.state_dict import extract_matching_values, nested_values
 from shardckpt.validation import (
     KeyMismatch,
@@ -47,7 +47,7 @@ __getattr__ = make_refusing_getattr(__name__, REFUSED)
 
 def verify_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
     """Raise :class:`~shardckpt.errors.CannotLoadError` if there is no complete checkpoint."""
-    read_manifest(locate(checkpoint_dir, host()), host())
+    read_manifest(locate(checkpoint_dir, get_plugin_manager()), get_plugin_manager())
 
 
 def verify_checkpoint_and_load_strategy(
@@ -67,7 +67,7 @@ def verify_checkpoint_and_load_strategy(
         StrategyMismatchError: the given strategy does not read the checkpoint.
     """
     check_common_strategy(common_strategy)
-    manifest = read_manifest(locate(checkpoint_dir, host()), host())
+    manifest = read_manifest(locate(checkpoint_dir, get_plugin_manager()), get_plugin_manager())
     if sharded_strategy is None:
         strategy = get_default_load_sharded_strategy(checkpoint_dir)
     elif isinstance(sharded_strategy, tuple):
