@@ -1,7 +1,8 @@
 """Externally coordinated saves and loads: another library's collectives connect the ranks, ours are not called.
 
 The other library's coordinator creates a :class:`ExternalSave`, sends every rank its :class:`ExternalSavePart`, and
-commits the file records that each rank's :func:`write_part` returns. The other library moves these values; all can be pickled.
+commits the file records that each rank's :func:`write_part` returns. The other library moves these values; all can be
+pickled.
 """
 
 from __future__ import annotations

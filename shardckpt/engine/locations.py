@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage import NAME_MAX, RemotePath
+from shardckpt.storage import NAME_MAX, RemotePath, mask_password
 
 if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
@@ -83,8 +83,8 @@ def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
     if folder is None:
         names = ", ".join(sorted(impl.plugin_name for impl in hook.get_hookimpls())) or "none"
         raise StorageError(
-            f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that serve "
-            f"URLs: {names}). pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (s3fs for s3://, "
+            f"cannot open {mask_password(url)}: no installed plugin serves {url.partition('://')[0]}:// (plugins that "
+            f"serve URLs: {names}). pip install 'shardckpt[fsspec]' and what fsspec needs for the protocol (s3fs for s3://, "
             f"gcsfs for gs://), or pip install 'shardckpt[msc]' for msc://{plugins.faults_text()}"
         )
     return folder

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec  # type: ignore[import-untyped]
 
 from shardckpt.errors import StorageError
+from shardckpt.storage import mask_password
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
