@@ -366,7 +366,7 @@ def register_default_strategy(
         version: The version that it serves.
         strategy: A class (a fresh instance serves every operation) or an instance.
     """
-    get_plugin_manager().unfilled.put(action, backend, version, strategy)
+    get_plugin_manager().registry_before_plugins.put(action, backend, version, strategy)
 
 
 def _content_metadata(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:

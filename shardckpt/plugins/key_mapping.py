@@ -22,7 +22,7 @@ class KeyMapEntry(NamedTuple):
     Example:
         Expert 3 of a stored tensor of shape (8, 64, 32), which the folder has as a tensor of its own::
 
-            Link("experts.3.weight", shape=(64, 32), offset=(0, 0), box=Box((3, 0, 0), (1, 64, 32)))
+            KeyMapEntry("experts.3.weight", shape=(64, 32), offset=(0, 0), box=Box((3, 0, 0), (1, 64, 32)))
 
     Attributes:
         name: Name of the folder's tensor.

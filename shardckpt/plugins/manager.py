@@ -53,8 +53,8 @@ class PluginManager:
         return self._registry
 
     @property
-    def unfilled(self) -> StrategyRegistry:
-        """The registry before plugins: it imports none; for strategies that the user registers."""
+    def registry_before_plugins(self) -> StrategyRegistry:
+        """The registry without a look at the plugins, which stay unimported; for strategies that the user registers."""
         return self._registry
 
     def plugins(self) -> list[Plugin]:

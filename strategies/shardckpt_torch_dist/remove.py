@@ -54,7 +54,7 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
         reader: The checkpoint's files.
 
     Returns:
-        The files to write anew, to drop and to rewrite; nothing is changed yet.
+        The files to create, to delete and to rewrite; nothing is changed yet.
 
     Raises:
         CorruptCheckpointError: The index is damaged, or of an unknown dialect.

@@ -126,7 +126,7 @@ def test_plugins_are_imported_at_first_need(site: Site) -> None:
     module = site.install("toys", "toy", REGISTERS.format(backend="toy"))
     plugins = PluginManager()
     assert "toy" in {entry_point.name for entry_point in installed()}
-    _ = plugins.unfilled
+    _ = plugins.registry_before_plugins
     assert module not in sys.modules
     assert "toy" in _backends(plugins)
     first = sys.modules[module]

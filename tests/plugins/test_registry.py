@@ -169,7 +169,7 @@ def test_a_users_override_of_a_built_in_survives_plugin_loading() -> None:
     """register_default_strategy works before any plugin is imported: the built-in that loads later leaves it."""
     plugins = PluginManager()
     name, version = PluginManager().registry.default
-    plugins.unfilled.put(SAVE, name, version, _OtherSaveToy)
+    plugins.registry_before_plugins.put(SAVE, name, version, _OtherSaveToy)
     entry = plugins.registry.find(SAVE, name, version)
     assert entry is not None
     assert entry.target is _OtherSaveToy
