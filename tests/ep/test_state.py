@@ -257,7 +257,7 @@ def test_copies_of_experts_are_compared_where_asked_for(ranks: RankPool) -> None
     assert ranks.run(4, _compared, False) == [[0], [0], [1], [1]]
     for outcome in ranks.outcomes(4, _compared, True):
         assert outcome.kind == ShardingError.__name__
-        assert re.search(r"should be the same on all ranks.*differ:\n.*'layers.0.moe.experts.w1'", outcome.message)
+        assert re.search(r"replicated values differ between ranks:\n.*'layers.0.moe.experts.w1'", outcome.message)
 
 
 def _saved_on_a_wrong_mesh(path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_wrong_mesh_of_plain_tensors_shows_in_its_copies(ranks: RankPool, tmp_
     """Plain tensors do not say where they lie; where a wrong mesh calls other experts copies, a save refuses them."""
     for outcome in ranks.outcomes(4, _saved_on_a_wrong_mesh, tmp_path / "ckpt"):
         assert outcome.kind == ShardingError.__name__
-        assert re.search(r"should be the same on all ranks.*differ:\n.*'layers.0.moe.experts.w1'", outcome.message)
+        assert re.search(r"replicated values differ between ranks:\n.*'layers.0.moe.experts.w1'", outcome.message)
     assert not (tmp_path / "ckpt").exists()
 
 
