@@ -270,8 +270,7 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
     if not names:
         raise NotACheckpointError(f"{directory} is an empty directory, not a checkpoint")
     raise IncompleteCheckpointError(
-        f"{directory} has no {MARKER_NAME}: it is not a checkpoint, or a save by another library that did not "
-        f"end "
+        f"{directory} has no {MARKER_NAME}: it is not a checkpoint, or a save by another library that did not end "
         f"(found {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"  # noqa: PLR2004 - a glance is enough
     )
 

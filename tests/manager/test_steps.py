@@ -194,7 +194,7 @@ def test_an_upload_under_way_does_not_count(tmp_path: Path, store: Store, monkey
     folder = folders.steps_of(url)
     assert folder.steps() == [1, 2]
     found = folder.inspect_step(2)
-    assert "has not ended" in found.fault
+    assert "is in progress or was interrupted" in found.fault
     assert not found.is_damaged
 
 

@@ -192,7 +192,7 @@ def test_native_scales_of_a_whole_shard(ranks: RankPool, tmp_path: Path) -> None
 
 def test_native_scalars_are_not_split() -> None:
     """A scale without axes cannot follow a split: the factory says so when it is made."""
-    with pytest.raises(ShardingError, match=r"'w': per_tensor_scale of shape \(\) .* split along \[0\]"):
+    with pytest.raises(ShardingError, match=r"'w': per_tensor_scale of shape \(\) .* split with it along axes \[0\]"):
         native_factory("w", _quantized("nvfp4 tensor", FULL), (0, 0, 2))
 
 
