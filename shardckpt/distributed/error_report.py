@@ -110,6 +110,7 @@ class ErrorReport:
                 vars(error)["__notes__"] = [*vars(error).get("__notes__", ()), message]
             else:
                 return None
+            copy_error(error)  # it is raised as a copy: a class that cannot be copied must be known now, on all ranks
         except Exception:  # noqa: BLE001 - any class may fail in any way
             return None
         return error

@@ -5,7 +5,15 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from shardckpt.engine import find_saver
 from shardckpt.errors import CheckpointingException
@@ -97,7 +105,7 @@ class CheckpointConfig(BaseModel):
     keep_best_k: _Count = 0
     best_metric: str = ""
     best_mode: Literal["min", "max"] = "min"
-    retention: tuple[RetentionPolicy, ...] = ()
+    retention: tuple[Annotated[RetentionPolicy, WithJsonSchema({})], ...] = ()
     async_mode: AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
     last_save_model_only: bool = True

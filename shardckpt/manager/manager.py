@@ -173,7 +173,8 @@ class CheckpointManager:
         if not self.config.enable_checkpoint:
             return False
         self._check_open("load")
-        self.wait()
+        if self._writer is not None:  # not the removals: the other ranks would wait for them in a collective
+            self._advance(self._writer, blocking=True)
         step = step if step >= 0 else self.config.load_step
         found = read_step(self._folder, self._reader, Comm(self._group), step)
         if found is not None:

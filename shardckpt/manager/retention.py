@@ -131,7 +131,7 @@ def parse_policy(given: Any) -> RetentionPolicy:
     Raises:
         ValueError: ``given`` is neither.
     """
-    if isinstance(given, dict) and given.get("policy") in _BUILT_IN:
+    if isinstance(given, dict) and isinstance(given.get("policy"), str) and given["policy"] in _BUILT_IN:
         options = {name: value for name, value in given.items() if name != "policy"}
         return _BUILT_IN[given["policy"]](**options)
     if not callable(given) or isinstance(given, type):

@@ -186,7 +186,7 @@ def choose_reader(
     """
     _check_policy(directory, manifest, accept)
     if isinstance(wanted, LoadStrategy):
-        reason = wanted.cannot_load(_rename_manifest(wanted, manifest, plugins))
+        reason = wanted.cannot_load(_rename_manifest(directory, wanted, manifest, plugins))
         if reason is not None:
             raise StrategyMismatchError(f"{_describe(directory, manifest)}; the given {type(wanted).__name__} {reason}")
         return wanted
@@ -211,18 +211,24 @@ def choose_reader(
     raise _refusal_error(directory, manifest, plugins, reasons, faults)
 
 
-def _rename_manifest(wanted: LoadStrategy, manifest: Manifest, plugins: PluginManager) -> Manifest:
-    """Return the manifest under the strategy's backend and version, if the checkpoint's own reader lists them."""
+def _rename_manifest(directory: Path, wanted: LoadStrategy, manifest: Manifest, plugins: PluginManager) -> Manifest:
+    """Return the manifest under the strategy's backend and version, if the checkpoint has the files of its format.
+
+    The checkpoint's own reader lists the formats with the same files. Where that reader is not installed or is broken,
+    the strategy that the caller passed looks at the files itself.
+    """
+    if (manifest.backend, manifest.version) == (wanted.backend, wanted.version):
+        return manifest
     own = plugins.registry.find(StrategyAction.LOAD_SHARDED, manifest.backend, manifest.version)
-    if own is None or (manifest.backend, manifest.version) == (wanted.backend, wanted.version):
-        return manifest
     try:
-        same_files = own.create().same_files
-    except PluginError:  # a broken plugin does not matter: the caller's strategy is to read the checkpoint
-        return manifest
-    if (wanted.backend, wanted.version) not in same_files:
-        return manifest
-    return manifest.model_copy(update={"backend": wanted.backend, "version": wanted.version})
+        same_files = None if own is None else own.create().same_files
+    except PluginError:
+        same_files = None
+    if same_files is None:
+        is_same = isinstance(wanted, Recognises) and wanted.recognises(directory) == wanted.version
+    else:
+        is_same = (wanted.backend, wanted.version) in same_files
+    return manifest.model_copy(update={"backend": wanted.backend, "version": wanted.version}) if is_same else manifest
 
 
 def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
-from shardckpt.storage.abilities import on_store
+from shardckpt.storage.abilities import has_local_files, on_store
 from shardckpt.storage.directory import RelativePath
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def open_new(path: Path) -> int:
 
 def is_there(path: Path) -> bool:
     """Return whether anything has the name; a link without a target counts."""
-    return path.exists() or path.is_symlink()
+    if isinstance(path, RelativePath) or not has_local_files(path):
+        return path.exists() or path.is_symlink()
+    return os.path.lexists(path)
 
 
 def file_size(path: Path) -> int:

@@ -61,6 +61,13 @@ class BrokenTextError(CheckpointingException):
         raise ValueError("no text")
 
 
+class PairError(CheckpointingException):
+    """Wants two arguments when it is made, and so cannot be made of its text."""
+
+    def __new__(cls, first: Any, second: Any) -> Any:
+        return super().__new__(cls, first, second)
+
+
 class DiskError(CheckpointingException, OSError):
     """A class that is an error of the system, too."""
 
@@ -231,3 +238,8 @@ def test_an_error_of_one_process_is_the_one_that_was_raised() -> None:
     assert caught.value is error
     with pytest.raises(RankFailedError, match=r"^in 'step': LocalError: odd$"), Comm().collective_phase("step"):
         raise _local_error()
+
+
+def test_a_class_that_cannot_be_copied_is_no_surprise() -> None:
+    """Whether an error can be raised as a copy is known when it is made, when ranks can still choose another class."""
+    assert ErrorReport.of(PairError(1, 2), "planning").rebuild("text") is None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -338,3 +341,25 @@ def test_a_wanted_expert_tensor_that_is_not_stored_is_named(ranks: RankPool, tmp
     for outcome in ranks.outcomes(2, _loaded_with, tmp_path / "ckpt", HALVES, {}):
         assert outcome.kind == KeyMismatchError.__name__
         assert f"model.{FQN}" in outcome.message
+
+
+def test_torch_dist_reads_what_ep_wrote_without_ep(ranks: RankPool, tmp_path: Path) -> None:
+    """Where the plugin of ep is off or broken, an instance of torch_dist's reader knows the files by themselves."""
+    ranks.run(2, _saved, tmp_path / "ckpt", HALVES)
+    code = (
+        "import sys, torch\n"
+        "from shardckpt import dist_checkpointing as dc\n"
+        "from shardckpt.mapping import ShardedTensor\n"
+        "from shardckpt_torch_dist import TorchDistLoadShardedStrategy\n"
+        f"wanted = {{'w': ShardedTensor.from_rank_offsets('model.{FQN}', torch.zeros(8, 6, 3))}}\n"
+        "assert dc.load(wanted, sys.argv[1], TorchDistLoadShardedStrategy())['w'].any()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "ckpt")],
+        env=os.environ | {"SHARDCKPT_DISABLED_PLUGINS": "ep"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -173,3 +173,10 @@ def test_what_is_no_list_of_steps_is_an_error(returned: Any) -> None:
 
     with pytest.raises(CheckpointingException, match=r"policy tests\..*\.policy returned .* return the steps to keep"):
         steps_to_remove([policy], _without_metrics(1, 2))
+
+
+def test_a_configuration_has_a_json_schema() -> None:
+    """Tools that make forms of configurations get a schema, with any value as a policy; a wrong one is named."""
+    assert "retention" in CheckpointConfig.model_json_schema()["properties"]
+    with pytest.raises(ValueError, match="is not a retention policy"):
+        CheckpointConfig(retention=[{"policy": ["KeepLatest"]}])

@@ -262,3 +262,10 @@ def test_reads_of_many_threads(tmp_path: Path) -> None:
         thread.join(60)
     os.close(fd)
     assert wrong == []
+
+
+def test_names_that_cannot_be_are_not_there(tmp_path: Path) -> None:
+    """Nothing is at a path that the system refuses to look at; a link to nowhere is there."""
+    assert not filesystem.is_there(tmp_path / ("x" * 300))
+    (tmp_path / "link").symlink_to("nowhere")
+    assert filesystem.is_there(tmp_path / "link")
