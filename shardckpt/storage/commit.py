@@ -147,8 +147,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     """
     if not overwrite and not is_free(target):
         raise StorageError(
-            f"{target} is not empty: give another directory, or pass overwrite=True to replace the checkpoint in it (or, "
-            "with an export, the weights); other files in it stay"
+            f"{target} is not empty: give another directory, or pass overwrite=True to replace the checkpoint in it "
+            "(with an export, the weights); other files in it stay"
         )
 
 

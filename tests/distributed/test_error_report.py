@@ -65,6 +65,7 @@ class PairError(CheckpointingException):
     """Wants two arguments when it is made, and so cannot be made of its text."""
 
     def __new__(cls, first: Any, second: Any) -> Any:
+        """Take both."""
         return super().__new__(cls, first, second)
 
 
