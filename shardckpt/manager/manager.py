@@ -173,8 +173,7 @@ class CheckpointManager:
         if not self.config.enable_checkpoint:
             return False
         self._check_open("load")
-        if self._writer is not None:  # not the removals: the other ranks would wait for them in a collective
-            self._advance(self._writer, blocking=True)
+        self.wait()  # for removals, too: a step that is being removed must not be chosen
         step = step if step >= 0 else self.config.load_step
         found = read_step(self._folder, self._reader, Comm(self._group), step)
         if found is not None:
