@@ -10,7 +10,6 @@ import functools
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
@@ -20,7 +19,7 @@ from shardckpt.storage.filesystem import naming
 from shardckpt.storage.leftovers import create_spool, find_leftovers, remove_free
 from shardckpt.storage.remote import RemotePath, attempt
 from shardckpt.storage.staging_names import REMOVED, new_save_id, temporary_name
-from shardckpt.storage.upload import REMOVAL_IN_PROGRESS, list_folder
+from shardckpt.storage.upload import REMOVAL_IN_PROGRESS, delete_object, list_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,25 +63,19 @@ def delete_checkpoint(folder: RemoteFolder) -> None:
         attempt("upload", target / REMOVAL_IN_PROGRESS, lambda: folder.upload(REMOVAL_IN_PROGRESS, local))
     finally:
         shutil.rmtree(spool, ignore_errors=True)
-    _delete(folder, MARKER_NAME)  # before all other objects: without it no load begins
+    delete_object(folder, MARKER_NAME)  # before all other objects: without it no load begins
     rest = [name for name in list_folder(folder) if name not in (MARKER_NAME, REMOVAL_IN_PROGRESS)]
     with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
-        list(threads.map(functools.partial(_delete, folder), rest))
-    _delete(folder, REMOVAL_IN_PROGRESS)  # last: it marks what a crash leaves as a removal that another call continues
+        list(threads.map(functools.partial(delete_object, folder), rest))
+    delete_object(
+        folder, REMOVAL_IN_PROGRESS
+    )  # last: it marks what a crash leaves as a removal that another call continues
 
 
 def is_half_deleted(directory: Path) -> bool:
     """Return whether a removal from a store has begun and not ended; False for a local directory."""
     names = set() if can_rename(directory) else {path.name for path in directory.iterdir()}
     return REMOVAL_IN_PROGRESS in names and MARKER_NAME not in names
-
-
-def _delete(folder: RemoteFolder, name: str) -> None:
-    def deleted() -> None:
-        with suppress(FileNotFoundError):
-            folder.delete(name)
-
-    attempt("delete", RemotePath(folder) / name, deleted)
 
 
 __all__ = ["clear_tombstones", "delete_checkpoint", "is_half_deleted", "make_tombstone"]

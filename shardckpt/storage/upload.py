@@ -159,7 +159,7 @@ class Upload:
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:
-            attempt("delete", self._target / name, functools.partial(_delete_object, self._folder, name))
+            delete_object(self._folder, name)
 
 
 def upload_files(folder: RemoteFolder, spool: Path, names: Iterable[str], save_id: str) -> None:
@@ -204,9 +204,18 @@ def _taken(target: RemotePath) -> StorageError:
     return StorageError(f"{target}: another save has begun there, or the objects of this one were deleted")
 
 
-def _delete_object(folder: RemoteFolder, name: str) -> None:
-    with suppress(FileNotFoundError):
-        folder.delete(name)
+def delete_object(folder: RemoteFolder, name: str) -> None:
+    """Delete an object from a store; it is no error if it is gone.
+
+    Raises:
+        StorageError: the store failed in every attempt.
+    """
+
+    def delete() -> None:
+        with suppress(FileNotFoundError):
+            folder.delete(name)
+
+    attempt("delete", RemotePath(folder) / name, delete)
 
 
-__all__ = ["REMOVAL_IN_PROGRESS", "Upload", "is_under_way", "list_folder", "upload_files"]
+__all__ = ["REMOVAL_IN_PROGRESS", "Upload", "delete_object", "is_under_way", "list_folder", "upload_files"]
