@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from shardckpt.background import request_save
 from shardckpt.distributed import Comm
@@ -57,6 +57,40 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
+@overload
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: PathLike,
+    sharded_strategy: SaveChoice = None,
+    validate_access_integrity: bool = True,
+    *,
+    async_sharded_save: Literal[True],
+    preprocess_common_before_consistancy_check: Preprocess = None,
+    content_metadata: dict[str, Any] | None = None,
+    async_strategy: str = "nvrx",
+    verify_integrity: bool = False,
+    preprocess_common_before_consistency_check: Preprocess = None,
+    overwrite: bool = False,
+    allow_globals: Iterable[Any] = (),
+    process_group: ProcessGroup | None = None,
+) -> AsyncRequest: ...
+@overload
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: PathLike,
+    sharded_strategy: SaveChoice = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Preprocess = None,
+    content_metadata: dict[str, Any] | None = None,
+    async_strategy: str = "nvrx",
+    verify_integrity: bool = False,
+    *,
+    preprocess_common_before_consistency_check: Preprocess = None,
+    overwrite: bool = False,
+    allow_globals: Iterable[Any] = (),
+    process_group: ProcessGroup | None = None,
+) -> AsyncRequest | None: ...
 def save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: PathLike,
@@ -241,7 +275,7 @@ def open_checkpoint(
     options = LoadOptions(sharded_strategy, accept, tuple(allow_globals))
     with ExitStack() as stack:
         yield StoredCheckpoint(
-            retry_if_replaced(lambda: stack.enter_context(_opened(checkpoint_dir, options)), checkpoint_dir)
+            retry_if_replaced(lambda: stack.enter_context(_open_alone(checkpoint_dir, options)), checkpoint_dir)
         )
 
 
@@ -291,11 +325,11 @@ def load_content_metadata(
     Returns:
         The value that ``save`` was given; None if it was given none.
     """
-    if preloaded_state_dict is None:
-        if checkpoint_dir is None:
-            raise CheckpointingException("load_content_metadata needs a checkpoint_dir or a preloaded_state_dict")
-        return _read(checkpoint_dir, LoadOptions(), _content_metadata)
-    return preloaded_state_dict.get("content_metadata")
+    if preloaded_state_dict is not None:
+        return preloaded_state_dict.get("content_metadata")
+    if checkpoint_dir is None:
+        raise CheckpointingException("load_content_metadata needs a checkpoint_dir or a preloaded_state_dict")
+    return _read(checkpoint_dir, LoadOptions(), _read_content_metadata)
 
 
 def remove_sharded_tensors(
@@ -345,9 +379,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
 
 def get_default_save_sharded_strategy(backend: str | None = None, version: int | None = None) -> SaveStrategy:
     """Return the strategy that :func:`save` uses for a backend and version; by default the registry's default."""
-    if backend is None:
-        return find_saver(None, get_plugin_manager())
-    return find_saver(backend if version is None else (backend, version), get_plugin_manager())
+    choice = backend if backend is None or version is None else (backend, version)
+    return find_saver(choice, get_plugin_manager())
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: PathLike) -> LoadStrategy:
@@ -369,7 +402,7 @@ def register_default_strategy(
     get_plugin_manager().registry_before_plugins.put(action, backend, version, strategy)
 
 
-def _content_metadata(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:
+def _read_content_metadata(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:
     record = checkpoint.context.reader.manifest.record
     if record is not None and record.content_metadata is not None:
         return record.content_metadata  # type: ignore[no-any-return]
@@ -381,7 +414,7 @@ def _read(checkpoint_dir: PathLike, options: LoadOptions, read: Callable[[OpenCh
     return read_checkpoint(checkpoint_dir, Comm(alone=True), get_plugin_manager(), options, read)
 
 
-def _opened(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:
+def _open_alone(checkpoint_dir: PathLike, options: LoadOptions) -> AbstractContextManager[OpenCheckpoint]:
     """Open a checkpoint in this process alone."""
     return open_stored(locate(checkpoint_dir, get_plugin_manager()), Comm(alone=True), get_plugin_manager(), options)
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 class CheckpointingException(Exception):
     """The root of the family (Megatron's name for it).
 
-    A plugin's exception classes derive from it, or from a subclass: so they are raised as themselves on every rank, and
-    in the trainer where the worker process has failed. Such a class is defined at the top level of a module that every
-    process can import; its constructor may take any arguments.
+    A plugin's exception classes best derive from it, or from a subclass. Any exception class that every process can
+    import, so one at the top level of a module, is raised as itself on every rank, and in the trainer where the worker
+    process has failed; one from outside the family is caught as a CheckpointingException, too.
     """
 
     #: Number of the Comm whose ranks are all known to raise this same error, if any.
@@ -63,7 +63,7 @@ class CommunicationError(CheckpointingException):
 
 
 class RankFailedError(CheckpointingException):
-    """An exception that not every process can raise as itself: its class is outside this family, or is not importable.
+    """An exception that not every process can raise as itself: a class of Python's own, or one that is not importable.
 
     The text names the class. It is raised on every rank, also where there is only one.
     """
@@ -114,7 +114,7 @@ class StrategyMismatchError(CannotLoadError):
 
 
 def listed(texts: Collection[str], between: str = ", ", limit: int = 20) -> str:
-    """The texts as an error shows them: of very many the first, and how many more there are."""
+    """Return the texts in one, as errors show them: the first ``limit``, and how many more there are."""
     shown = list(texts)[:limit]
     if len(texts) > limit:
         shown.append(f"... and {len(texts) - limit} more")

@@ -8,9 +8,17 @@ release saved, which files belong to the checkpoint, and their digests. Both are
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shardckpt.errors import VersionTooNewError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typing_extensions import Self
 
 MARKER_NAME = "metadata.json"
 RECORD_NAME = "shardckpt.json"
@@ -23,9 +31,45 @@ INTEGRITY_LIMIT = 1 << 26
 #: The algorithm of the digests in ``integrity.json``.
 INTEGRITY_ALGORITHM = "sha256"
 
+#: The rule for names of files, for errors. Letters are those of ASCII: file systems and stores disagree on others.
+NAME_RULE = (
+    "a file of a checkpoint has a name of letters, digits, '.', '_' and '-'; or a path of such names, joined by '/', "
+    "with at most 32 of them, 255 characters in each and 1024 in all; none is '.' or '..'"
+)
+_PART = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9._-]{1,255}"
+_FILE_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,31}}")
+_NAME_LENGTH = 1024  # what object stores allow for a key
+
+#: Newest format of ``shardckpt.json`` that this release reads.
+_NEWEST_FORMAT = 2
+
 _NO_DIGEST = "0" * 64
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,255}$")]
+
+def is_file_name(name: object) -> bool:
+    """Return whether a file of a checkpoint may have a name: a path below its directory, see ``NAME_RULE``."""
+    return isinstance(name, str) and len(name) <= _NAME_LENGTH and _FILE_NAME.fullmatch(name) is not None
+
+
+def list_parents(name: str) -> list[str]:
+    """Return the folders on the way to a file, the outermost first: ``["a", "a/b"]`` for ``"a/b/c"``."""
+    parts = name.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def find_folders(names: Iterable[str]) -> set[str]:
+    """Return the folders in names of files: ``{"a", "a/b"}`` for ``["a/b/c"]``."""
+    innermost = {name.rpartition("/")[0] for name in names} - {""}
+    return innermost.union(*map(list_parents, innermost))
+
+
+def _check_name(name: str) -> str:
+    if not is_file_name(name):
+        raise ValueError(f"{name!r:.200}: {NAME_RULE}")
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_check_name)]
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -41,7 +85,7 @@ class Marker(BaseModel):
 
 
 class FileRecord(BaseModel):
-    """A file of the checkpoint: its size in bytes, its rank, its digests (:mod:`shardckpt.storage.digest`)."""
+    """A file of the checkpoint: its path, size in bytes, rank and digests (:mod:`shardckpt.storage.digest`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,12 +97,23 @@ class FileRecord(BaseModel):
     segments: str
 
 
+class _Format(BaseModel):
+    """What a later release's ``shardckpt.json`` has in any case."""
+
+    format: int = 0
+    writer: dict[str, str] = {}
+
+
 class Record(BaseModel):
-    """``shardckpt.json``."""
+    """``shardckpt.json``.
+
+    Format 2 is that of a checkpoint with files in folders. All others have format 1, which is all that the first
+    releases read: they refuse format 2.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
     save_id: str
     backend: str
     version: int
@@ -73,12 +128,20 @@ class Record(BaseModel):
     #: SHA-256, in hex, of the file's bytes with zeros in the place of this digest.
     self_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = _NO_DIGEST
 
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        folders = find_folders(file.name for file in self.files)
+        for file in self.files:
+            if file.name in folders:
+                raise ValueError(f"{file.name!r} is the name of a file, and of a folder with files")
+        return self
+
     def dump(self) -> bytes:
-        """Return the bytes of ``shardckpt.json``, its own digest included."""
-        text = self.model_copy(update={"self_digest": _NO_DIGEST}).model_dump_json(indent=1)
-        head, _, tail = text.rpartition(
-            _NO_DIGEST
-        )  # the last field: the caller's metadata before it may have the same digits
+        """Return the bytes of ``shardckpt.json``, its own digest and the lowest format that can say it included."""
+        least = 2 if any("/" in file.name for file in self.files) else 1
+        text = self.model_copy(update={"self_digest": _NO_DIGEST, "format": least}).model_dump_json(indent=1)
+        # from the right: the digest is the last field, and the caller's metadata before it may have the same digits
+        head, _, tail = text.rpartition(_NO_DIGEST)
         return (head + hashlib.sha256(text.encode()).hexdigest() + tail).encode()
 
     @classmethod
@@ -87,8 +150,18 @@ class Record(BaseModel):
 
         Raises:
             ValueError: they are not the bytes that were written.
+            VersionTooNewError: a later release wrote them, in a format that this one does not know.
         """
-        record = cls.model_validate_json(data)
+        try:
+            record = cls.model_validate_json(data)
+        except ValidationError as exc:
+            found = _Format.model_validate_json(data)
+            if found.format <= _NEWEST_FORMAT:
+                raise
+            raise VersionTooNewError(
+                f"{RECORD_NAME} has format {found.format}, and this release reads those up to {_NEWEST_FORMAT}: "
+                f"upgrade shardckpt to {found.writer.get('shardckpt', 'the release that saved it')} or newer"
+            ) from exc
         head, _, tail = data.rpartition(record.self_digest.encode())
         if hashlib.sha256(head + _NO_DIGEST.encode() + tail).hexdigest() != record.self_digest:
             raise ValueError("its bytes are not those that were written (digest differs)")
@@ -136,6 +209,7 @@ __all__ = [
     "INTEGRITY_NAME",
     "MARKER_LIMIT",
     "MARKER_NAME",
+    "NAME_RULE",
     "RECORD_LIMIT",
     "RECORD_NAME",
     "FileRecord",
@@ -143,4 +217,7 @@ __all__ = [
     "Manifest",
     "Marker",
     "Record",
+    "find_folders",
+    "is_file_name",
+    "list_parents",
 ]

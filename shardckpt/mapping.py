@@ -93,23 +93,18 @@ class ShardedTensor(ShardedBase):
         self.validate_metadata_integrity()
 
     @classmethod
-    def whole(cls, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:
-        """Return the description, without data, of a global tensor in one shard.
-
-        It is not validated: nothing in it can contradict the rest. An index of 300,000 tensors is made of these.
-
-        Args:
-            key: Name of the tensor.
-            dtype: Its dtype.
-            shape: Its global shape.
-        """
-        made = cls.__new__(cls)
+    def from_global_shape(cls, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> ShardedTensor:
+        """Return the description, without data, of a global tensor of this shape and dtype in one shard."""
+        made = cls.__new__(cls)  # not validated, as nothing can contradict the rest: an index may have 300,000 of these
         made.key, made.data, made.dtype = key, None, dtype
         made.local_shape = made.global_shape = shape
         made.global_offset, made.axis_fragmentations = (0,) * len(shape), (1,) * len(shape)
         made.replica_id, made.prepend_axis_num = 0, 0
         made.allow_shape_mismatch, made.flattened_range, made.replicated = False, None, False
         return made
+
+    #: An earlier name, for strategies that were written with it.
+    whole = from_global_shape
 
     @property
     def has_regular_grid(self) -> bool:
@@ -188,15 +183,15 @@ class ShardedTensor(ShardedBase):
         if self.axis_fragmentations is None or self.flattened_range is not None:
             raise ShardingError(f"ShardedTensor {self.key!r}: narrow needs a regular grid and no flattened_range")
         axis = dim + self.prepend_axis_num
-        local_shape = _replaced(self.local_shape, dim, length)
+        local_shape = _replace_at(self.local_shape, dim, length)
         cell = self.global_offset[axis] // max(self.local_shape[dim], 1)
         return [
             dataclasses.replace(
                 self,
                 data=None if self.data is None else self.data.narrow(dim, start, length),
                 local_shape=local_shape,
-                global_shape=_replaced(self.global_shape, axis, length * self.axis_fragmentations[axis]),
-                global_offset=_replaced(self.global_offset, axis, length * cell),
+                global_shape=_replace_at(self.global_shape, axis, length * self.axis_fragmentations[axis]),
+                global_offset=_replace_at(self.global_offset, axis, length * cell),
             )
         ]
 
@@ -347,6 +342,35 @@ class ShardedObject(ShardedBase):
 
 
 @dataclass
+class PlainObject(ShardedObject):
+    """An object that is stored under plain keys, as plain DCP stores values: for other readers than this library.
+
+    A save writes it, if the strategy has a place for such objects; a load leaves it out.
+
+    Args:
+        keys: The keys under which readers find the object; by default ``key`` alone. With ``keys``, ``key`` only tells
+            it from other objects, and no reader finds it there. If several objects have one of the keys, that of the
+            lowest rank is found.
+    """
+
+    global_shape: tuple[int, ...] = ()
+    global_offset: tuple[int, ...] = ()
+    keys: tuple[str, ...] = ()
+
+    @property
+    def unique_key(self) -> str:
+        """The key."""
+        return self.key
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """Return the object, without data, that is stored under this name: a plain one, or one of a grid."""
+        if "/shard_" in unique_key:
+            return ShardedObject.empty_from_unique_key(unique_key, replica_id)
+        return cls(unique_key, None, replica_id=replica_id)
+
+
+@dataclass
 class ShardedTensorFactory(ShardedBase):
     """A local tensor that is stored as several shards: ``build_fn`` splits it, ``merge_fn`` joins them.
 
@@ -374,7 +398,7 @@ class ShardedTensorFactory(ShardedBase):
         """Nothing to check before it is built."""
 
     def without_data(self) -> ShardedTensorFactory:
-        """Raise CheckpointingException: a factory without data builds nothing."""
+        """Raise CheckpointingException, and never return: a factory without data builds nothing."""
         raise CheckpointingException(f"ShardedTensorFactory {self.key!r} has no form without data: build() it first")
 
 
@@ -495,7 +519,7 @@ def _data_fault(shard: ShardedTensor) -> str:
     return ""
 
 
-def _replaced(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
+def _replace_at(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 

@@ -41,12 +41,13 @@ def native_factory(
         ShardingError: the class has no ``__tensor_flatten__``, an inner tensor cannot be split as ``tensor`` is, or,
             when a load ends, the stored class or dtypes are not those of ``tensor``.
     """
-    axes = [axis - kwargs.get("prepend_axis_num", 0) for axis, _, _ in rank_offsets]
+    local_axes = [axis - kwargs.get("prepend_axis_num", 0) for axis, _, _ in rank_offsets]
+    split = [axis for axis in local_axes if axis >= 0]
 
     def build(key: str, data: torch.Tensor, replica_id: ReplicaId, _: slice | None) -> dict[str, Any]:
         first = not any(cell for _, cell, _ in rank_offsets)
         form = ShardedObject(f"{key}.{_FORM}", _form(key, data), (1,), (0,), replica_id if first else 1)
-        inner = _inner(key, data, [axis for axis in axes if axis >= 0])
+        inner = _inner(key, data, split)
         return {_FORM: form} | {
             name: ShardedTensor.from_rank_offsets(f"{key}.{name}", part, *rank_offsets, replica_id=replica_id, **kwargs)
             for name, part in inner.items()
@@ -60,7 +61,7 @@ def native_factory(
             )
         return tensor
 
-    _inner(key, tensor, [axis for axis in axes if axis >= 0])  # raises here, not when the state dict is saved
+    _inner(key, tensor, split)  # raises here, not when the state dict is saved
     return ShardedTensorFactory(key, tensor, build, merge, replica_id)
 
 

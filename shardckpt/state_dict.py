@@ -15,6 +15,7 @@ from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import (
     CommonStateDict,
     LocalNonpersistentObject,
+    PlainObject,
     ShardedBase,
     ShardedStateDict,
     ShardedTensor,
@@ -70,15 +71,12 @@ def extract_matching_values(
     Returns:
         ``(match, rest)``: each with the dicts and lists in which it has leaves.
     """
-    if isinstance(x, dict):
-        items: Iterable[tuple[Any, Any]] = x.items()
-    elif isinstance(x, list):
-        items = enumerate(x)
-    else:
+    children = _children(x)
+    if children is None:
         raise CheckpointingException(f"expected a dict or a list to split, got {type(x).__name__}")
     match: dict[Any, Any] = {}
     rest: dict[Any, Any] = {}
-    for key, value in items:
+    for key, value in children.items():
         if isinstance(value, (dict, list)):
             inner_match, inner_rest = extract_matching_values(value, predicate, return_lists_as_dicts)
             if inner_match:
@@ -142,6 +140,9 @@ def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
 
     A dict whose keys are list indices is merged into a list at these indices; an index just past the end appends.
 
+    Returns:
+        ``x1``.
+
     Raises:
         ValueError: both have a leaf at the same path, or lists differ in length.
     """
@@ -150,13 +151,13 @@ def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
             x1[name] = merge(x1[name], value, (*key, name)) if name in x1 else value
     elif isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
-            raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} values at {_shown(key)}")
+            raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} values at {_format_path(key)}")
         for index, value in enumerate(x2):
             x1[index] = merge(x1[index], value, (*key, index))
     elif isinstance(x1, list) and isinstance(x2, dict):
         return _merge_into_list(x1, x2, key)
     else:
-        raise ValueError(f"cannot merge: both sides have a value at {_shown(key)}: {x1!r:.80} and {x2!r:.80}")
+        raise ValueError(f"cannot merge: both sides have a value at {_format_path(key)}: {x1!r:.80} and {x2!r:.80}")
     return x1
 
 
@@ -179,7 +180,9 @@ def map_reduce(
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     """Replace every factory, in place, by the shards that it builds."""
-    dict_list_map_inplace(_built, sharded_state_dict)
+    dict_list_map_inplace(
+        lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf, sharded_state_dict
+    )
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
@@ -200,12 +203,14 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
         return x2.merge_fn(x1)
     places = _children(x2)
     if places is None or not isinstance(x1, (dict, list)):  # a ValueError is what Megatron's callers expect
-        raise ValueError(f"cannot merge factories at {_shown(key)}: {type(x1).__name__} and {type(x2).__name__}")
+        raise ValueError(f"cannot merge factories at {_format_path(key)}: {type(x1).__name__} and {type(x2).__name__}")
     for name, inner in places.items():
         try:
             loaded = x1[name]
         except (KeyError, IndexError):
-            raise ValueError(f"cannot merge the factory at {_shown((*key, name))}: nothing was loaded there") from None
+            raise ValueError(
+                f"cannot merge the factory at {_format_path((*key, name))}: nothing was loaded there"
+            ) from None
         x1[name] = apply_factory_merges(loaded, inner, (*key, name))
     return x1
 
@@ -223,7 +228,7 @@ def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> tuple[ShardedS
 
 
 def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
-    """Split a state dict into sharded and common state: build factories, leave out local objects.
+    """Split a state dict into sharded and common state: build factories, leave out local and plain objects.
 
     The argument is not changed.
 
@@ -233,35 +238,44 @@ def split_for_save(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDi
     Raises:
         ShardingError: a shard contradicts itself, or a leaf of the common state is one rank's part of something.
     """
-    sharded, common = split_state_dict(sharded_state_dict)
+    sharded, common = split_state_dict(sharded_state_dict, plain_objects=False)
     return dict_list_map_outplace(validated_copy, sharded), common
 
 
-def split_state_dict(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, CommonStateDict]:
-    """Split as :func:`split_for_save` does, but return the caller's own shards, not validated."""
-    return _taken_apart(sharded_state_dict, ())
+def split_state_dict(x: Any, path: tuple[Any, ...] = (), *, plain_objects: bool) -> tuple[Any, Any]:
+    """Split as :func:`split_for_save` does, but return the caller's own shards, not validated.
 
+    Args:
+        x: The sharded state dict, or a list within one.
+        path: Where ``x`` stands in the sharded state dict, for errors.
+        plain_objects: Whether the sharded state has the PlainObjects.
 
-def _taken_apart(x: Any, path: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Split in one pass, as there may be many leaves; a container without leaves of its part is left out."""
-    if not isinstance(x, (dict, list)):
+    Returns:
+        ``(sharded, common)``, each with the containers in which it has leaves.
+    """
+    left_out = (LocalNonpersistentObject,) if plain_objects else (LocalNonpersistentObject, PlainObject)
+    children = _children(x)
+    if children is None:
         raise CheckpointingException(f"expected a dict or a list to split, got {type(x).__name__}")
+    # one pass, not one for each kind of leaf: a state dict may have hundreds of thousands
     sharded: dict[Any, Any] = {}
     rest: dict[Any, Any] = {}
-    for key, leaf in x.items() if isinstance(x, dict) else enumerate(x):
+    for key, leaf in children.items():
         if type(leaf) is ShardedTensor:  # nearly every leaf is one, and isinstance of an ABC is slow
             sharded[key] = leaf
             continue
         value = build_copy(leaf) if isinstance(leaf, ShardedTensorFactory) else leaf
+        if isinstance(value, left_out):
+            continue
         if isinstance(value, ShardedBase):
             sharded[key] = value
         elif isinstance(value, (dict, list)):
-            inner, others = _taken_apart(value, (*path, key))
+            inner, others = split_state_dict(value, (*path, key), plain_objects=plain_objects)
             if inner:
                 sharded[key] = inner
             if others or not value:
                 rest[key] = others
-        elif not isinstance(value, LocalNonpersistentObject):
+        else:
             _refuse_parts(value, (*path, key))
             rest[key] = value
     if isinstance(x, list):
@@ -275,49 +289,45 @@ def validated_copy(shard: ShardedBase) -> ShardedBase:
     Raises:
         ShardingError: the description contradicts itself.
     """
-    found: ShardedBase = _copied(shard)
-    found.validate_metadata_integrity()
-    return found
+    copied: ShardedBase = _copy_leaf(shard)
+    copied.validate_metadata_integrity()
+    return copied
 
 
 def _refuse_parts(leaf: Any, path: tuple[Any, ...]) -> None:
     """Raise for a leaf of the common state that is one rank's part: only the main rank's would be stored."""
     if type(leaf).__module__.startswith(_SHARDED_BY_TORCH):
         raise ShardingError(
-            f"{_shown(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a ShardedTensor "
-            "(shardckpt.adapters.to_sharded_state_dict does)"
+            f"{_format_path(path)} is a {type(leaf).__name__}, of which each rank has a part: describe it as a "
+            "ShardedTensor (shardckpt.adapters.to_sharded_state_dict does)"
         )
     if isinstance(leaf, (tuple, set, frozenset)):
         for value in leaf:
             if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
                 raise ShardingError(
-                    f"{_shown(path)} is a {type(leaf).__name__} with a {type(value).__name__} in it: only dicts and "
-                    "lists are looked into, so use a list"
+                    f"{_format_path(path)} is a {type(leaf).__name__} with a {type(value).__name__} in it: only dicts "
+                    "and lists are looked into, so use a list"
                 )
             _refuse_parts(value, path)
-
-
-def _built(value: Any) -> Any:
-    return value.build() if isinstance(value, ShardedTensorFactory) else value
 
 
 def build_copy(value: Any) -> Any:
     """Return a copy of a leaf, with a factory built: changes of the copy do not reach the caller's state dict."""
     if isinstance(value, ShardedTensorFactory):
         with torch.no_grad():
-            return dict_list_map_outplace(_detached, value.build())
-    return _copied(value)
+            return dict_list_map_outplace(_copy_detached, value.build())
+    return _copy_leaf(value)
 
 
-def _detached(value: Any) -> Any:
+def _copy_detached(value: Any) -> Any:
     """Copy what a factory built; detach its views of a parameter, which are filled outside autograd."""
-    piece = _copied(value)
-    if isinstance(piece, ShardedTensor) and piece.data is not None:
-        piece.data = piece.data.detach()
-    return piece
+    copied = _copy_leaf(value)
+    if isinstance(copied, ShardedTensor) and copied.data is not None:
+        copied.data = copied.data.detach()
+    return copied
 
 
-def _copied(value: Any) -> Any:
+def _copy_leaf(value: Any) -> Any:
     if isinstance(value, ShardedTensorFactory):
         raise ShardingError(f"the factory {value.key!r} was built by another factory: build it in that one's build_fn")
     if type(value) is ShardedTensor:  # nearly every leaf is one, and copy.copy is slow
@@ -331,7 +341,7 @@ def of_type(original: Any, content: Any) -> Any:
     """Return the content in a container of the original's type: a defaultdict keeps its factory."""
     if type(original) in (dict, list):
         return content
-    result = copy.copy(original)
+    result = copy.copy(original)  # not type(original)(): a subclass may want arguments, as defaultdict does
     result.clear()
     (result.update if isinstance(result, dict) else result.extend)(content)
     return result
@@ -358,7 +368,7 @@ def _equal(x1: Any, x2: Any) -> bool:
 def _merge_into_list(x1: list[Any], x2: dict[Any, Any], key: tuple[Any, ...]) -> list[Any]:
     for index in sorted(x2):
         if not isinstance(index, int) or not 0 <= index <= len(x1):
-            raise ValueError(f"cannot merge at {_shown((*key, index))}: the list there has {len(x1)} values")
+            raise ValueError(f"cannot merge at {_format_path((*key, index))}: the list there has {len(x1)} values")
         if index == len(x1):
             x1.append(x2[index])
         else:
@@ -366,7 +376,7 @@ def _merge_into_list(x1: list[Any], x2: dict[Any, Any], key: tuple[Any, ...]) ->
     return x1
 
 
-def _shown(key: tuple[Any, ...]) -> str:
+def _format_path(key: tuple[Any, ...]) -> str:
     return "".join(f"[{part!r}]" for part in key) or "the top level"
 
 

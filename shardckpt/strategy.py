@@ -2,11 +2,13 @@
 
 A format is a pair of classes with one ``backend`` and ``version``: a :class:`SaveStrategy`, or an
 :class:`AsyncSaveStrategy` for saves behind the training, and a :class:`LoadStrategy`. A plugin registers them, see
-:func:`shardckpt.plugins.hookspecs.shardckpt_register`. ``shardckpt/plugins/README.md`` explains a complete example.
+:func:`shardckpt.plugins.hookspecs.shardckpt_register`. ``shardckpt/plugins/README.md`` explains a complete example, and
+lists what an author imports from ``shardckpt``.
 
 The core validates the shards, stages, digests, syncs and commits. A strategy decides which bytes go to which file, and
 finds them again. Everything else is optional: a load strategy that has the methods of :class:`Recognises`,
-:class:`OwnsFiles`, :class:`ChecksFiles` or :class:`RemovesKeys` gets the ability; it need not subclass them.
+:class:`BuildsObjects`, :class:`OwnsFiles`, :class:`ChecksFiles` or :class:`RemovesKeys` gets the ability; it need not
+subclass them.
 
 A method that gets a context runs on every rank of ``context.comm``, in a phase: if it raises on one rank, all ranks
 raise the same error. Three rules keep the ranks together; :class:`shardckpt.distributed.Comm` has examples.
@@ -21,7 +23,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+from shardckpt.errors import CheckpointingException, CheckpointReplacedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -30,10 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from shardckpt.distributed import Comm
-    from shardckpt.errors import CheckpointingException
     from shardckpt.manifest import Manifest
-    from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict
-    from shardckpt.storage import CheckpointReader, CheckpointWriter, KeptItem
+    from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedObject, StateDict
+    from shardckpt.storage import CheckpointReader, CheckpointWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,25 @@ class LoadContext:
     comm: Comm
     allow_globals: tuple[Any, ...] = ()
 
+    def require_same_save(self, identity: bytes, what: str) -> None:
+        """Collective: raise on all ranks if the ranks have read different saves.
+
+        A strategy calls it after it has planned and before it reads into a destination. It also waits until every rank
+        has planned: no destination changes if one cannot.
+
+        Args:
+            identity: Bytes that are the same on every rank that has read the same save.
+            what: What the ranks have read, for the error: ``"metadata"``.
+
+        Raises:
+            CheckpointReplacedError: They differ, because the checkpoint is being overwritten.
+        """
+        from shardckpt.storage import replaced_error  # brings torch, which the command line's help does without
+
+        if not self.comm.all_alike(identity):
+            with self.comm.local_phase(f"comparing the {what} that the ranks have read"):
+                raise replaced_error(self.reader.directory, f"the ranks have read different {what}")
+
 
 class SaveStrategy(ABC):
     """Writes checkpoints of one (backend, version).
@@ -91,12 +113,15 @@ class SaveStrategy(ABC):
         version: Version that it writes.
         reader: The oldest release that reads this version, for the errors of older installations: ``"shardckpt 0.1"``.
         writes: What it writes, in a few words for ``shardckpt strategies``.
+        stores_plain_objects: Whether it stores :class:`~shardckpt.mapping.PlainObject` shards for the readers of other
+            libraries; if not, it is given none.
     """
 
     backend: ClassVar[str]
     version: ClassVar[int]
     reader: ClassVar[str] = ""
     writes: ClassVar[str] = ""
+    stores_plain_objects: ClassVar[bool] = False
 
     @abstractmethod
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
@@ -119,12 +144,6 @@ class SaveStrategy(ABC):
                     with comm.local_phase("writing the index"):
                         if comm.is_main:
                             writer.write("index.json", self.index_of(everyone, common))
-
-            Wrong, since ranks would wait for each other until the group's timeout::
-
-                if mine:  # another rank may have none, and does not come
-                    everyone = comm.gather(entries)
-                dist.barrier()  # a rank that could not write is not here
 
         Args:
             shards: This rank's ShardedTensors and ShardedObjects, validated across ranks. Replicas are among them: the
@@ -333,10 +352,12 @@ class LoadStrategy(ABC):
 
         Returns:
             One value per shard, in the order of ``wanted``. For a ShardedTensor: a tensor of shape ``data_shape``.
-            Where the shard has ``data``, fill and return that; if another tensor is returned, the core copies and
-            casts it. Where it has none, return a new CPU tensor of the shard's ``dtype``; ``shard.init_data("cpu")``
-            makes one. With ``allow_shape_mismatch``, elements that are not stored are zero.
-            For a ShardedObject: the object.
+            Where the shard has ``data``, fill and return that; if another tensor is returned, of the shard's ``dtype``
+            or of the stored one, the core copies and casts it. Where it has none, return a new CPU tensor of the
+            shard's ``dtype``; ``shard.init_data("cpu")`` makes one. With ``allow_shape_mismatch``, elements that are
+            not stored are zero.
+            For a ShardedObject: the object. The core checks number, types, shapes and dtypes; an error names the
+            strategy, the plugin and the key.
 
         Raises:
             CheckpointingException: on every rank, if any failed: values are missing, damaged or refused.
@@ -352,7 +373,7 @@ class LoadStrategy(ABC):
 
         Returns:
             One entry per tensor: a ShardedTensor with ``data=None`` and its stored dtype, whose ``local_shape`` is the
-            global shape (:meth:`shardckpt.mapping.ShardedTensor.whole` makes one). One entry per
+            global shape (:meth:`shardckpt.mapping.ShardedTensor.from_global_shape` makes one). One entry per
             object: a ShardedObject with ``data=None``.
         """
 
@@ -370,11 +391,24 @@ class Recognises(Protocol):
 
 
 @runtime_checkable
+class BuildsObjects(Protocol):
+    """A load strategy that can build objects from values that a checkpoint stores one by one under other keys."""
+
+    def can_build(self, wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
+        """Return for each object whether :meth:`LoadStrategy.load` can build it.
+
+        Args:
+            wanted: Objects that :meth:`LoadStrategy.load_index` does not list.
+            context: The checkpoint's files.
+        """
+
+
+@runtime_checkable
 class OwnsFiles(Protocol):
     """A load strategy that knows which files belong to a checkpoint of another library: an overwrite keeps the rest."""
 
     def owned_files(self, directory: Path) -> set[str]:
-        """Return the names of the checkpoint's files.
+        """Return the checkpoint's files, by their paths in the directory; a folder stands for all that is in it.
 
         Args:
             directory: A checkpoint without ``shardckpt.json``, which would name them.
@@ -386,7 +420,7 @@ class StoredFile:
     """A file that a checkpoint must have, according to its index.
 
     Attributes:
-        name: Its name in the directory.
+        name: Its path in the directory.
         nbytes: Least size in bytes; 0 if the index does not say.
         keys: The tensors and objects that are in it, or parts of them; empty for a file that serves all of them.
     """
@@ -394,6 +428,25 @@ class StoredFile:
     name: str
     nbytes: int = 0
     keys: tuple[str, ...] = ()
+
+
+def find_error(check: Callable[..., Any], *args: Any) -> CheckpointingException | None:
+    """Return the error that a check of a file raises, or None, for :meth:`ChecksFiles.check_files`.
+
+    Args:
+        check: Called with ``args``.
+        args: Its arguments.
+
+    Raises:
+        CheckpointReplacedError: Another save replaced the checkpoint: the error is not about the file.
+    """
+    try:
+        check(*args)
+    except CheckpointReplacedError:
+        raise
+    except CheckpointingException as exc:
+        return exc
+    return None
 
 
 @runtime_checkable
@@ -418,6 +471,24 @@ class ChecksFiles(Protocol):
             that is not what was written; a :class:`~shardckpt.errors.StorageError` for one that cannot be read. The
             errors are returned, not raised.
         """
+
+
+class KeptItem(NamedTuple):
+    """An item of a file that the new file keeps.
+
+    Attributes:
+        key: The item's key, for errors.
+        start: Its offset in the old file.
+        nbytes: Its size in bytes.
+        to: Its offset in the new file; gaps between items are filled with zeros.
+        cuts: Ends of parts that a load reads separately, relative to ``start``: each part gets digests of its own.
+    """
+
+    key: str
+    start: int
+    nbytes: int
+    to: int
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -499,6 +570,7 @@ __all__ = [
     "AsyncSaveStrategy",
     "BackgroundWork",
     "ChecksFiles",
+    "KeptItem",
     "LoadContext",
     "LoadStrategy",
     "Migration",
@@ -511,6 +583,7 @@ __all__ = [
     "SaveContext",
     "SaveStrategy",
     "StoredFile",
+    "find_error",
     "find_plan_cache_key",
     "write_prepared",
 ]

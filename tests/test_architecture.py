@@ -14,9 +14,11 @@ STRATEGIES = ROOT / "strategies"
 #: What a strategy may use of the core: these doors, beside the face.
 DOORS_FOR_STRATEGIES = {
     "adapters",
+    "archive",
     "distributed",
     "engine",
     "errors",
+    "huggingface",
     "manifest",
     "mapping",
     "parallel",
@@ -171,6 +173,20 @@ def test_strategies_use_few_doors() -> None:
             assert {module.split(".")[1] for module in taken} <= DOORS_FOR_STRATEGIES, name
 
 
+def test_strategies_use_few_names_of_storage() -> None:
+    """Of storage's many names a strategy uses only those that storage/README.md lists for authors."""
+    section = (CORE / "storage" / "README.md").read_text().partition("## For authors of strategies\n")[2]
+    names = {name for line in section.splitlines() if line.startswith("|") for name in re.findall(r"`(\w+)`", line)}
+    used = {
+        taken
+        for name, path in FILES.items()
+        for module, taken in _imported(path)
+        if name.split(".")[0] != "shardckpt" and module == "shardckpt.storage"
+    }
+    assert names <= OFFERED["shardckpt.storage"]
+    assert used <= names
+
+
 def test_a_base_does_not_know_what_is_derived_from_it() -> None:
     """torch_dist does not name ep, which is made of it."""
     for path in (STRATEGIES / "shardckpt_torch_dist").rglob("*.py"):
@@ -178,11 +194,12 @@ def test_a_base_does_not_know_what_is_derived_from_it() -> None:
 
 
 def test_only_comm_calls_collectives() -> None:
-    """torch.distributed's collectives are called in comm.py alone (the demo is a training job, and has its own)."""
+    """torch.distributed's collectives are called in comm.py alone; the demo and authors' tests have their own."""
     for path in [*CORE.rglob("*.py"), *STRATEGIES.rglob("*.py")]:
         calls = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         used = calls & {"all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "barrier"}
-        assert not used or path == CORE / "distributed" / "comm.py" or path.parent == CORE / "demo", f"{path}: {used}"
+        own = path.parent == CORE / "demo" or CORE / "testing" in path.parents
+        assert not used or path == CORE / "distributed" / "comm.py" or own, f"{path}: {used}"
 
 
 def test_pickles_are_read_in_one_guarded_place() -> None:

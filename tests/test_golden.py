@@ -46,7 +46,7 @@ RNG = {
 CONTENT = {"distrib_optim_sharding_type": "fully_sharded_model_space", "writer": "golden"}
 
 
-def _tensors(version: str) -> dict[str, torch.Tensor]:
+def global_tensors(version: str) -> dict[str, torch.Tensor]:
     """The table of ``golden/README.md``: every global tensor, whole."""
     return {
         key: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
@@ -189,9 +189,9 @@ def _check_layout(path: str, full: dict[str, torch.Tensor], layout: Layout) -> N
             assert _same(got, expected.data), (layout.__name__, key, got, expected.data)
 
 
-def _check_model(path: str, version: str) -> None:
+def check_model(path: str, version: str) -> None:
     """Load everything that is stored, as a training job describes it, and compare it with the table."""
-    full = _tensors(version)
+    full = global_tensors(version)
     plain = [key for key in full if key not in (QKV, SWIGLU, FLATTENED)]
 
     def describe(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -231,10 +231,10 @@ def _check_allocated(path: str, full: dict[str, torch.Tensor]) -> None:
 
 def _load_golden(version: str) -> bool:
     path = str(GOLDEN / f"mcore-{version}")
-    full = _tensors(version)
+    full = global_tensors(version)
     for layout in LAYOUTS:
         _check_layout(path, full, layout)
-    _check_model(path, version)
+    check_model(path, version)
     _check_allocated(path, full)
     return importlib.util.find_spec("megatron") is None
 
@@ -250,7 +250,7 @@ def test_a_golden_checkpoint_loads_at_any_world_size(ranks: RankPool, version: s
 def test_the_queries_describe_a_golden_checkpoint(version: str) -> None:
     """What is stored, at its true shape, common state and content metadata: without a process group."""
     path = GOLDEN / f"mcore-{version}"
-    full = _tensors(version)
+    full = global_tensors(version)
     assert dc.check_is_distributed_checkpoint(path)
     assert dc.load_common_state_dict(path) == _common(version)
     assert dc.load_content_metadata(path) == _common(version).get("content_metadata")

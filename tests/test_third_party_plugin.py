@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from tests.plugins.session import whole
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = Path(__file__).parent / "plugins"
@@ -48,7 +52,7 @@ class Environment:
         return self.run("-m", "shardckpt", *arguments, check=False, **variables)
 
     def install(self, release: str) -> None:
-        """Make this release the installed one: ``npy_v1``, ``npy_v2``, or ``""`` for none."""
+        """Make this release the installed one: ``npy_v1``, ``npy_v2``, ``zarr_v3``, or ``""`` for no npy."""
         if release == self._installed:
             return
         self._installed = "unknown"
@@ -77,7 +81,7 @@ def old(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> P
     """A checkpoint that release 1.0 saved with 2 ranks, and loaded with 3."""
     path = tmp_path_factory.mktemp("checkpoints") / "old"
     environment.install("npy_v1")
-    environment.session("save", str(path), *OLD_DTYPES)
+    environment.session("save", "npy", str(path), *OLD_DTYPES)
     return path
 
 
@@ -96,7 +100,7 @@ def new(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> P
     """A checkpoint that release 2.0 saved with 2 ranks, and loaded with 3."""
     path = tmp_path_factory.mktemp("checkpoints") / "new"
     environment.install("npy_v2")
-    environment.session("save", str(path), *NEW_DTYPES)
+    environment.session("save", "npy", str(path), *NEW_DTYPES)
     return path
 
 
@@ -130,10 +134,37 @@ def test_a_checkpoint_of_2_ranks_loads_at_3(old: Path) -> None:
     assert np.array_equal(arrays[entry["file"]], expected)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="zarr 3 needs Python 3.11")
+def test_a_zarr_checkpoint_is_what_zarr_opens(environment: Environment, tmp_path: Path) -> None:
+    """What an installed strategy of another distribution saved is a group that zarr alone opens, bit for bit."""
+    import zarr
+
+    path = tmp_path / "checkpoint"
+    environment.install("zarr_v3")
+    environment.session("save", "zarr3", str(path), *NEW_DTYPES)
+    group = zarr.open_group(path, mode="r")
+    for dtype in NEW_DTYPES:
+        for number in range(4):  # layouts: rows, columns of unequal width, a flattened tensor, a prepended axis
+            array = group[f"{dtype}.{number}"]
+            assert array.attrs["shardckpt"] == {"key": f"{dtype}.{number}", "dtype": dtype}
+            expected = whole(getattr(torch, dtype)).view(torch.uint8).numpy()
+            assert np.array_equal(array[:].view(np.uint8), expected)
+    assert group["scale"][()] == 0.5
+    assert group.attrs["shardckpt"]["common"]["json"]["step"] == 11
+    record = json.loads((path / "shardckpt.json").read_text())
+    writers = {file["name"]: file["rank"] for file in record["files"]}
+    assert [writers[f"float32.0/c/{row}/0"] for row in range(2)] == [0, 1]  # each rank wrote its chunk
+    assert writers["float32.2/c/0/0"] == 0  # slices that end inside of rows: no chunk shape fits, one rank wrote all
+
+
+@pytest.mark.slow
 def test_version_1_says_which_dtypes_it_cannot_store(environment: Environment, tmp_path: Path) -> None:
     """A format's own limit is an error of the family that names the dtype, and leaves nothing behind."""
     environment.install("npy_v1")
-    done = environment.run("-m", "tests.plugins.session", "save", str(tmp_path / "checkpoint"), "bfloat16", check=False)
+    done = environment.run(
+        "-m", "tests.plugins.session", "save", "npy", str(tmp_path / "checkpoint"), "bfloat16", check=False
+    )
     assert done.returncode != 0
     assert "numpy has no torch.bfloat16: cast the tensor before it is saved" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -184,6 +215,7 @@ def test_a_downgrade_refuses_the_new_version_and_names_its_reader(
             assert text in refusal["message"]
 
 
+@pytest.mark.slow
 def test_a_plugin_can_be_switched_off(environment: Environment, old: Path) -> None:
     """SHARDCKPT_DISABLED_PLUGINS leaves a plugin out, and errors say that it is why."""
     environment.install("npy_v1")

@@ -1,11 +1,18 @@
 """Describe torch's modules, optimizers and distributed tensors as shards, and restore what was loaded into them."""
 
-from shardckpt.adapters.dtensor import describe_dtensor, get_dtensor_splits, sharded_tensor_from_dtensor
+from shardckpt.adapters.dtensor import (
+    describe_dtensor,
+    get_dtensor_splits,
+    get_local_tensor,
+    get_replica_coordinates,
+    make_shards,
+    sharded_tensor_from_dtensor,
+)
 from shardckpt.adapters.in_place import InPlaceFactory
-from shardckpt.adapters.leaves import describe_leaf, describe_object
-from shardckpt.adapters.modules import get_model_tensors
-from shardckpt.adapters.restore import get_param_groups
-from shardckpt.adapters.state import load_into, to_sharded_state_dict
+from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object
+from shardckpt.adapters.modules import get_model_tensors, get_param_groups
+from shardckpt.adapters.restore import load_into
+from shardckpt.adapters.state import to_sharded_state_dict
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
 
 __all__ = [
@@ -13,11 +20,15 @@ __all__ = [
     "describe_dtensor",
     "describe_leaf",
     "describe_object",
+    "describe_plain_object",
     "describe_torch_sharded",
     "get_dtensor_splits",
+    "get_local_tensor",
     "get_model_tensors",
     "get_param_groups",
+    "get_replica_coordinates",
     "load_into",
+    "make_shards",
     "sharded_tensor_from_dtensor",
     "to_sharded_state_dict",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from shardckpt.adapters.in_place import InPlaceFactory
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import LocalNonpersistentObject, ReplicaId, Replicated, ShardedTensor
-from shardckpt.planning import HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
+from shardckpt.planning import Box, HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt.tensors import split_factor
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def describe_dtensor(
         return LocalNonpersistentObject(dtensor)
     # a mesh of all ranks names every copy; only copies on other meshes remain to be compared
     build = partial(_build, dtensor, replicated if dtensor.device_mesh.size() < dist.get_world_size() else False)
-    return InPlaceFactory(key, dtensor, build, replica_id=_replica(dtensor))
+    return InPlaceFactory(key, dtensor, build, replica_id=get_replica_coordinates(dtensor) or 0)
 
 
 def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
@@ -65,7 +65,8 @@ def sharded_tensor_from_dtensor(key: str, dtensor: DTensor) -> ShardedTensor:
         ShardingError: a placement is not Shard, _StridedShard or Replicate; this rank is outside the mesh; the local
             tensor's shape is not that of the placements; or the local tensor is several boxes of the global one.
     """
-    found = _shards(key, dtensor, _local_tensor(dtensor), _replica(dtensor), replicated=False)
+    replica_id = get_replica_coordinates(dtensor) or 0
+    found = _shards(key, dtensor, get_local_tensor(dtensor), replica_id, replicated=False)
     if len(found) > 1:
         raise ShardingError(
             f"DTensor {key!r} has the placements {dtensor.placements}: its local tensor is {len(found)} boxes of the "
@@ -92,27 +93,71 @@ def get_dtensor_splits(key: str, dtensor: DTensor) -> list[Split]:
         raise ShardingError(
             f"DTensor {key!r}: this rank is not in its mesh and holds no part of it; leave it out on this rank"
         )
-    steps = zip(dtensor.placements, dtensor.device_mesh.shape, coordinate, strict=True)
-    splits = (_split(key, placement, count, index) for placement, count, index in steps)
-    return [split for split in splits if split is not None]
+    splits = []
+    for placement, count, index in zip(dtensor.placements, dtensor.device_mesh.shape, coordinate, strict=True):
+        # not isinstance(): _StridedShard derives from Shard in some releases of torch, and cuts otherwise
+        factor = 1 if type(placement) is Shard else split_factor(placement)
+        if factor is not None:
+            splits.append(Split(placement.dim, count, index, factor))  # type: ignore[attr-defined]
+        elif not isinstance(placement, Replicate):
+            why = "only Shard and Replicate placements are supported"
+            if isinstance(placement, Partial):
+                why = "its values are still to be reduced; redistribute it to Replicate() or Shard(dim) first"
+            raise ShardingError(f"DTensor {key!r} has the placement {placement!r}: {why}")
+    return splits
 
 
-def _split(key: str, placement: Any, count: int, index: int) -> Split | None:
-    factor = split_factor(placement)
-    if factor is not None or type(placement) is Shard:
-        return Split(placement.dim, count, index, factor or 1)
-    if isinstance(placement, Replicate):
-        return None
-    why = "only Shard and Replicate placements are supported"
-    if isinstance(placement, Partial):
-        why = "its values are still to be reduced; redistribute it to Replicate() or Shard(dim) first"
-    raise ShardingError(f"DTensor {key!r} has the placement {placement!r}: {why}")
+def get_replica_coordinates(dtensor: DTensor) -> Ints:
+    """Return this rank's coordinates on the mesh dimensions that replicate a DTensor; none if no dimension does."""
+    here = dtensor.device_mesh.get_coordinate() or ()
+    return tuple(index for place, index in zip(dtensor.placements, here, strict=False) if isinstance(place, Replicate))
 
 
-def _replica(dtensor: DTensor) -> ReplicaId:
-    """Return the coordinates on the mesh dimensions that replicate; 0 if none does."""
-    steps = zip(dtensor.placements, dtensor.device_mesh.get_coordinate() or (), strict=False)
-    return tuple(index for placement, index in steps if isinstance(placement, Replicate)) or 0
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or a plain tensor itself: detached, in the caller's memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        local = tensor.to_local()
+    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor, which a redistribute may still be filling
+    return (local if wait is None else wait()).detach()
+
+
+def make_shards(
+    key: str,
+    local: torch.Tensor,
+    pieces: Sequence[HeldBox],
+    global_shape: Ints,
+    replica_id: ReplicaId,
+    *,
+    grid: Ints | None = None,
+    replicated: Replicated = False,
+) -> list[ShardedTensor]:
+    """Describe a local tensor by the boxes of a global tensor that it consists of.
+
+    Args:
+        key: Name of the global tensor.
+        local: The local tensor.
+        pieces: Its boxes, each with its place in the local tensor.
+        global_shape: Shape of the global tensor.
+        replica_id: As for ShardedTensor, like ``replicated``.
+        grid: Number of equal parts along every axis of the global tensor; None if it is not cut into equal parts.
+        replicated: As for ShardedTensor.
+
+    Returns:
+        One shard for each box, of the local tensor's dtype; its data is a view of the local tensor.
+    """
+    full, shards = Box((0,) * local.dim(), tuple(local.shape)), []
+    for box, place in pieces:
+        part = Box(place, box.shape)
+        # all of it is passed as it is: tensor subclasses, such as quantized ones, may not support slicing
+        data = local if part == full else local[part.within(full)]
+        shards.append(
+            ShardedTensor(
+                key, data, local.dtype, box.shape, global_shape, box.offset, grid, replica_id, replicated=replicated
+            )
+        )
+    return shards
 
 
 def _build(
@@ -121,7 +166,7 @@ def _build(
     """Build the shards of ``data``: a DTensor, or a local tensor with the layout of ``source``."""
     # optimizer state of a DTensor may be a plain tensor in the DTensor's layout
     if isinstance(data, DTensor):
-        return _shards(key, data, _local_tensor(data), replica_id, replicated=replicated)
+        return _shards(key, data, get_local_tensor(data), replica_id, replicated=replicated)
     return _shards(key, source, data, replica_id, replicated=replicated)
 
 
@@ -138,46 +183,10 @@ def _shards(
         )
     # every rank stores at least an empty shard, so that all ranks describe the same keys
     held = list_held_boxes(shape, splits) or [HeldBox(make_empty_box(shape, splits), (0,) * len(shape))]
-    grid = _grid(shape, splits)
-    return [
-        ShardedTensor(
-            key,
-            _part(local, piece),
-            local.dtype,
-            piece.box.shape,
-            shape,
-            piece.box.offset,
-            grid,
-            replica_id,
-            replicated=replicated,
-        )
-        for piece in held
-    ]
-
-
-def _part(local: torch.Tensor, piece: HeldBox) -> torch.Tensor:
-    """Return a piece of the local tensor as a view."""
-    # all of it is returned as it is: tensor subclasses may not support slicing
-    if piece.box.shape == tuple(local.shape):
-        return local
-    return local[tuple(slice(start, start + size) for start, size in zip(piece.place, piece.box.shape, strict=True))]
-
-
-def _grid(shape: Ints, splits: Sequence[Split]) -> Ints | None:
-    """Return the number of equal parts along every axis; None if an axis is split unevenly or in strides."""
     counts = [1] * len(shape)
     for split in splits:
         counts[split.dim] *= split.count
     even = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
-    return tuple(counts) if even and all(split.factor == 1 for split in splits) else None
-
-
-def _local_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Return the local tensor without autograd."""
-    with torch.no_grad():
-        local = dtensor.to_local()
-    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor, which a redistribute may still be filling
-    return (local if wait is None else wait()).detach()
-
-
-__all__ = ["describe_dtensor", "get_dtensor_splits", "sharded_tensor_from_dtensor"]
+    # strided parts are not contiguous blocks: Megatron's grid of fragments cannot say where they lie
+    grid = tuple(counts) if even and all(split.factor == 1 for split in splits) else None
+    return make_shards(key, local, held, shape, replica_id, grid=grid, replicated=replicated)

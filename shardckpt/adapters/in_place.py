@@ -23,6 +23,3 @@ class InPlaceFactory(ShardedTensorFactory):
     # the shards are views of data, so there is nothing to merge
     def _get_data(self, _: Any) -> Any:
         return self.data
-
-
-__all__ = ["InPlaceFactory"]

@@ -10,21 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.adapters.dtensor import describe_dtensor
 from shardckpt.adapters.torch_sharded import describe_torch_sharded
-from shardckpt.mapping import Replicated, ShardedObject, ShardedTensor
+from shardckpt.mapping import PlainObject, Replicated, ShardedObject, ShardedTensor
 from shardckpt.tensors import is_sharded_tensor
 
 
 def describe_tree(value: Any, key: str, replicated: Replicated, *, objects: bool) -> Any:
-    """Describe the leaves of nested dicts and lists; the key of a leaf is its path, joined by dots.
+    """Return nested dicts and lists with descriptions for leaves; the key of a leaf is its path, joined by dots.
 
-    Args:
-        value: Nested dicts and lists, or a leaf; it does not change.
-        key: The path so far.
-        replicated: ``replicated`` of ShardedTensor, for leaves that are not sharded.
-        objects: Whether leaves that are not tensors become replicated objects; else they stay, as common state.
-
-    Returns:
-        The same structure, with descriptions for leaves.
+    ``key`` is the path so far. Leaves that are not tensors become replicated objects with ``objects``, else they stay,
+    as common state.
     """
     if isinstance(value, dict):
         return {k: describe_tree(v, f"{key}.{k}", replicated, objects=objects) for k, v in value.items()}
@@ -52,7 +46,7 @@ def describe_leaf(value: Any, key: str, replicated: Replicated) -> Any:
     if is_sharded_tensor(value):
         return describe_torch_sharded(key, value, replicated)
     if isinstance(value, torch.Tensor):
-        # the lowest rank that has the key writes it: rank 0 may not have it
+        # the rank as replica id: the lowest rank that has the key writes it, and rank 0 may not have it
         return ShardedTensor.from_rank_offsets(key, value.detach(), replica_id=_rank(), replicated=replicated)
     return describe_object(value, key, replicated)
 
@@ -62,8 +56,16 @@ def describe_object(value: Any, key: str, replicated: Replicated) -> ShardedObje
     return ShardedObject(key, value, (1,), (0,), _rank(), replicated=replicated)
 
 
+def describe_plain_object(value: Any, key: str, keys: tuple[str, ...] = ()) -> PlainObject:
+    """Return the description of an object that stock ``dcp.load`` finds by its keys; the lowest rank's is saved.
+
+    Args:
+        value: The object.
+        key: Its key.
+        keys: Others to find it by instead; see :class:`shardckpt.mapping.PlainObject`.
+    """
+    return PlainObject(key, value, replica_id=_rank(), replicated="unchecked", keys=keys)
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-__all__ = ["describe_leaf", "describe_object", "describe_tree"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -14,18 +14,14 @@ from shardckpt.errors import ShardingError
 from shardckpt.tensors import step_without_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
 
 
 def as_parts(model: Any) -> list[Module]:
-    """Return the list of modules for one module, or for a list of this rank's pipeline stages.
-
-    Raises:
-        ShardingError: ``model`` is neither.
-    """
+    """Return the list of modules for a module, or for a list of pipeline stages; raise ShardingError for others."""
     parts = list(model) if isinstance(model, (list, tuple)) else [model]
     for part in parts:
         if not isinstance(part, torch.nn.Module):
@@ -46,10 +42,7 @@ def get_model_tensors(parts: Sequence[Module]) -> dict[str, Any]:
     Raises:
         ShardingError: two modules have different tensors of the same name.
     """
-    merged = _MergedValues("model part")
-    for number, part in enumerate(parts):
-        merged.add(number, get_model_state_dict(part))
-    return merged.values
+    return _merge("model part", map(get_model_state_dict, parts))
 
 
 def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozenset[str]:
@@ -59,41 +52,72 @@ def find_buffers(values: Mapping[str, Any], parts: Sequence[Module]) -> frozense
     return frozenset(name for name, value in values.items() if _data_address(value) in places)
 
 
-def get_optimizer_state(
-    parts: Sequence[Module], optimizers: Sequence[Optimizer]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state and the group options of every parameter: ``({name: state}, {name: options})``.
+class OptimizerState(NamedTuple):
+    """The state of all optimizers, by the full names of the parameters.
 
-    A parameter without state (no step was made, or it had no gradient) is not among the states.
+    Attributes:
+        states: The state of each parameter; one without state (no step was made, or it had no gradient) is not there.
+        options: The options of each parameter's group.
+        groups: The groups of all optimizers, as torch's ``get_optimizer_state_dict`` returns them.
+    """
+
+    states: dict[str, Any]
+    options: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+def get_optimizer_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> OptimizerState:
+    """Return the state of all optimizers.
 
     Raises:
         ShardingError: two optimizers have the same parameter, or one has those of several parts.
     """
-    states, options = _MergedValues("optimizer"), _MergedValues("optimizer")
-    for number, optimizer in enumerate(optimizers):
-        with suppress_initial_state(optimizer):
-            found: Any = get_optimizer_state_dict(find_owner(parts, optimizer, number), optimizer)
-        states.add(number, {name: state for name, state in found["state"].items() if state})
-        for group in found["param_groups"]:
-            given = {name: value for name, value in group.items() if name != "params"}
-            options.add(number, dict.fromkeys(group["params"], given))
-    return states.values, options.values
+    found = [_read_optimizer(parts, optimizer, number) for number, optimizer in enumerate(optimizers)]
+    options: list[dict[str, Any]] = [{} for _ in found]
+    for own, each in zip(options, found, strict=True):
+        for group in each["param_groups"]:
+            shared = {name: value for name, value in group.items() if name != "params"}
+            own.update(dict.fromkeys(group["params"], shared))
+    states = _merge("optimizer", (_drop_empty(each["state"]) for each in found))
+    groups = [group for each in found for group in each["param_groups"]]
+    return OptimizerState(states, _merge("optimizer", options), groups)
+
+
+def get_param_groups(parts: Sequence[Module], optimizer: Optimizer, number: int) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, with the full names of the parameters under ``params``.
+
+    Args:
+        parts: The modules of this rank.
+        optimizer: The optimizer; it does not change.
+        number: Its position among the optimizers, for errors.
+
+    Returns:
+        Its groups, as torch's ``get_optimizer_state_dict`` gives them.
+
+    Raises:
+        ShardingError: no single module has all parameters of the optimizer.
+    """
+    return _read_optimizer(parts, optimizer, number)["param_groups"]  # type: ignore[no-any-return]
+
+
+def _read_optimizer(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Any:
+    with suppress_initial_state(optimizer):
+        return get_optimizer_state_dict(find_owner(parts, optimizer, number), optimizer)
 
 
 def make_initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Make state for the parameters that have none, by full name: memory for a load to fill.
+    """Return new state for the parameters that have none, nested dicts by full name: memory for a load to fill.
 
-    Its values are not meaningful, and the optimizers do not keep it. Under FSDP1, and for optimizers that are not
-    torch's own, this is done only for an optimizer without any state: FSDP1 keeps one state for all parameters of a
-    flat parameter, and the step of another optimizer may be collective, or fail for gradients of zero.
-
-    Raises:
-        ShardingError: two optimizers have the same parameter, or one has those of several parts.
+    Its values are not meaningful, and the optimizers do not keep it. Raises as :func:`get_optimizer_state` does.
     """
-    states = _MergedValues("optimizer")
+    states: list[dict[str, Any]] = [{} for _ in optimizers]
     for number, optimizer in enumerate(optimizers):
         part = find_owner(parts, optimizer, number)
-        if optimizer.state and (not _steps_alone(optimizer) or FullyShardedDataParallel.fsdp_modules(part)):
+        # FSDP1 keeps one state for all parameters of a flat parameter, and a step of an optimizer that is not torch's
+        # own may be collective, or fail for gradients of zero: then only an optimizer without any state makes some
+        is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+        steps_alone = is_torchs and not isinstance(optimizer, torch.optim.LBFGS)  # which needs a closure
+        if optimizer.state and (not steps_alone or FullyShardedDataParallel.fsdp_modules(part)):
             continue
         lacking = [
             param
@@ -103,21 +127,16 @@ def make_initial_state(parts: Sequence[Module], optimizers: Sequence[Optimizer])
         ]
         with _temporary_state(optimizer, lacking) as has_state:
             found: Any = get_optimizer_state_dict(part, optimizer)["state"] if has_state else {}
-        states.add(number, {name: state for name, state in found.items() if state})
-    return states.values
+        states[number] = _drop_empty(found)
+    return _merge("optimizer", states)
 
 
-def _steps_alone(optimizer: Optimizer) -> bool:
-    """Return whether a step with some gradients needs no other rank and no closure: torch's own, except LBFGS."""
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+def _drop_empty(states: dict[str, Any]) -> dict[str, Any]:
+    return {name: state for name, state in states.items() if state}
 
 
 def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Module:
-    """Return the module that has all parameters of an optimizer.
-
-    Raises:
-        ShardingError: no module has all of them.
-    """
+    """Return the module that has all parameters of an optimizer; raise ShardingError if none has."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     owned = [params & {id(param) for param in part.parameters()} for part in parts]
     for part, mine in zip(parts, owned, strict=True):
@@ -131,37 +150,27 @@ def find_owner(parts: Sequence[Module], optimizer: Optimizer, number: int) -> Mo
     )
 
 
-class _MergedValues:
-    """Values by name from several sources, whose names must not collide.
-
-    Args:
-        kind: What the sources are, for errors.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.values: dict[str, Any] = {}
-        self._kind = kind
-        self._sources: dict[str, int] = {}
-
-    def add(self, source: int, values: dict[str, Any]) -> None:
-        """Add the values of the source of this number."""
+def _merge(kind: str, sources: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values of all sources of a kind by name; raise if two have different values under one name."""
+    merged: dict[str, tuple[int, Any]] = {}
+    for source, values in enumerate(sources):
         for name, value in values.items():
-            if name in self.values and not _is_same(self.values[name], value):
+            first, other = merged.setdefault(name, (source, value))
+            if value is not other and not _share_memory(other, value):  # parts may share a parameter: tied embeddings
                 raise ShardingError(
-                    f"{name!r} is in {self._kind} {self._sources[name]} and in {self._kind} {source}, with different "
-                    "values: names must be unique in the model (give each part its own prefix or layer numbers)"
+                    f"{name!r} is in {kind} {first} and in {kind} {source}, with different values: names must be "
+                    "unique in the model (give each part its own prefix or layer numbers)"
                 )
-            self.values[name] = value
-            self._sources.setdefault(name, source)
+    return {name: value for name, (_, value) in merged.items()}
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether both are one object or one tensor's memory, as shared parameters are."""
+def _share_memory(one: Any, other: Any) -> bool:
+    """Return whether both are tensors of one class with the same memory, sizes and strides."""
     if not isinstance(one, torch.Tensor) or type(one) is not type(other):
-        return one is other
+        return False
     with torch.no_grad():
-        here, there = (value.to_local() if hasattr(value, "to_local") else value for value in (one, other))
-    return one is other or (here.is_set_to(there) if type(here) is torch.Tensor else False)
+        here, there = (value.to_local() if isinstance(value, DTensor) else value for value in (one, other))
+    return type(here) is torch.Tensor and here.is_set_to(there)
 
 
 def _data_address(value: Any) -> int:
@@ -173,11 +182,9 @@ def _data_address(value: Any) -> int:
 
 @contextmanager
 def suppress_initial_state(optimizer: Optimizer) -> Iterator[None]:
-    """Keep torch's state-dict functions from making state for an optimizer that has none.
-
-    They make it by a step with a learning rate of 0. This takes memory, and it is not the true initial state: Rprop and
-    NAdam remember the learning rate.
-    """
+    """Keep torch's state-dict functions from making state for an optimizer that has none."""
+    # They make it by a step with a learning rate of 0. This takes memory, and it is not the true initial state: Rprop
+    # and NAdam remember the learning rate.
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     is_fresh = not optimizer.state
     if is_fresh:
@@ -192,11 +199,7 @@ def suppress_initial_state(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _temporary_state(optimizer: Optimizer, lacking: Sequence[Any]) -> Iterator[bool]:
-    """Make state for the parameters that lack it, and remove it at the end; yields whether the optimizer made any.
-
-    Like torch, it makes a step with gradients of zero and a learning rate of 0, which changes no parameter. Parameters
-    with state get no gradient for this step, so their state stays.
-    """
+    """Make state for the parameters that lack it, and remove it at the end; yields whether the optimizer made any."""
     # an optimizer may have an empty entry for a parameter: it is put back at the end
     before = {param: optimizer.state[param] for param in lacking if param in optimizer.state}
     params = [param for group in optimizer.param_groups for param in group["params"]] if lacking else []
@@ -222,6 +225,8 @@ def _temporary_state(optimizer: Optimizer, lacking: Sequence[Any]) -> Iterator[b
 
 
 def _make_state(optimizer: Optimizer, params: Sequence[Any], lacking: Sequence[Any]) -> None:
+    # Like torch: a step with gradients of zero and a learning rate of 0 changes no parameter. Parameters with state get
+    # no gradient, so their state stays.
     for param in params:
         param.grad = None
     for param in lacking:
@@ -232,13 +237,3 @@ def _make_state(optimizer: Optimizer, params: Sequence[Any], lacking: Sequence[A
     step_without_hooks(optimizer)
     for param in lacking:
         param.grad = None
-
-
-__all__ = [
-    "as_parts",
-    "find_owner",
-    "get_model_tensors",
-    "get_optimizer_state",
-    "make_initial_state",
-    "suppress_initial_state",
-]

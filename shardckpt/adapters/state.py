@@ -1,23 +1,29 @@
-"""Describe state dicts, modules and optimizers for a save or a load, and restore what was loaded."""
+"""Describe state dicts, modules and optimizers for a save or a load."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_tree
-from shardckpt.errors import KeyMismatchError, ShardingError, listed
+from shardckpt.adapters import modules
+from shardckpt.adapters.leaves import describe_leaf, describe_object, describe_plain_object, describe_tree
+from shardckpt.errors import ShardingError
 from shardckpt.mapping import OptionalEntries
+from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
+    from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict
+
+#: The entry of a parameter group that names its parameters.
+_NAMES = "params"
 
 
 def to_sharded_state_dict(
@@ -88,61 +94,23 @@ def to_sharded_state_dict(
     return _describe_modules(model_or_dict, optimizers, prefix, replicated)
 
 
-def load_into(
-    loaded: StateDict,
-    model_or_parts: Module | Sequence[Module],
-    *optimizers: Optimizer,
-    strict: bool = True,
-) -> None:
-    """Restore what was loaded into modules and optimizers, with the options of their groups (lr, betas).
-
-    Args:
-        loaded: What ``load`` returned for ``to_sharded_state_dict(model_or_parts, *optimizers)``.
-        model_or_parts: The same modules.
-        optimizers: The same optimizers.
-        strict: Whether every parameter must have been loaded; if False, the others keep their values.
-
-    Raises:
-        KeyMismatchError: a parameter was not loaded; modules and optimizers do not change.
-        CheckpointingException: parameters of one group were saved with different options, or ``loaded`` does not have
-            the structure of ``to_sharded_state_dict``.
-    """
-    from shardckpt.adapters import modules, restore
-
-    parts = modules.as_parts(model_or_parts)
-    _check_structure(loaded, with_optimizers=bool(optimizers))
-    model, optimizer = (loaded["model"], loaded["optimizer"]) if optimizers else (loaded, {})
-    options = {name: _options(values) for name, values in optimizer.get("param_groups", {}).items()}
-    groups = [restore.get_param_groups(parts, each, number) for number, each in enumerate(optimizers)]
-    if strict:
-        trained = {name for each in groups for group in each for name in group["params"]}
-        _refuse(modules.get_model_tensors(parts).keys() - model.keys(), "model")
-        _refuse(trained - options.keys(), "optimizer")
-    filled = [[restore.apply_options(group, options) for group in each] for each in groups]
-    # everything is checked above, before the first module changes
-    for part in parts:
-        restore.set_model(part, model)
-    for number, each in enumerate(optimizers):
-        restore.set_optimizer(modules.find_owner(parts, each, number), each, optimizer.get("state", {}), filled[number])
-
-
 def _describe_modules(
     model: Module | Sequence[Module], optimizers: Sequence[Optimizer], prefix: str, replicated: Replicated
 ) -> ShardedStateDict:
-    from shardckpt.adapters import modules  # torch's state-dict API is slow to import
-
     parts = modules.as_parts(model)
     values = modules.get_model_tensors(parts)
     # buffers may differ between ranks (statistics of BatchNorm): any rank's will do
     buffers = modules.find_buffers(values, parts) if replicated == "sampled" else frozenset()
 
     def describe_model(prefix: str) -> ShardedStateDict:
-        kinds: dict[str, Replicated] = dict.fromkeys(buffers, "unchecked")
-        return {n: describe_leaf(value, f"{prefix}{n}", kinds.get(n, replicated)) for n, value in values.items()}
+        return {
+            n: describe_leaf(value, f"{prefix}{n}", "unchecked" if n in buffers else replicated)
+            for n, value in values.items()
+        }
 
     if not optimizers:
         return describe_model(prefix)
-    states, options = modules.get_optimizer_state(parts, optimizers)
+    states, options, param_groups = modules.get_optimizer_state(parts, optimizers)
     state, groups = f"{prefix}optimizer.state", f"{prefix}optimizer.param_groups"
 
     def describe_state(values: dict[str, Any]) -> dict[str, Any]:
@@ -157,6 +125,7 @@ def _describe_modules(
         "optimizer": {
             "state": OptionalEntries(describe_state(states), f"{state}.", describe_lacking_state),
             "param_groups": {n: _describe_options(o, f"{groups}.{n}", replicated) for n, o in options.items()},
+            "for_dcp": {**_describe_groups_for_dcp(param_groups, groups, options), **_describe_numbers(states, state)},
         },
     }
 
@@ -170,33 +139,62 @@ def _describe_options(options: dict[str, Any], key: str, replicated: Replicated)
     return {"values": describe_object(plain, key, replicated), **({"tensors": copies} if copies else {})}
 
 
-def _check_structure(loaded: StateDict, *, with_optimizers: bool) -> None:
-    """Raise unless ``loaded`` has the structure that :func:`to_sharded_state_dict` gives."""
-    has_both = {"model", "optimizer"} <= loaded.keys()
-    if with_optimizers and not has_both:
-        raise ShardingError(
-            "the loaded state dict has no 'model' and 'optimizer': load to_sharded_state_dict(model, optimizer)"
-        )
-    if has_both and not with_optimizers and all(isinstance(part, dict) for part in loaded.values()):
-        raise ShardingError("the loaded state dict has an optimizer: pass the optimizers too, or loaded['model'] alone")
-    if has_both and not isinstance(loaded["optimizer"].get("param_groups", {}), dict):
-        raise ShardingError(
-            "the optimizer's part does not come from to_sharded_state_dict(model, optimizer): restore a state dict of "
-            "torch's structure with torch's set_model_state_dict and set_optimizer_state_dict"
-        )
+def _describe_groups_for_dcp(
+    param_groups: list[dict[str, Any]], key: str, options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, PlainObject]:
+    """Describe the groups as stock ``dcp.load`` asks for them, in both forms of torch's ``get_optimizer_state_dict``.
+
+    Nested: ``<key>.0.lr``, and the names of the parameters, ``<key>.0.params``. Flattened: ``<key>.<name>.lr`` for each
+    parameter. An option is stored once, and listed under all these keys.
+
+    Args:
+        param_groups: The groups, with the names of their parameters.
+        key: What the keys begin with.
+        options: The options of each parameter's group, by its name.
+
+    Returns:
+        The descriptions, by their own keys. Ranks with the same parameters in a group have the same.
+    """
+    found = {}
+    for number, group in enumerate(param_groups):
+        names = group[_NAMES]
+        # pipeline stages have a group 0 each, of other parameters: both are stored
+        digest = _digest_names(names)
+        for option, value in group.items():
+            keys = [f"{number}.{option}"]
+            # a parameter whose name is a number, or a number and the name of an option, has its options there
+            if str(number) in options or keys[0] in options:
+                keys = []
+            if option != _NAMES and not isinstance(value, torch.Tensor):  # tensors are stored so already
+                keys += [f"{name}.{option}" for name in names]
+            if keys:
+                own = f"{key}/{number}.{option}/{digest}"
+                found[own] = describe_plain_object(value, own, tuple(f"{key}.{each}" for each in keys))
+    return found
 
 
-def _options(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Undo :func:`_describe_options` on what was loaded."""
-    return {**loaded.get("values", {}), **loaded.get("tensors", {})}
+def _describe_numbers(states: Mapping[str, Any], key: str) -> dict[str, PlainObject]:
+    """Describe the optimizer's state that is not tensors (a step that is a number) as stock ``dcp.load`` asks for it.
+
+    Args:
+        states: The state of each parameter, by its name.
+        key: What the keys begin with.
+
+    Returns:
+        The descriptions, by their own keys: one for each name of a value and each value, listed for all parameters that
+        have it.
+    """
+    names: dict[tuple[str, type[Any], Any], list[str]] = {}
+    for name, state in states.items():
+        for path, value in nested_items(state):
+            if isinstance(value, (int, float, str, type(None))):
+                names.setdefault((".".join(map(str, path)), type(value), value), []).append(name)
+    found = {}
+    for (option, _, value), having in names.items():
+        own = f"{key}/{option}/{_digest_names(having)}"
+        found[own] = describe_plain_object(value, own, tuple(f"{key}.{name}.{option}" for name in having))
+    return found
 
 
-def _refuse(missing: Collection[str], what: str) -> None:
-    if missing:
-        raise KeyMismatchError(
-            f"the {what} has parameters that were not loaded: {listed(sorted(missing))}; "
-            "load with to_sharded_state_dict of the same modules and optimizers, or pass strict=False to keep theirs"
-        )
-
-
-__all__ = ["load_into", "to_sharded_state_dict"]
+def _digest_names(names: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from operator import add
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from shardckpt.planning import Ints
 
-#: An offset in the global tensor, and the local tensor that begins there.
+#: An offset in the global tensor, and the plain tensor that begins there.
 _Part: TypeAlias = "tuple[Ints, torch.Tensor]"
 
 
@@ -68,20 +69,13 @@ def _build(
 def _parts(key: str, value: Any) -> Iterator[_Part]:
     """Yield the plain tensors that a ShardedTensor has on this rank, with their global offsets."""
     for shard in value.local_shards():
-        start = tuple(shard.metadata.shard_offsets)
-        for offset, local in _parts_of_shard(key, shard.tensor):
-            # an inner shard's offset counts from the outer shard
-            yield tuple(outer + inner for outer, inner in zip(start, offset, strict=True)), local
-
-
-def _parts_of_shard(key: str, tensor: Any) -> Iterator[_Part]:
-    if is_sharded_tensor(tensor):
-        yield from _parts(key, tensor)
-    elif isinstance(tensor, DTensor):
-        part = sharded_tensor_from_dtensor(key, tensor)
-        yield part.global_offset, part.data  # type: ignore[misc]
-    else:
-        yield (0,) * tensor.dim(), tensor.detach()
-
-
-__all__ = ["describe_torch_sharded"]
+        tensor, start = shard.tensor, tuple(shard.metadata.shard_offsets)
+        if is_sharded_tensor(tensor):
+            inner = list(_parts(key, tensor))
+        elif isinstance(tensor, DTensor):
+            part = sharded_tensor_from_dtensor(key, tensor)
+            inner = [(part.global_offset, cast("torch.Tensor", part.data))]
+        else:
+            inner = [((0,) * tensor.dim(), tensor.detach())]
+        # an inner shard's offset counts from the outer shard
+        yield from ((tuple(map(add, start, offset)), local) for offset, local in inner)

@@ -38,7 +38,7 @@ class TemporalAsyncCaller(AsyncCaller):
     def schedule_async_call(self, request: AsyncRequest) -> Future[Any]:
         """Start a thread that runs ``async_fn``, and return the Future of its result or error."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
+        future.set_running_or_notify_cancel()  # so nobody can cancel it: the thread sets its result in any case
         thread = threading.Thread(target=_run, args=(request, future), name="shardckpt-background")
         thread.start()
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
@@ -89,6 +89,3 @@ def _run(request: AsyncRequest, future: Future[Any]) -> None:
         future.set_exception(exc)
     else:
         future.set_result(result)
-
-
-__all__ = ["AsyncCaller", "PersistentAsyncCaller", "TemporalAsyncCaller"]

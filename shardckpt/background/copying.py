@@ -47,15 +47,7 @@ _Move = tuple[int, int, int]  # target address, source address, number of bytes
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in a buffer; each list has one entry for each tensor.
-
-    Attributes:
-        offsets: Of the tensors' first bytes, in bytes.
-        sizes: Of the tensors, in bytes.
-        dtypes: Of the tensors.
-        shapes: Of the tensors.
-        nbytes: Of the buffer.
-    """
+    """Where tensors lie in a buffer of ``nbytes`` bytes: each list has one entry for each tensor, in bytes."""
 
     offsets: list[int]
     sizes: list[int]
@@ -82,11 +74,7 @@ class Layout:
         return cls(offsets, sizes, [tensor.dtype for tensor in tensors], shapes, end)
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors as contiguous views of a buffer.
-
-        Args:
-            memory: The buffer, a uint8 tensor; its size is a multiple of the largest element's.
-        """
+        """Return the tensors as contiguous views of a uint8 tensor; every element size divides its size."""
         typed = {dtype: memory.view(dtype) for dtype in set(self.dtypes)}
         strides = {shape: torch.empty(shape, device="meta").stride() for shape in set(self.shapes)}
         columns = zip(self.offsets, self.dtypes, self.shapes, strict=True)
@@ -133,10 +121,7 @@ class Copies:
         return any(self._tensors[n].device.type == "cuda" for n in self._others)
 
     def run(self, views: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors.
-
-        Args:
-            views: The copies: :meth:`Layout.views` of a buffer, which is pinned if any tensor is on a CUDA device.
+        """Copy the tensors into :meth:`Layout.views` of a buffer, which is pinned if any tensor is on a CUDA device.
 
         Raises:
             ShardingError: a tensor has no memory of its own that holds its values.
@@ -195,6 +180,3 @@ def _copy(key: str, tensor: torch.Tensor, into: torch.Tensor) -> None:
     except CheckpointingException as exc:
         raise ShardingError(f"tensor {key!r}: {exc}") from exc
     into.copy_(values, non_blocking=True)
-
-
-__all__ = ["Copies", "Layout"]

@@ -25,9 +25,6 @@ END_TIMEOUT = 20.0
 def wait_for_all_ends(name: str, comm: Comm, group: dist.ProcessGroup | None) -> str:
     """Collective: wait until the programs of all ranks end, for 20 s at most.
 
-    It uses the store of the process group, not a collective of torch: a rank that still trains would not join that one,
-    and this rank would hang until the group's timeout.
-
     Args:
         name: Identifies what is to be finalized; the same on all ranks, used once.
         comm: The ranks.
@@ -36,7 +33,13 @@ def wait_for_all_ends(name: str, comm: Comm, group: dist.ProcessGroup | None) ->
     Returns:
         ``""`` if all ranks have arrived and may call collectives; else the reason why they may not.
     """
-    store = _store(comm, name, group)
+    # The store, not a collective of torch: a rank that still trains would not join that one, and this rank would hang
+    # until the group's timeout.
+    store: Any = None
+    if dist.is_initialized():
+        with suppress(CommunicationError, ValueError):  # ValueError: destroyed, and still referred to
+            comm.members  # noqa: B018 - raises if the default group is a newer one
+            store = group_store(dist.group.WORLD if group is None else group, f"shardckpt/{name}")
     if store is None:
         return "the process group was destroyed before"
     counter, met = "ranks", "met"
@@ -45,10 +48,10 @@ def wait_for_all_ends(name: str, comm: Comm, group: dist.ProcessGroup | None) ->
             store.set(met, b"1")
         store.wait([met], dt.timedelta(seconds=END_TIMEOUT))
     except RuntimeError:  # the rank that serves the store has ended, or the time is over
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the store is gone
             if store.check([met]):  # the last rank has just arrived, and continues
                 return ""
-        _leave(store, counter, comm.world_size)
+            store.add(counter, -comm.world_size)  # a rank that ends later must not take this one for present
         return f"another rank has not ended within {END_TIMEOUT:g} s, or ended before"
     return ""
 
@@ -60,23 +63,3 @@ def say(text: str, comm: Comm) -> None:
         sys.stderr.flush()
     else:
         logger.error("%s", text)
-
-
-def _store(comm: Comm, name: str, group: dist.ProcessGroup | None) -> Any:
-    """Return the process group's store, with a prefix for ``name``; None if the group was destroyed."""
-    if dist.is_initialized():
-        with suppress(CommunicationError, ValueError):  # ValueError: destroyed, and still referred to
-            comm.members  # noqa: B018 - raises if the default group is a newer one
-            return group_store(dist.group.WORLD if group is None else group, f"shardckpt/{name}")
-    return None
-
-
-def _leave(store: Any, counter: str, world_size: int) -> None:
-    """Take this rank off the counter: a rank that ends later must not take it for present."""
-    try:
-        store.add(counter, -world_size)
-    except RuntimeError:
-        logger.debug("the store is gone", exc_info=True)
-
-
-__all__ = ["END_TIMEOUT", "say", "wait_for_all_ends"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.distributed import ErrorReport, unpickled
+from shardckpt.distributed import ErrorReport, unpickle_trusted
 from shardckpt.errors import CheckpointingException, RankFailedError
 
 if TYPE_CHECKING:
@@ -51,13 +51,11 @@ class WorkerTraceback(Exception):
 
 
 class WorkerProcess:
-    """A child process, which ends with this process.
-
-    Not a fork: CUDA, and the threads of gloo and torch, do not survive one.
-    """
+    """A child process, which ends with this process."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
+        # a new interpreter, not a fork: CUDA, and the threads of gloo and torch, do not survive one
         ours, theirs = socket.socketpair()
         paths = [path or str(Path.cwd()) for path in sys.path]
         with theirs:
@@ -96,7 +94,12 @@ class WorkerProcess:
             data = number.to_bytes(NUMBER_BYTES, "little")
             data += pickle.dumps((request.async_fn, request.async_fn_args, request.async_fn_kwargs))
         except Exception as exc:  # noqa: BLE001 - pickling may raise anything
-            future.set_exception(_unpicklable(request, exc))
+            future.set_exception(
+                CheckpointingException(
+                    f"the request for {request.async_fn!r} cannot be sent to a process ({type(exc).__name__}: {exc}); "
+                    "use a thread: AsyncCallsQueue(persistent=False) or CheckpointConfig(async_mode='async')"
+                )
+            )
             return future
         with self._lock:
             self._calls[number] = future
@@ -169,27 +172,16 @@ class WorkerProcess:
 def _resolve(future: Future[Any], data: bytes, pid: int) -> None:
     """Set a future to the outcome that the child has sent."""
     try:
-        outcome: Outcome = unpickled(data)
+        result, failure = unpickle_trusted(data)
     except Exception as exc:  # noqa: BLE001 - unpickling may raise anything
         text = f"its result cannot be unpickled in the training process: {type(exc).__name__}: {exc}"
         error: CheckpointingException = RankFailedError(f"in process {pid}: {text}")
         error.__cause__ = exc
         future.set_exception(error)
         return
-    if outcome.failure is None:
-        future.set_result(outcome.result)
+    if failure is None:
+        future.set_result(result)
         return
-    rebuilt = outcome.failure.rebuild(outcome.failure.message())
-    error = RankFailedError(outcome.failure.message(named=True)) if rebuilt is None else rebuilt
-    error.__cause__ = WorkerTraceback(f"\n{outcome.failure.traceback}")
+    error = failure.to_error()
+    error.__cause__ = WorkerTraceback(f"\n{failure.traceback}")
     future.set_exception(error)
-
-
-def _unpicklable(request: AsyncRequest, error: Exception) -> CheckpointingException:
-    return CheckpointingException(
-        f"the request for {request.async_fn!r} cannot be sent to a process ({type(error).__name__}: {error}); use "
-        "AsyncCallsQueue(persistent=False), which works in a thread"
-    )
-
-
-__all__ = ["NUMBER_BYTES", "Outcome", "WorkerProcess"]

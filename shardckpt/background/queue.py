@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.background.callers import AsyncCaller, PersistentAsyncCaller, TemporalAsyncCaller
 from shardckpt.background.ending import say, wait_for_all_ends
+from shardckpt.background.request import AsyncRequest
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-    from shardckpt.background.request import AsyncRequest
+    from shardckpt.background.request import RequestFields
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class AsyncCallsQueue:
         self._calls: deque[_Call] = deque()
         self._scheduled = 0
 
-    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+    def schedule_async_request(self, async_request: RequestFields | None) -> int:
         """Stage a request, and begin to write it in the background.
 
         When this returns, the request's tensors may change: their values are copied. (Objects and common state were
@@ -73,15 +74,21 @@ class AsyncCallsQueue:
         all ranks.
 
         Args:
-            async_request: What :func:`~shardckpt.dist_checkpointing.save` returned.
+            async_request: What :func:`~shardckpt.dist_checkpointing.save` returned, or another library's request:
+                Megatron's, nvidia-resiliency-ext's, or any object with their fields. A library's ``async_fn`` runs in a
+                thread, or in the process of a persistent queue, whatever that library's own queue does.
 
         Returns:
             The request's number in this queue, from 1.
+
+        Raises:
+            CheckpointingException: it is no request; nothing is scheduled.
         """
-        if self._comm is None or not self._calls:
+        given = AsyncRequest.of(async_request)
+        if self._comm is None or not self._calls:  # anew where nothing is in flight: the group may be another since
             self._comm = Comm(self._group)
         self._scheduled += 1
-        request = async_request.freeze()._replace(call_idx=self._scheduled)
+        request = given.freeze()._replace(call_idx=self._scheduled)
         try:
             request = request.staged()
             written = self._caller.schedule_async_call(request)
@@ -243,19 +250,15 @@ def _fail(request: AsyncRequest, error: BaseException) -> None:
         request.failed_fn(error)
 
 
-def _failed(call: _Call) -> bool:
-    return call.future.done() and call.future.exception() is not None
-
-
 def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None) -> bool:
     """Collective: whether all ranks have written their first request, or one of them has failed to."""
-    number = call.request.call_idx
+    number, future = call.request.call_idx, call.future
     # All ranks leave the loop in the same round, because each decides on the maximum over all ranks.
     while True:
         over = not blocking or (deadline is not None and time.monotonic() >= deadline)
-        newest, oldest, writing, failed, end = comm.largest(
-            number, -number, not call.future.done(), _failed(call), over
-        )
+        done = future.done()
+        broken = done and future.exception() is not None
+        newest, oldest, writing, failed, end = comm.largest(number, -number, not done, broken, over)
         if newest != -oldest:
             raise CheckpointingException(
                 f"ranks are at different background saves, number {-oldest} and number {newest}: all ranks must "
@@ -265,7 +268,4 @@ def _is_written(call: _Call, comm: Comm, blocking: bool, deadline: float | None)
             return True
         if end:
             return False
-        wait([call.future], _ROUND if deadline is None else max(0.0, min(_ROUND, deadline - time.monotonic())))
-
-
-__all__ = ["AsyncCallsQueue"]
+        wait([future], _ROUND if deadline is None else max(0.0, min(_ROUND, deadline - time.monotonic())))

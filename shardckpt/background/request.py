@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
+
+
+@runtime_checkable
+class RequestFields(Protocol):
+    """What every library's request has: Megatron's, nvidia-resiliency-ext's, ours."""
+
+    @property
+    def async_fn(self) -> Callable[..., Any] | None:
+        """Writes in the background."""
+
+    @property
+    def async_fn_args(self) -> Sequence[Any]:
+        """Its arguments."""
+
+    @property
+    def finalize_fns(self) -> list[Callable[[], Any]]:
+        """Run in the training process afterwards."""
 
 
 class AsyncRequest(NamedTuple):
@@ -42,6 +59,33 @@ class AsyncRequest(NamedTuple):
     written_fn: Callable[[Future[Any]], None] | None = None
     failed_fn: Callable[[BaseException], None] | None = None
     name: str = "a request"
+
+    @classmethod
+    def of(cls, request: object) -> AsyncRequest:
+        """Return a request of any library as one of ours.
+
+        Args:
+            request: An object with the fields ``async_fn``, ``async_fn_args`` and ``finalize_fns``, and perhaps
+                ``async_fn_kwargs`` and ``preload_fn``.
+
+        Raises:
+            CheckpointingException: it has not these fields; None, what a synchronous save returns, has none.
+        """
+        if isinstance(request, cls):
+            return request
+        if not isinstance(request, RequestFields):
+            hint = " (a save returns a request only with async_sharded_save=True)" if request is None else ""
+            raise CheckpointingException(
+                f"{request!r} cannot be scheduled: a request has async_fn, async_fn_args and finalize_fns{hint}"
+            )
+        return cls(
+            request.async_fn,
+            tuple(request.async_fn_args),
+            request.finalize_fns,
+            dict(getattr(request, "async_fn_kwargs", None) or {}),
+            getattr(request, "preload_fn", None),
+            name=f"a request of {type(request).__module__}.{type(request).__qualname__}",
+        )
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Add a finalize function after the present ones; ranks may add different ones.
@@ -119,6 +163,3 @@ class AsyncRequest(NamedTuple):
             if self.failed_fn is not None:
                 self.failed_fn(exc)
             raise
-
-
-__all__ = ["AsyncRequest"]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardckpt.background import staging
 from shardckpt.background.request import AsyncRequest
 from shardckpt.background.staging import StagedWork, stage
-from shardckpt.engine import Operation, Transaction, Written, as_json, check_state, open_folder, saved_plans
+from shardckpt.commit import upload_files
+from shardckpt.engine import Operation, Transaction, WrittenFiles, as_json, check_state, open_folder, saved_plans
 from shardckpt.errors import CheckpointingException
-from shardckpt.plugins import get_plugin_manager as plugin_host
-from shardckpt.storage import CheckpointWriter, PackedShards, upload_files
+from shardckpt.plugins import get_plugin_manager, name_origin
+from shardckpt.storage import CheckpointWriter, PackedShards
 from shardckpt.strategy import AsyncSaveStrategy, PlanContext, SaveContext
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Job(NamedTuple):
-    """What a rank needs to write: directory, rank, save, digests, and the URL to upload to, ``""`` if it is local.
-
-    It is pickled for the worker process.
-    """
+    """What a rank needs to write, pickled for the worker process; ``url`` is ``""`` for a local checkpoint."""
 
     staging: Path
     rank: int
@@ -38,13 +36,14 @@ class _Job(NamedTuple):
     sha256: bool
     algorithm: str
     url: str
+    strategy: str
 
 
 class _Result(NamedTuple):
     """What a rank has written; pickled on the way back from the worker process."""
 
     save_id: str
-    written: Written
+    written: WrittenFiles
     shards: list[ShardedBase | PackedShards]
     result: Any
 
@@ -74,6 +73,7 @@ class _BackgroundSave:
             transaction.sha256,
             transaction.algorithm,
             transaction.url,
+            transaction.operation.strategy,
         )
         return AsyncRequest(
             _write,
@@ -104,23 +104,19 @@ class _BackgroundSave:
 
     def finish(self) -> None:
         """Collective: write the files that name those of all ranks, and commit."""
-        comm = self.transaction.operation.comm
-        with comm.local_phase("finishing a background save"):
-            self._finish(comm)
-
-    def _finish(self, comm: Comm) -> None:
         transaction, operation = self.transaction, self.transaction.operation
-        comm.agree(save_in_this_place_of_the_queue=transaction.save_id)
-        with operation.local_phase("finishing a background save"):
-            if self.result is None or self.result.save_id != transaction.save_id:
-                raise CheckpointingException(f"rank {comm.rank} has not written its part of {transaction.target}")
-        with transaction.writer() as writer:
-            if self.prepared.finish is not None:
-                context = SaveContext(**vars(self.context), writer=writer)
-                self.prepared.finish(comm.gather(self.result.result), context)
-            self.given.compare([*self.result.shards, *writer.shards], comm)
-            transaction.commit(writer, self.result.written, self.content)
-        comm.sync_errors()
+        comm = operation.comm
+        with comm.collective_phase("finishing a background save"):
+            comm.agree(save_in_this_place_of_the_queue=transaction.save_id)
+            with operation.local_phase("finishing a background save"):
+                if self.result is None or self.result.save_id != transaction.save_id:
+                    raise CheckpointingException(f"rank {comm.rank} has not written its part of {transaction.target}")
+            with transaction.writer() as writer:
+                if self.prepared.finish is not None:
+                    context = SaveContext(**vars(self.context), writer=writer)
+                    self.prepared.finish(comm.gather(self.result.result), context)
+                self.given.compare([*self.result.shards, *writer.shards], comm)
+                transaction.commit(writer, self.result.written, self.content)
         operation.close_span()
         self.committed = True
 
@@ -140,28 +136,22 @@ def request_save(
     plugins: PluginManager,
     options: SaveOptions,
 ) -> AsyncRequest:
-    """Collective: plan a background save.
+    """Collective: plan a background save, and return the request to schedule on an AsyncCallsQueue.
 
-    Args:
-        sharded_state_dict: As in :func:`shardckpt.dist_checkpointing.save`.
-        target: The checkpoint's directory.
-        strategy: As in :func:`shardckpt.dist_checkpointing.save`.
-        comm: The ranks.
-        plugins: The plugin manager.
-        options: The other options of the save.
-
-    Returns:
-        The request, to be scheduled on an AsyncCallsQueue.
-
-    Raises:
-        CheckpointingException: the same on every rank.
+    The arguments are those of :func:`shardckpt.engine.save_checkpoint`.
     """
     operation = Operation("save", target, comm, plugins)
     with operation.open_span():
         state = check_state(sharded_state_dict, strategy, operation, options, background=True)
+        saver = state.saver
         with operation.local_phase("looking for background saves"):
-            saver = _in_background(state.saver)
-        transaction = Transaction(operation, target, state.identity, overwrite=options.overwrite, sha256=options.sha256)
+            if not isinstance(saver, AsyncSaveStrategy):
+                raise CheckpointingException(
+                    f"{type(saver).__qualname__} saves in the foreground only: "
+                    "dist_checkpointing.save(async_sharded_save=False), CheckpointConfig(async_mode='disabled'), or a "
+                    "strategy that is a shardckpt.strategy.AsyncSaveStrategy"
+                )
+        transaction = Transaction(operation, target, state.header, overwrite=options.overwrite, sha256=options.sha256)
         try:
             context = PlanContext(
                 comm=comm,
@@ -185,27 +175,20 @@ def release_memory() -> None:
     saved_plans.clear()
 
 
-def _in_background(saver: Any) -> AsyncSaveStrategy:
-    if not isinstance(saver, AsyncSaveStrategy):
-        raise CheckpointingException(
-            f"async_sharded_save=True: {type(saver).__qualname__} saves in the foreground only; pass False, or a "
-            "strategy that is a shardckpt.strategy.AsyncSaveStrategy"
-        )
-    return saver
-
-
 def _write(job: _Job, staged: StagedWork) -> _Result:
     """Write a rank's files; runs in a background thread or the worker process."""
     with (
-        staged.opened() as work,  # the outer context: the writer's threads end before the copies are released
-        CheckpointWriter(job.staging, job.rank, sha256=job.sha256, algorithm=job.algorithm) as writer,
+        staged.open() as work,  # the outer context: the writer's threads end before the copies are released
+        CheckpointWriter(
+            job.staging, job.rank, sha256=job.sha256, algorithm=job.algorithm, author=job.strategy
+        ) as writer,
     ):
-        result = work.write(writer)
+        with name_origin(get_plugin_manager(), work):
+            result = work.write(writer)
         files = writer.recorded_files()
         if job.url:
-            upload_files(open_folder(job.url, plugin_host()), job.staging, [file.name for file in files], job.save_id)
+            upload_files(
+                open_folder(job.url, get_plugin_manager()), job.staging, [file.name for file in files], job.save_id
+            )
         shards = [shard if isinstance(shard, PackedShards) else shard.without_data() for shard in writer.shards]
-        return _Result(job.save_id, Written(files, writer.sha256), shards, result)
-
-
-__all__ = ["release_memory", "request_save"]
+        return _Result(job.save_id, WrittenFiles(files, writer.sha256), shards, result)

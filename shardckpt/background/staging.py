@@ -39,7 +39,7 @@ class StagedWork:
             self._release.atexit = False
 
     @contextmanager
-    def opened(self) -> Iterator[BackgroundWork]:
+    def open(self) -> Iterator[BackgroundWork]:
         """Return a context manager that gives the work with its tensors."""
         if self.buffer is None:
             self.work.tensors = self.layout.views(attach(self.path, self.nbytes))
@@ -61,16 +61,10 @@ class StagedWork:
 
 
 def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
-    """Copy the work's tensors; when this returns, the caller may change them.
+    """Move the tensors of the work to copies, and return them with the work: the caller may change its own then.
 
     At most ``SHARDCKPT_STAGED_SAVES`` saves are staged at a time: the next one waits here until one of them is written.
-
-    Args:
-        work: What is to be written; its tensors are removed from it.
-        layout: The layout of an earlier save of tensors with the same dtypes and shapes.
-
-    Returns:
-        The work with the copies.
+    ``layout`` is that of an earlier save of tensors with the same dtypes and shapes.
 
     Raises:
         ShardingError: a tensor has no memory of its own that holds its values.
@@ -91,6 +85,3 @@ def stage(work: BackgroundWork, layout: Layout | None = None) -> StagedWork:
 def release_memory() -> None:
     """Return the memory of free staging buffers to the system."""
     _pool.clear()
-
-
-__all__ = ["StagedWork", "release_memory", "stage"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt import settings
-from shardckpt.storage import naming
+from shardckpt.storage import wrap_os_errors
 
 if TYPE_CHECKING:
     from shardckpt.background.copying import Layout
@@ -37,7 +37,7 @@ class StagingBuffer:
         self.owner = os.getpid()
         self._fd, self.path = _memory_file()
         try:
-            with naming(f"take {nbytes} bytes of staging memory as", self.path):
+            with wrap_os_errors(f"take {nbytes} bytes of staging memory as", self.path):
                 os.ftruncate(self._fd, nbytes)
         except BaseException:
             os.close(self._fd)
@@ -145,6 +145,7 @@ class StagingBufferPool:
         """Drop all buffers in a fork: the memory is still the parent's, which writes to it."""
         for buffer in self._free:
             buffer.forget()
+        # with a new lock: a thread of the parent, which the fork does not have, may have held the old one
         self.__init__()  # type: ignore[misc]
 
 
@@ -161,6 +162,3 @@ def _memory_file() -> tuple[int, str]:
 def _map(fd: int, nbytes: int) -> torch.Tensor:
     memory: Any = mmap.mmap(fd, nbytes)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-__all__ = ["StagingBuffer", "StagingBufferPool", "attach"]

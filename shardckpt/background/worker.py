@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shardckpt.background.process import NUMBER_BYTES, Outcome
-from shardckpt.distributed import ErrorReport, unpickled
+from shardckpt.distributed import ErrorReport, unpickle_trusted
 from shardckpt.errors import CheckpointingException
 
 #: Seconds between two checks of an idle process whether its parent is alive.
@@ -21,7 +21,7 @@ def main(pipe: int, parent: int) -> None:
     connection = Connection(pipe)
     with suppress(EOFError, OSError):  # the parent has ended
         while data := _receive(connection, parent):
-            connection.send_bytes(data[:NUMBER_BYTES] + _pickle(_run(data[NUMBER_BYTES:])))
+            connection.send_bytes(data[:NUMBER_BYTES] + _run(data[NUMBER_BYTES:]))
 
 
 def _receive(connection: Connection, parent: int) -> bytes:
@@ -32,33 +32,21 @@ def _receive(connection: Connection, parent: int) -> bytes:
     return connection.recv_bytes()
 
 
-def _run(call: bytes) -> Outcome:
+def _run(call: bytes) -> bytes:
+    """Run a pickled call, and return the pickle of its outcome."""
     try:
         function, args, kwargs = _unpickle(call)
-        return Outcome(None if function is None else function(*args, **kwargs))
+        return pickle.dumps(Outcome(None if function is None else function(*args, **kwargs)))
     except Exception as exc:  # noqa: BLE001 - the training process raises it
-        return _report(exc)
+        return pickle.dumps(Outcome(None, ErrorReport.of(exc, f"in process {os.getpid()}", with_traceback=True)))
 
 
 def _unpickle(call: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     try:
-        return unpickled(call)  # type: ignore[no-any-return]
+        return unpickle_trusted(call)  # type: ignore[no-any-return]
     except Exception as exc:
         raise CheckpointingException(
             f"a request cannot be unpickled here ({type(exc).__name__}: {exc}): what it names must be in modules that "
-            "can be imported, not in __main__; or use AsyncCallsQueue(persistent=False), which works in a thread"
+            "can be imported, not in __main__; or use a thread: AsyncCallsQueue(persistent=False) or "
+            "CheckpointConfig(async_mode='async')"
         ) from exc
-
-
-def _report(error: BaseException) -> Outcome:
-    return Outcome(None, ErrorReport.of(error, f"in process {os.getpid()}", with_traceback=True))
-
-
-def _pickle(outcome: Outcome) -> bytes:
-    try:
-        return pickle.dumps(outcome)
-    except Exception as exc:  # noqa: BLE001 - pickling may raise anything
-        return pickle.dumps(_report(exc))
-
-
-__all__ = ["main"]

@@ -1,4 +1,7 @@
-"""The ``shardckpt`` command. One file per verb; a verb imports torch only when it runs, so that help is fast."""
+"""The ``shardckpt`` command.
+
+Each verb has a file, whose docstring its help shows. A verb imports torch only when it runs, so that help is fast.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt import __version__
 from shardckpt.cli import demo, export, inspect, migrate, prune, remove, strategies, verify
-from shardckpt.errors import CheckpointingException
+from shardckpt.cli.failure import name_plugin, print_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; by default that of this process.
 
     Returns:
-        0 on success; 1 after an error, which is printed to standard error; 141 if the reader of standard output has
-        closed it. Verbs may return other codes, see their help. A wrong command line exits with 2.
+        0 on success; 1 after an error, which is printed to standard error, with its traceback if ``--traceback`` is
+        given; 141 if the reader of standard output has closed it. Verbs may return other codes, see their help. A
+        wrong command line exits with 2.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -36,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # ``shardckpt inspect PATH | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return _BROKEN_PIPE
-    except CheckpointingException as exc:
-        print(f"shardckpt {options.verb}: {exc}", file=sys.stderr)
+    except Exception as exc:  # noqa: BLE001 - a plugin's verb may fail in any way
+        print_error(exc, options)
         return 1
     return code
 
@@ -45,7 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from shardckpt.plugins import get_plugin_manager
 
-    parser = argparse.ArgumentParser("shardckpt", description="Sharded checkpoints for PyTorch.")
+    parser = argparse.ArgumentParser(
+        "shardckpt",
+        description="Look at, check and change checkpoints. `shardckpt VERB --help` explains a verb.",
+        epilog="Exit code: 0 on success; 1 after an error, which is printed to standard error; 2 for a wrong command "
+        "line. verify and prune have others, see their help.",
+    )
+    parser.add_argument("--traceback", action="store_true", help="after an error, show the whole traceback")
     parser.add_argument("--version", action="version", version=f"shardckpt {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in (demo, strategies, inspect, verify, migrate, remove, prune, export):
@@ -53,7 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     try:
         get_plugin_manager().hook.shardckpt_commands(subparsers=verbs)
     except Exception as exc:  # noqa: BLE001 - a broken plugin must not disable the other verbs
-        print(f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}", file=sys.stderr)
+        print(
+            f"shardckpt: a plugin's shardckpt_commands failed: {type(exc).__name__}: {exc}{name_plugin(exc)}",
+            file=sys.stderr,
+        )
     return parser
 
 

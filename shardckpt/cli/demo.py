@@ -1,4 +1,7 @@
-"""``shardckpt demo``: train, be killed, and go on with other ranks, on text that every machine with torch has."""
+"""Train a small model with 4 processes, save, kill them, and go on with 4, 2 and 1.
+
+Checks that the later processes load what the first saved, bit for bit, and go on with the same losses. Needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,19 @@ if TYPE_CHECKING:
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("demo", help="train with 4 ranks, kill them, go on with others, and compare the losses")
+    parser = verbs.add_parser(
+        "demo", help="train with 4 ranks, kill them, go on with others, and compare the losses", description=__doc__
+    )
     parser.add_argument("--moe", action="store_true", help="train a mixture of experts, with expert parallelism")
-    parser.add_argument("--dir", help="keep the checkpoints and the ranks' logs in this directory, new or empty")
-    parser.add_argument("--steps", type=_positive, default=16, help="training steps before the checkpoint (16)")
+    parser.add_argument("--dir", help="new or empty directory for checkpoints and logs (default: temporary)")
+    parser.add_argument(
+        "--steps", type=_positive, default=16, metavar="N", help="training steps before the checkpoint (16)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Run the demo and print its report; an error if anything failed or does not agree."""
+    """Run the demo, print its report, and return the exit code; an error if anything failed or does not agree."""
     from shardckpt import demo
 
     start = time.monotonic()
@@ -66,6 +73,3 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-__all__ = ["add", "run"]

@@ -1,4 +1,7 @@
-"""``shardckpt export CHECKPOINT TARGET``: write a checkpoint as a Hugging Face folder."""
+"""Write the tensors of a checkpoint as a folder that Hugging Face tools load.
+
+The checkpoint is not changed. For a model of transformers, give --mapping and --assets.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,38 @@ from typing import Any
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("export", help="write a checkpoint as a Hugging Face folder (safetensors)")
-    parser.add_argument("checkpoint", help="the checkpoint, or its URL")
-    parser.add_argument("target", help="the folder: absent or empty")
-    parser.add_argument(
-        "--format", choices=("safetensors", "bin"), default="safetensors", help="format of the weight files"
+    parser = verbs.add_parser(
+        "export", help="write a checkpoint as a Hugging Face folder (safetensors)", description=__doc__
     )
-    parser.add_argument("--dtype", help="cast floating-point tensors: float32, float16, bfloat16")
+    parser.add_argument("checkpoint", help="the checkpoint's directory or URL")
+    parser.add_argument("target", help="the folder to write: absent or empty, or see --overwrite")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest file: 5GB (5*10^9 bytes), 5GiB (default: 5GB)"
+        "--format", choices=("safetensors", "bin"), default="safetensors", help="of the weight files (safetensors)"
     )
     parser.add_argument(
-        "--mapping", metavar="MODEL_TYPE", help="rename and split tensors as for this model: qwen3_moe, mixtral"
+        "--dtype", help="cast floating-point tensors to float32, float16 or bfloat16 (default: as saved)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest weight file, such as 5GB (5*10^9 bytes) or 5GiB (5GB)",
+    )
+    parser.add_argument(
+        "--mapping",
+        metavar="MODEL_TYPE",
+        help="rename and split tensors as for this model, such as qwen3_moe or mixtral",
     )
     parser.add_argument(
         "--prefix", help="export only keys with this prefix, and remove it; by default the model's, if it has one"
     )
     parser.add_argument("--assets", metavar="DIR", help="copy a model's other files (config, tokenizer) from here")
-    parser.add_argument("--leave-out", action="append", default=[], metavar="NAME", help="do not write this tensor")
-    parser.add_argument("--overwrite", action="store_true", help="replace a folder's weights, and keep its other files")
+    parser.add_argument(
+        "--leave-out", action="append", default=[], metavar="NAME", help="a tensor not to write; may be repeated"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the weights in the folder, and keep its other files"
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,6 +65,3 @@ def run(options: Any) -> int:
     print(table(("file", "tensors", "bytes"), [(name, count, f"{size:,}") for name, count, size in exported.files]))
     print(f"{options.target}: {exported.total_size:,} bytes of tensors")
     return 0
-
-
-__all__ = ["add", "run"]

@@ -1,6 +1,6 @@
-"""``shardckpt inspect DIR``: list what a checkpoint has, and which files are missing or incomplete.
+"""Print a row for each tensor, object and name in the common state of a checkpoint.
 
-Of the data files, only the common state is read.
+Files that are missing or too short are named; the exit code is 0 all the same. Bytes are not checked: verify does that.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("inspect", help="list the tensors, objects and common state of a checkpoint")
-    parser.add_argument("directory", help="the checkpoint")
+    parser = verbs.add_parser(
+        "inspect", help="list the tensors, objects and common state of a checkpoint", description=__doc__
+    )
+    parser.add_argument("directory", help="the checkpoint's directory or URL")
     parser.add_argument("prefix", nargs="?", default="", help="list only keys that begin with it")
     parser.set_defaults(run=run)
 
@@ -79,6 +81,3 @@ def _affected(file: IncompleteFile, prefix: str) -> str:
 
 def _nbytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape) * stored.dtype.itemsize
-
-
-__all__ = ["add", "run"]

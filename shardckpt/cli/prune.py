@@ -1,8 +1,11 @@
-"""``shardckpt prune PATH``: remove what killed saves, overwrites, exports and removals have left."""
+"""Remove the hidden directories that killed saves, overwrites, exports and removals have left beside checkpoints.
+
+What a living process may use is kept, and so is what may be the only copy of a checkpoint; its row says why. Exit code:
+0 if all was removed that is not needed, 2 if something could not be.
+"""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException
@@ -15,21 +18,24 @@ _FAILED = 2
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("prune", help="remove what killed saves have left; nothing that a living process uses")
-    parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint")
+    parser = verbs.add_parser(
+        "prune", help="remove what killed saves have left; nothing that a living process uses", description=__doc__
+    )
+    parser.add_argument("path", nargs="?", help="a folder of checkpoints, or one checkpoint; not a URL")
     parser.add_argument(
         "--spool",
         nargs="?",
         const="",
         metavar="DIR",
-        help="also remove upload directories of killed processes: in DIR, SHARDCKPT_SPOOL_DIR, or /tmp",
+        help="also remove what killed uploads to stores have left on this machine: in DIR, or by default in "
+        "SHARDCKPT_SPOOL_DIR or the temporary directory",
     )
     parser.add_argument(
         "--older-than",
         type=float,
         metavar="HOURS",
-        help="remove what other hosts have left if nothing was written to it for so long (default: "
-        "SHARDCKPT_LEFTOVER_HOURS, or 24)",
+        help="age from which to remove what other hosts have left, whose processes cannot be seen from here "
+        "(default: SHARDCKPT_LEFTOVER_HOURS, or 24)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.set_defaults(run=run, parser=parser)
@@ -37,6 +43,7 @@ def add(verbs: Any) -> None:
 
 def run(options: Any) -> int:
     """Prune, and print a row per leftover. Return 0 if all that is not needed was removed, else 2."""
+    from shardckpt.cli.failure import print_error
     from shardckpt.cli.table import table
     from shardckpt.engine import prune_leftovers, prune_spools
 
@@ -49,7 +56,7 @@ def run(options: Any) -> int:
         if options.spool is not None:
             results += prune_spools(options.spool or None, options.older_than, dry_run=options.dry_run)
     except CheckpointingException as exc:
-        print(f"shardckpt prune: {exc}", file=sys.stderr)
+        print_error(exc, options)
         return _FAILED
     if results:
         print(table(("leftover", "bytes", "result"), [(r.path, r.nbytes, _said(r, options)) for r in results]))
@@ -62,6 +69,3 @@ def _said(result: PruneResult, options: Any) -> str:
     if result.kept:
         return f"kept: {result.kept}"
     return result.error or ("would be removed" if options.dry_run else "removed")
-
-
-__all__ = ["add", "run"]

@@ -1,4 +1,7 @@
-"""``shardckpt remove DIR PREFIX``: remove the tensors and objects whose keys begin with a prefix."""
+"""Remove the tensors and objects whose keys begin with a prefix, and free their bytes.
+
+This cannot be undone: look with --dry-run first. If the command is killed, the checkpoint is as before or as after.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from typing import Any
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("remove", help="remove keys from a checkpoint, in one step, and free their bytes")
-    parser.add_argument("directory", help="the checkpoint")
+    parser = verbs.add_parser(
+        "remove", help="remove keys from a checkpoint, in one step, and free their bytes", description=__doc__
+    )
+    parser.add_argument("directory", help="the checkpoint's directory; not a URL")
     parser.add_argument("prefix", help="what the keys to be removed begin with")
     parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be removed and freed")
     parser.set_defaults(run=run)
@@ -38,6 +43,3 @@ def run(options: Any) -> int:
     sizes = f"{report.bytes_before:,} bytes on disk before, {'about ' * options.dry_run}{report.bytes_after:,} after"
     print(f"{sizes}: {report.bytes_before - report.bytes_after:,} {freed}")
     return 0
-
-
-__all__ = ["add", "run"]

@@ -1,4 +1,7 @@
-"""``shardckpt strategies``: list installed strategies and migrations, their distributions, and broken plugins."""
+"""List the installed strategies and migrations, and the distribution that each is from.
+
+A strategy saves or loads a format (backend) in a version. Plugins that do not work come last, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Any
 
 def add(verbs: Any) -> None:
     """Add the verb."""
-    parser = verbs.add_parser("strategies", help="list the installed strategies, and broken plugins with the reason")
+    parser = verbs.add_parser(
+        "strategies", help="list the installed strategies, and broken plugins with the reason", description=__doc__
+    )
     parser.set_defaults(run=run)
 
 
@@ -29,6 +34,3 @@ def run(_: Any) -> int:
     for plugin in get_plugin_manager().broken():
         print(f"\nnot working: {plugin.name} ({plugin.module}) of {plugin.distribution}: {plugin.fault}")
     return 0
-
-
-__all__ = ["add", "run"]

@@ -1,19 +1,8 @@
-"""``shardckpt verify DIR``: check every file of a checkpoint, against digests if it has them."""
+"""Read every byte of a checkpoint, and compare it with the digests in shardckpt.json and integrity.json.
 
-from __future__ import annotations
-
-import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardckpt.maintenance import FileResult
-
-_ABOUT = """\
-Read every byte of a checkpoint and compare it with the digests in shardckpt.json and integrity.json. Of files that
-have no digest (Megatron's and plain DCP's) the structure is checked: that they exist, that they contain the ranges
-which the index names and nothing after them, and that those are complete archives of the right dtypes and sizes.
+Of files that have no digest (Megatron's and plain DCP's) the structure is checked: that they exist, that they contain
+the ranges that the index names and nothing after them, and that those are complete archives of the right dtypes and
+sizes.
 
 exit codes:
   0  intact: all bytes match their digests
@@ -21,6 +10,15 @@ exit codes:
   2  not a checkpoint, or it cannot be checked: no installed strategy reads it, or a file cannot be read
   3  intact as far as can be checked without digests: values were not checked
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.maintenance import FileResult
 
 _STRUCTURE = (
     "they exist; they contain the ranges that the index names, and nothing after them; the archives are complete, of "
@@ -35,15 +33,16 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser(
         "verify",
         help="check every file of a checkpoint, against digests if it has them",
-        description=_ABOUT,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", help="the checkpoint, or its URL")
+    parser.add_argument("directory", help="the checkpoint's directory or URL")
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
     """Print a row per file, and a summary. Return the exit code, one of those in the help."""
+    from shardckpt.cli.failure import print_error
     from shardckpt.cli.table import table
     from shardckpt.engine import is_damage
     from shardckpt.errors import CheckpointingException
@@ -52,7 +51,7 @@ def run(options: Any) -> int:
     try:
         results = verify_checkpoint(options.directory)
     except CheckpointingException as exc:
-        print(f"shardckpt verify: {exc}", file=sys.stderr)
+        print_error(exc, options)
         return DAMAGED if is_damage(exc) else NO_ANSWER
     code = get_exit_code(results)
     print(table(("file", "bytes", "result"), [(r.name, r.nbytes, _said(r)) for r in results]))
@@ -81,6 +80,3 @@ def _summary(results: Sequence[FileResult], code: int) -> str:
     if code == DAMAGED:
         return f"damaged: {len(bad)} of {len(own)} files{how}"
     return f"intact as far as can be checked without digests{how}"
-
-
-__all__ = ["add", "run"]

@@ -1,16 +1,21 @@
-"""MindSpeed-LLM's functions for expert checkpoints, which other trainers have too, on top of ``shardckpt_ep``."""
+"""MindSpeed-LLM's functions for FSDP2 checkpoints, and its EPLoadPlanner, under their names and signatures."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardckpt.adapters import get_dtensor_splits
+from shardckpt.adapters import get_dtensor_splits, get_local_tensor, get_replica_coordinates
 from shardckpt.errors import ShapeMismatchError, ShardingError
+from shardckpt.huggingface import dcp_to_torch_state_dict, get_dtype_size, get_shard_info, save_state_dict
+from shardckpt.manager import cleanup_old_checkpoints
 from shardckpt.planning import Box, Split, compute_local_shape, list_held_boxes, make_empty_box
 from shardckpt_ep import (
     EP_NAMES,
@@ -22,28 +27,38 @@ from shardckpt_ep import (
     expert_parameters,
     find_mesh_dim,
     gather_experts_per_rank,
-    get_local_tensor,
-    get_replica_coordinates,
     get_stored_tensor,
     has_mesh_dim,
     local_plan,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from shardckpt.planning import Ints
     from shardckpt_ep import Names
 
 
+def synchronize() -> None:
+    """Wait for all work on the current accelerator; without one, there is none to wait for."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def empty_cache() -> None:
+    """Free objects that nothing refers to, and give the accelerator's unused cached memory back to it."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
 def restore_ep_dim(
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
+    origin_tensor: torch.Tensor,
+    device_mesh: DeviceMesh,
     *,
     ep: Names = EP_NAMES,
     expert_dim: int = 0,
@@ -55,9 +70,9 @@ def restore_ep_dim(
     ``global_shape``, no other rank is needed.
 
     Args:
-        tensor: A DTensor that FSDP has sharded, or a plain tensor of this rank's experts. A DTensor on a mesh with the
-            expert-parallel dimension is returned as it is.
-        mesh: The mesh that the model was sharded on, with all its dimensions.
+        origin_tensor: A DTensor that FSDP has sharded, or a plain tensor of this rank's experts. A DTensor on a mesh
+            with the expert-parallel dimension is returned as it is.
+        device_mesh: The mesh that the model was sharded on, with all its dimensions.
         ep: Name of the expert-parallel dimension.
         expert_dim: The axis that counts experts.
         global_shape: Shape with all experts. Without it, the ranks of that dimension exchange how many they have.
@@ -66,9 +81,14 @@ def restore_ep_dim(
         A DTensor of the global shape that shares the tensor's memory.
 
     Raises:
-        ShardingError: the tensor is not sharded on this mesh; this rank is not in the mesh; or experts are not assigned
-            to ranks as by ``torch.chunk``, which no DTensor describes: use an ExpertLayout.
+        ShardingError: it is no tensor, or not sharded on this mesh; this rank is not in the mesh; or experts are not
+            assigned to ranks as by ``torch.chunk``, which no DTensor describes: use an ExpertLayout.
     """
+    tensor, mesh = origin_tensor, device_mesh
+    if not isinstance(tensor, torch.Tensor):
+        raise ShardingError(
+            f"origin_tensor={tensor!r:.80} is a {type(tensor).__name__}, not a tensor: leave it as it is"
+        )
     if isinstance(tensor, DTensor) and has_mesh_dim(tensor.device_mesh, ep):
         return tensor
     name = "the tensor to be restored"
@@ -76,20 +96,13 @@ def restore_ep_dim(
         raise ShardingError(
             f"this rank is not in the mesh {mesh.mesh_dim_names} and holds no experts: leave {name} out"
         )
-    if global_shape is None:
-        counts = gather_experts_per_rank(tensor.shape[expert_dim], mesh, ep)
-        layout = _layout(tensor, mesh, ep, expert_dim, experts_per_rank=counts, name=name)
-    else:
-        layout = _layout(tensor, mesh, ep, expert_dim, global_shape=global_shape, name=name)
-    restored = DTensor.from_local(
-        get_local_tensor(tensor),
-        mesh,
-        _placements(tensor, mesh, ep, layout.expert_dim),
-        run_check=False,
-        shape=torch.Size(layout.global_shape),
-        stride=torch.empty(layout.global_shape, device="meta").stride(),
+    counts = gather_experts_per_rank(tensor.shape[expert_dim], mesh, ep) if global_shape is None else None
+    describe: Any = ExpertLayout.from_efsdp if isinstance(tensor, DTensor) else ExpertLayout.from_local
+    layout: ExpertLayout = describe(
+        tensor, mesh, ep=ep, expert_dim=expert_dim, experts_per_rank=counts, global_shape=global_shape, name=name
     )
-    # from_local without run_check checks nothing: uneven experts would be stored at wrong offsets
+    restored = _as_dtensor(tensor, mesh, _placements(tensor, mesh, ep, layout.expert_dim), layout.global_shape)
+    # _as_dtensor checks nothing: uneven experts would be stored at wrong offsets
     if list_held_boxes(layout.global_shape, get_dtensor_splits(name, restored)) != layout.pieces():
         raise ShardingError(
             f"experts are assigned over {mesh} in a way that no DTensor describes ({layout}): use an ExpertLayout with "
@@ -99,13 +112,13 @@ def restore_ep_dim(
 
 
 def drop_ep_dim(
-    tensor: torch.Tensor, mesh: DeviceMesh | None = None, *, ep: Names = EP_NAMES, expert_dim: int = 0
+    loaded_tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, *, ep: Names = EP_NAMES, expert_dim: int = 0
 ) -> torch.Tensor:
     """Undo :func:`restore_ep_dim` after a load.
 
     Args:
-        tensor: A DTensor on a mesh with the expert-parallel dimension; any other tensor is returned as it is.
-        mesh: The mesh that it must be on; None for its own.
+        loaded_tensor: A DTensor on a mesh with the expert-parallel dimension; anything else is returned as it is.
+        device_mesh: The mesh that it must be on, or on some dimensions of (``mesh["ep"]``); None for its own.
         ep: Name of the expert-parallel dimension.
         expert_dim: The axis that counts experts.
 
@@ -116,29 +129,27 @@ def drop_ep_dim(
     Raises:
         ShardingError: the tensor is on another mesh, or FSDP shards the axis of experts before expert parallelism.
     """
+    tensor, mesh = loaded_tensor, device_mesh
     if not isinstance(tensor, DTensor) or not has_mesh_dim(tensor.device_mesh, ep):
         return tensor
     own = tensor.device_mesh
-    if mesh is not None and not _is_same_mesh(own, mesh):
+    if mesh is not None and not _is_part(own, mesh):
         raise ShardingError(
             f"the tensor is on the mesh {own.mesh_dim_names} of ranks {own.mesh.tolist()}, not on "
             f"{mesh.mesh_dim_names} of {mesh.mesh.tolist()}"
         )
     ep_dim = find_mesh_dim(own, ep)
     rest = [dim for dim in range(own.ndim) if dim != ep_dim]
-    placements = [_without_stride(tensor.placements[dim]) for dim in rest]
+    kept = [tensor.placements[dim] for dim in rest]
+    # the stride only says that expert parallelism shards the axis first, which is undone here
+    placements = [Shard(place.dim) if isinstance(place, StridedShard) else place for place in kept]
     if not any(isinstance(place, Shard) for place in placements):
         return get_local_tensor(tensor)
-    shape = _local_experts_shape(tensor, ep_dim, expert_dim)
+    here = own.get_coordinate() or (0,) * own.ndim
+    shape = compute_local_shape(tensor.shape, [Split(expert_dim, own.size(ep_dim), here[ep_dim])])
     names = tuple((own.mesh_dim_names or ())[dim] for dim in rest)
-    dropped = DTensor.from_local(
-        get_local_tensor(tensor),
-        own[names],
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    dropped = _as_dtensor(tensor, own[names], placements, shape)
+    # a DTensor whose local tensor contradicts its placements would be stored at wrong offsets
     inside = compute_local_shape(shape, get_dtensor_splits("the tensor to be dropped", dropped))
     if inside != tuple(dropped.to_local().shape):
         raise ShardingError(f"{tensor.placements} of {own} do not shard the experts first: redistribute the tensor")
@@ -159,79 +170,103 @@ class EPSpecInfo:
 
 
 def build_ep_fqn2spec_info(
-    model: Module, mesh: DeviceMesh, ep_plan: Collection[str], *, ep: Names = EP_NAMES, expert_dim: int = 0
+    model: Module, parallel_state: Any, ep_plan: Any, *, ep: Names = EP_NAMES, expert_dim: int = 0
 ) -> dict[str, EPSpecInfo]:
     """Return the sharding of every parameter of a model's expert modules. Creates no process group.
 
     Args:
         model: The model.
-        mesh: The mesh that it was sharded on.
-        ep_plan: Name patterns of modules with experts; see :func:`shardckpt_ep.expert_layouts`.
+        parallel_state: The mesh that it was sharded on, or the trainer's object that has this mesh as an attribute, or
+            in a dict that is one. The mesh with the expert-parallel dimension counts, and of several the largest.
+        ep_plan: Name patterns of modules with experts (``"layers.{*}.mlp.experts"``, ``{0-5}``), as for
+            :func:`shardckpt_ep.expert_layouts`; or the trainer's plan, which has them as ``apply_modules``.
         ep: Name of the expert-parallel dimension.
         expert_dim: The axis that counts experts.
 
     Returns:
         The sharding by full parameter name, without the prefixes of wrappers.
+
+    Raises:
+        ShardingError: the parallel state has no such mesh, or several; the plan has no patterns, or none that matches.
     """
+    mesh = _find_mesh(parallel_state, ep)
     return {
         name: EPSpecInfo(_placements(param, mesh, ep, expert_dim), mesh)
-        for name, param in expert_parameters(model, ep_plan)
+        for name, param in expert_parameters(model, _get_patterns(ep_plan))
     }
 
 
 def get_check_moe_func(
-    model: Module, ep_plan: Collection[str] = (), *, ep: Names = EP_NAMES, fsdp: Names = FSDP_NAMES
+    model: Module, ep_plan: Any = (), *, ep: Names = EP_NAMES, fsdp: Names = FSDP_NAMES
 ) -> Callable[[str], bool]:
     """Make a function that recognizes the keys of experts.
 
     Args:
         model: The model. A parameter on a mesh with the expert-parallel dimension, or with FSDP's dimension over
             experts, is an expert's.
-        ep_plan: Name patterns of modules with experts, needed if their parameters are plain tensors.
+        ep_plan: As for :func:`build_ep_fqn2spec_info`; needed if the experts' parameters are plain tensors.
         ep: Names of the expert-parallel dimension.
         fsdp: Names of FSDP's dimension over experts.
 
     Returns:
         ``check(key)``, which returns whether a key is that of an expert parameter, or of its optimizer state.
+
+    Raises:
+        ShardingError: the plan has no patterns, or none that matches.
     """
-    found = [name for name, _ in expert_parameters(model, ep_plan)]
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor) and (
-            has_mesh_dim(param.device_mesh, ep) or has_mesh_dim(param.device_mesh, fsdp)
-        ):
-            found.append(name)
+    found = [name for name, _ in expert_parameters(model, _get_patterns(ep_plan))]
+    sharded = ((name, param.device_mesh) for name, param in model.named_parameters() if isinstance(param, DTensor))
+    found += [name for name, mesh in sharded if has_mesh_dim(mesh, ep) or has_mesh_dim(mesh, fsdp)]
     names = ExpertNames(found)
     return lambda key: names.find(key) is not None
 
 
 def get_chunk_readitem(
-    read_item: ReadItem, ep_rank: int, dim: int = 0, *, stored: TensorStorageMetadata, experts: int | None = None
+    readitem: ReadItem,
+    ep_rank: int,
+    operate_dim: int = 0,
+    *,
+    stored: TensorStorageMetadata | None = None,
+    experts: int | None = None,
 ) -> ReadItem:
     """Move a read item, planned as if every rank had the first experts, to where this rank's experts are stored.
 
     Args:
-        read_item: The item; an item of an object is returned as it is.
+        readitem: The item; an item of an object is returned as it is.
         ep_rank: The expert-parallel rank.
-        dim: The axis that counts experts.
-        stored: Metadata of the stored tensor.
+        operate_dim: The axis that counts experts.
+        stored: Metadata of the stored tensor. Without it, the item moves within its stored chunk: right where one chunk
+            has all experts. An item that leaves its chunk is an error of the reader.
         experts: Number of experts on every rank; None if the item reads all of a rank's experts.
 
     Returns:
         The moved item.
 
     Raises:
-        ShardingError: the item has no such axis, or its experts are in several stored chunks.
+        ShardingError: the item has no such axis, reads a part of a rank's experts of which ``experts`` does not say the
+            number, or its experts are in several stored chunks.
     """
+    read_item, dim = readitem, operate_dim
     if read_item.type is LoadItemType.BYTE_IO:
         return read_item
     if not 0 <= dim < len(read_item.lengths) or ep_rank < 0:
         raise ShardingError(f"{read_item.dest_index.fqn!r}: {read_item} cannot be moved along axis {dim} to {ep_rank}")
+    if experts is None and any((read_item.dest_index.offset or ())[dim : dim + 1]):
+        raise ShardingError(
+            f"{read_item.dest_index.fqn!r}: {read_item} reads a part of a rank's experts, which FSDP shards: "
+            "pass their number as experts="
+        )
+    step = ep_rank * (read_item.lengths[dim] if experts is None else experts)
+    if stored is None:
+        moved = list(read_item.storage_offsets)
+        moved[dim] += step
+        return dataclasses.replace(read_item, storage_offsets=torch.Size(moved))
     start = tuple(
         base + offset
         for base, offset in zip(read_item.storage_index.offset or (), read_item.storage_offsets, strict=True)
     )
-    step = ep_rank * (read_item.lengths[dim] if experts is None else experts)
     requested = Box((*start[:dim], start[dim] + step, *start[dim + 1 :]), tuple(read_item.lengths))
+    # a read item has one chunk: experts that lie in several need several items, which only a planner can make
     for number, chunk in enumerate(stored.chunks):
         inside = tuple(off - base for off, base in zip(requested.offset, chunk.offsets, strict=True))
         ends = (off + size for off, size in zip(inside, requested.shape, strict=True))
@@ -245,35 +280,42 @@ def get_chunk_readitem(
 
 
 def create_default_local_load_plan_with_moe(
+    check_moe_fn: Callable[[str], bool] | None,
+    ep_rank: int,
     state_dict: Mapping[str, Any],
     metadata: Metadata,
     strict: bool = True,
     *,
-    ep_rank: int,
-    ep_size: int,
-    check_moe_fn: Callable[[str], bool],
+    ep_size: int | None = None,
 ) -> LoadPlan:
     """Plan DCP's load of a flat state dict in which some tensors hold this rank's experts of the stored tensors.
 
     Experts are assigned to ranks as by ``torch.chunk`` along axis 0.
 
     Args:
+        check_moe_fn: Returns whether a key is an expert's, see :func:`get_check_moe_func`; None if none is.
+        ep_rank: The expert-parallel rank.
         state_dict: Tensors by flattened key.
         metadata: The checkpoint's metadata.
         strict: Whether all keys must be stored.
-        ep_rank: The expert-parallel rank.
-        ep_size: The expert-parallel size.
-        check_moe_fn: Returns whether a key is an expert's; see :func:`get_check_moe_func`.
+        ep_size: The expert-parallel size. None if every rank has the same number of experts of each tensor.
 
     Returns:
         This rank's plan, for any DCP planner.
 
     Raises:
         ShapeMismatchError: a tensor has neither the shape of this rank's part of the stored tensor nor of all of it.
+        ShardingError: there is no such rank; or the size is None, and stored experts cannot be divided into parts of
+            this rank's number.
     """
+    if ep_rank < 0 or (ep_size is not None and ep_rank >= ep_size):
+        raise ShardingError(f"there is no ep_rank {ep_rank} of {ep_size}")
 
     def layout_of(key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:
-        return _layout_by_rank(key, value, metadata, Split(0, ep_size, ep_rank)) if check_moe_fn(key) else None
+        if check_moe_fn is None or not check_moe_fn(key):
+            return None
+        size = _infer_ep_size(key, value, metadata, ep_rank) if ep_size is None else ep_size
+        return _layout_by_rank(key, value, metadata, Split(0, size, ep_rank))
 
     return local_plan(state_dict, metadata, layout_of, strict=strict)[0]
 
@@ -286,11 +328,16 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
     Args:
         ep_rank: The expert-parallel rank.
         ep_size: The expert-parallel size.
-        check_moe_fn: Returns whether a key is an expert's; see :func:`get_check_moe_func`.
+        check_moe_fn: Returns whether a key is an expert's, see :func:`get_check_moe_func`; None if none is.
         **kwargs: Arguments of DCP's DefaultLoadPlanner, and ``allow_globals`` and ``allow_dtype_cast``.
+
+    Raises:
+        ShardingError: there is no such rank.
     """
 
-    def __init__(self, ep_rank: int, ep_size: int, check_moe_fn: Callable[[str], bool], **kwargs: Any) -> None:
+    def __init__(
+        self, ep_rank: int = 0, ep_size: int = 1, check_moe_fn: Callable[[str], bool] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         if not 0 <= ep_rank < ep_size:
             raise ShardingError(f"there is no ep_rank {ep_rank} of {ep_size}")
@@ -299,7 +346,25 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
 
     def layout_of(self, key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:
         """Return the layout of this rank's part of a stored tensor; None for a key that is not an expert's."""
-        return _layout_by_rank(key, value, metadata, self._split) if self._check(key) else None
+        if self._check is None or not self._check(key):
+            return None
+        return _layout_by_rank(key, value, metadata, self._split)
+
+
+def _infer_ep_size(key: str, value: Any, metadata: Metadata, ep_rank: int) -> int:
+    """Return how many ranks' experts a stored tensor has, by those of this rank; 1 for what has no axis of experts."""
+    if not isinstance(value, torch.Tensor) or not value.dim() or key not in metadata.state_dict_metadata:
+        return ep_rank + 1
+    stored, held = tuple(get_stored_tensor(key, metadata).size), tuple(value.shape)
+    if stored == held:  # all experts: any size above 1 says so
+        return max(2, ep_rank + 1)
+    count, rest = divmod(stored[0], held[0]) if stored and held[0] else (0, 1)
+    if rest or ep_rank >= count:
+        raise ShardingError(
+            f"{key!r} is stored with shape {stored}, and this rank, {ep_rank} of the expert-parallel ones, has {held}: "
+            "ranks have different numbers of experts, or the tensor is not an expert's; pass ep_size="
+        )
+    return count
 
 
 def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> ExpertLayout | None:
@@ -307,6 +372,7 @@ def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> E
     if not isinstance(value, torch.Tensor) or key not in metadata.state_dict_metadata:
         return None
     shape = tuple(get_stored_tensor(key, metadata).size)
+    # a tensor of the stored shape on one of several ranks holds all experts
     if not shape or (tuple(value.shape) == shape and split.count > 1):
         return None
     found = list_held_boxes(shape, [split])
@@ -323,12 +389,59 @@ def _layout_by_rank(key: str, value: Any, metadata: Metadata, split: Split) -> E
     return ExpertLayout(shape, box, tuple(get_dtensor_splits(key, value)), get_replica_coordinates(value))
 
 
-def _layout(
-    tensor: torch.Tensor, mesh: DeviceMesh, ep: Names, expert_dim: int, *, name: str, **counts: Any
-) -> ExpertLayout:
-    if isinstance(tensor, DTensor):
-        return ExpertLayout.from_efsdp(tensor, mesh, ep=ep, expert_dim=expert_dim, name=name, **counts)
-    return ExpertLayout.from_local(tensor, mesh, ep=ep, expert_dim=expert_dim, name=name, **counts)
+def _find_mesh(parallel_state: Any, ep: Names) -> DeviceMesh:
+    """Return the mesh with the expert-parallel dimension that a trainer's parallel state has."""
+    if isinstance(parallel_state, DeviceMesh):
+        return parallel_state
+    found: list[DeviceMesh] = []
+    seen: list[str] = []
+    # by their type, not by a name: MindSpeed and VeOmni have renamed the attribute from release to release
+    for name, value in vars(parallel_state).items() if hasattr(parallel_state, "__dict__") else ():
+        for mesh in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(mesh, DeviceMesh):
+                seen.append(f"{name} {mesh.mesh_dim_names}")
+                if has_mesh_dim(mesh, ep) and mesh not in found:
+                    found.append(mesh)
+    largest = [mesh for mesh in found if mesh.ndim == max(each.ndim for each in found)]
+    if len(largest) != 1:
+        names = (ep,) if isinstance(ep, str) else ep
+        raise ShardingError(
+            f"parallel_state={parallel_state!r:.80} has {len(largest)} meshes with a dimension "
+            f"{' or '.join(map(repr, names))} among its attributes ({', '.join(seen) or 'no mesh at all'}): pass the "
+            "mesh that the model was sharded on, or the name of its dimension as ep="
+        )
+    return largest[0]
+
+
+def _get_patterns(ep_plan: Any) -> str | Collection[str]:
+    """Return the name patterns of a plan, or in a trainer's plan object."""
+    patterns = getattr(ep_plan, "apply_modules", ep_plan)
+    if not isinstance(patterns, (str, Collection)) or not all(isinstance(each, str) for each in patterns):
+        raise ShardingError(
+            f"ep_plan={ep_plan!r:.80}: expected patterns of module names, such as 'layers.{{*}}.mlp.experts', or an "
+            "object with these as apply_modules"
+        )
+    return patterns
+
+
+def _is_part(mesh: DeviceMesh, full: DeviceMesh) -> bool:
+    """Return whether a mesh is the full one, or its slice through this rank along some of its dimensions."""
+    names, all_names = mesh.mesh_dim_names or (), full.mesh_dim_names or ()
+    if not names or not set(names) <= set(all_names):
+        return False
+    here = full.get_coordinate()
+    kept = [dim for dim, name in enumerate(all_names) if name in names]
+    if here is None or [all_names[dim] for dim in kept] != list(names):
+        return mesh == full
+    place = tuple(slice(None) if dim in kept else index for dim, index in enumerate(here))
+    return mesh.mesh.equal(full.mesh[place])
+
+
+def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Ints) -> DTensor:
+    """Return a DTensor of a global shape over a tensor's local memory; no rank compares anything."""
+    stride = torch.empty(shape, device="meta").stride()
+    local = get_local_tensor(tensor)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _placements(tensor: torch.Tensor, mesh: DeviceMesh, ep: Names, expert_dim: int) -> tuple[Placement, ...]:
@@ -354,20 +467,18 @@ def _inner_placements(tensor: torch.Tensor, mesh: DeviceMesh) -> dict[int, Place
     """Map a DTensor's placements to the dimensions of the full mesh, which are recognized by their ranks."""
     if not isinstance(tensor, DTensor):
         return {}
-    own, taken = tensor.device_mesh, {}
+    found: dict[int, Placement] = {}
     for dim, place in enumerate(tensor.placements):
-        same = [
-            other
-            for other in range(mesh.ndim)
-            if other not in taken and _ranks_along(mesh, other) == _ranks_along(own, dim)
-        ]
+        # by their ranks: a mesh of FSDP alone may name its dimensions otherwise than the full mesh does
+        ranks = _ranks_along(tensor.device_mesh, dim)
+        same = [other for other in range(mesh.ndim) if other not in found and _ranks_along(mesh, other) == ranks]
         if not same:
             raise ShardingError(
-                f"the tensor is sharded over ranks {_ranks_along(own, dim)}, which no dimension of the mesh "
-                f"{mesh.mesh_dim_names} {mesh.mesh.tolist()} has: pass the mesh that the model was sharded on"
+                f"the tensor is sharded over ranks {ranks}, which no dimension of the mesh {mesh.mesh_dim_names} "
+                f"{mesh.mesh.tolist()} has: pass the mesh that the model was sharded on"
             )
-        taken[same[0]] = place
-    return taken
+        found[same[0]] = place
+    return found
 
 
 def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
@@ -377,28 +488,20 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
     return mesh.mesh[place].tolist()
 
 
-def _local_experts_shape(tensor: DTensor, ep_dim: int, expert_dim: int) -> Ints:
-    """Return the shape of this rank's experts before FSDP shards them."""
-    count, here = tensor.device_mesh.size(ep_dim), tensor.device_mesh.get_coordinate() or (0,) * tensor.device_mesh.ndim
-    return compute_local_shape(tensor.shape, [Split(expert_dim, count, here[ep_dim])])
-
-
-def _is_same_mesh(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    return mesh.mesh_dim_names == other.mesh_dim_names and mesh.mesh.equal(other.mesh)
-
-
-def _without_stride(place: Placement) -> Placement:
-    """Return a placement without the stride that the sharding of experts adds."""
-    return Shard(place.dim) if isinstance(place, StridedShard) else place
-
-
 __all__ = [
     "EPLoadPlanner",
     "EPSpecInfo",
     "build_ep_fqn2spec_info",
+    "cleanup_old_checkpoints",
     "create_default_local_load_plan_with_moe",
+    "dcp_to_torch_state_dict",
     "drop_ep_dim",
+    "empty_cache",
     "get_check_moe_func",
     "get_chunk_readitem",
+    "get_dtype_size",
+    "get_shard_info",
     "restore_ep_dim",
+    "save_state_dict",
+    "synchronize",
 ]

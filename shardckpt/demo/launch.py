@@ -229,9 +229,8 @@ class _Group:
     def _take(self, fields: dict[str, Any], say: Callable[[str], None]) -> bool:
         """Store what rank 0 has reported; return whether it is the step at which to kill the ranks."""
         if "loss" not in fields:
-            self._run.state = (
-                self._run.state or fields["state"]
-            )  # the first report is of the checkpoint; a later one is of the end
+            # The first report is of the checkpoint; a later one is of the end.
+            self._run.state = self._run.state or fields["state"]
             say(f"loaded step {fields['loaded']}" if "loaded" in fields else f"saved step {fields['saved']}")
             return False
         step, loss = fields["step"], fields["loss"]
@@ -293,6 +292,3 @@ def _workplace(directory: str | None) -> Iterator[Path]:
     if not is_empty:
         raise StorageError(f"{place} is not empty: give --dir a directory that is new or empty")
     yield place
-
-
-__all__ = ["DENSE", "EXPERTS", "TOLERANCE", "Layout", "Run", "check", "differences", "run_demo", "run_rank"]

@@ -146,6 +146,3 @@ def batch(step: int) -> torch.Tensor:
     """Return the bytes of a training step, int64 of shape (batch, length): the same for any number of ranks."""
     starts = torch.randint(len(text()) - CONTEXT, (BATCH,), generator=torch.Generator().manual_seed(step))
     return torch.tensor([list(text()[start : start + CONTEXT]) for start in starts.tolist()])
-
-
-__all__ = ["BATCH", "ByteTransformer", "Experts", "MixtureOfExperts", "batch", "feed_forward"]

@@ -1,13 +1,14 @@
 """Ranks: collectives, process groups, and one error for all of them."""
 
 from shardckpt.distributed.comm import Comm
-from shardckpt.distributed.error_report import ErrorReport
-from shardckpt.distributed.pickling import can_be_pickled, pickled, unpickled
+from shardckpt.distributed.error_report import ErrorReport, replace_text
+from shardckpt.distributed.pickling import can_be_pickled, try_pickle, unpickle_trusted
 
 __all__ = [
     "Comm",
     "ErrorReport",
     "can_be_pickled",
-    "pickled",
-    "unpickled",
+    "replace_text",
+    "try_pickle",
+    "unpickle_trusted",
 ]

@@ -6,7 +6,8 @@ that another never enters. What a rank does alone needs no sync of its own: the 
 
 Small values go to the main rank, which sends them to all. So the main rank notices at once when a rank dies, and the
 others learn it from the main rank. A rank that stops is noticed when the group's timeout ends. Together the survivors
-find out which rank it is: see :mod:`shardckpt.distributed.group_failure`.
+find out which rank it is: see :mod:`shardckpt.distributed.group_failure`. Long before, a rank that waits says so: see
+:mod:`shardckpt.distributed.long_wait`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import hashlib
 import itertools
 import pickle
+import time
 from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -34,9 +36,10 @@ from shardckpt.distributed.group_failure import (
     wait_for,
 )
 from shardckpt.distributed.groups import get_cpu_group, get_live_group, moves_between, resolve_group
-from shardckpt.distributed.pickling import can_be_pickled, unpickled
+from shardckpt.distributed.long_wait import LongWait
+from shardckpt.distributed.pickling import unpickle_trusted
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
-from shardckpt.tensors import packed, view_tensor
+from shardckpt.tensors import pack_bytes, view_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,6 +66,8 @@ SYNC_BYTES = 8 * (1 + _SYNC_NUMBERS)
 _last_works: deque[Any] = deque(maxlen=4)
 # One reference too many: the deque itself survives the interpreter's shutdown.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_last_works))
+#: What errors call the time before the first phase.
+_NO_PHASE = "start"
 #: Numbers the Comms of a process.
 _numbers = itertools.count()
 
@@ -128,11 +133,13 @@ class Comm:
             record_first_use(group)
         self.rank: int = dist.get_rank(group) if active else 0
         self.world_size: int = dist.get_world_size(group) if active else 1
-        self._phase = "start"
+        self._phase = _NO_PHASE
         self._number = next(_numbers)
         #: The shared error that this rank is raising. What fails meanwhile is not reported: the others raise it, too.
         self._raised: CheckpointingException | None = None
         self._connected: set[str] = set()
+        #: Returns, for an error's text, whose code has raised it: ``"in a.plugins.Class, ..."``, or ``""``.
+        self.describe_origin: Callable[[BaseException], str] = _no_origin
         #: How many collectives of this Comm this rank is in: one calls another.
         self._depth = 0
         #: A Ctrl-C that waits for the outermost collective to end.
@@ -180,13 +187,8 @@ class Comm:
         """Do this rank's part of a phase, without a message; the next collective raises its error on all ranks.
 
         A rank that fails enters that collective at once, and raises here what all raise. The other ranks first do what
-        stands before that collective, although this rank has failed. See :class:`Comm` for what may stand there.
-
-        Args:
-            name: As in :meth:`collective_phase`.
-
-        Raises:
-            CheckpointingException: on this rank if it failed; on the others in their next collective.
+        stands before that collective, although this rank has failed. See :class:`Comm` for what may stand there, and
+        :meth:`collective_phase` for the name.
         """
         before, self._phase, self._raised = self._phase, name, None
         error: BaseException | None = None
@@ -217,7 +219,7 @@ class Comm:
     def _sync(self, *values: int, error: BaseException | None = None, operation: Any = dist.ReduceOp.MAX) -> list[int]:
         """Collective: sync errors, and combine a few values of all ranks by position, in one message of fixed size."""
         if isinstance(error, CheckpointingException) and error.shared_by == self._number:
-            raise error
+            raise error  # all ranks are raising it: an inner phase has shared it
         if isinstance(error, CommunicationError) and error.shared_by is not None:
             # A rank did not answer in a smaller group. A collective of this group would wait for it, too.
             raise self._make_lost_error(self._abandon(error)) from error
@@ -232,7 +234,7 @@ class Comm:
             return list(values)
         padding = [0] * (_SYNC_NUMBERS - len(values))
         failed, *combined = self._combine([int(error is not None), *values, *padding], operation)
-        if failed:
+        if failed:  # the same number on every rank, so all enter the collectives of _share_error
             raise self._share_error(error) from error
         return combined[: len(values)]
 
@@ -242,7 +244,8 @@ class Comm:
         It is the error of the first rank that failed, with its class if every rank can import that class: see
         :class:`ErrorReport`.
         """
-        report = None if error is None else ErrorReport.of(error, f"rank {self.rank}, in {self._phase!r}")
+        where = f"rank {self.rank}, in {self._phase!r}"
+        report = None if error is None else ErrorReport.of(error, where + self._name_origin(error))
         everyone: list[ErrorReport | None] = self._all_gather_bytes(pickle.dumps(report))
         reports = [report for report in everyone if report is not None]
         shared = reports[0].rebuild(join_messages(reports))
@@ -255,13 +258,7 @@ class Comm:
 
     @_uninterrupted
     def all_gather(self, value: _T) -> list[_T]:
-        """Collective: return every rank's value, in rank order, on every rank.
-
-        Args:
-            value: Any value that pickle takes.
-
-        Returns:
-            One value for each rank. With one rank, the value itself, not a copy.
+        """Collective: return every rank's value, in rank order, on every rank; of one rank the value itself, no copy.
 
         Raises:
             CheckpointingException: on every rank, if any rank failed before or cannot pickle its value.
@@ -275,24 +272,25 @@ class Comm:
 
     @_uninterrupted
     def gather_some(self, value: _T, *, given: bool) -> list[_T]:
-        """Collective: return the values of the ranks with ``given=True``, in rank order, on the main rank.
-
-        Args:
-            value: Any value that pickle takes.
-            given: Whether this rank has a value.
-
-        Returns:
-            The given values on the main rank; an empty list on the others.
-        """
+        """Collective: return the values of the ranks with ``given=True``, as :meth:`gather` does."""
         data, longest = self._pickle_and_sync(value, given=given)
         if self.world_size == 1:
             return [value] if given else []
+        senders = range(self.world_size if self.is_main else 0)
+        if not longest:
+            return []
         if longest * self.world_size <= _AT_ONCE:
-            return self._gather_padded(data, longest)
+            padded = [_allocate(longest) for _ in senders]
+            self._gather(pack_bytes(data, longest), padded)
+            return [_unpack(part) for part in padded if part[0]]  # no pickle begins with 0, which is padding
+        # One by one: the main rank takes no memory for ranks without a value, nor for the padding of short ones.
         with self.collective_phase(self._phase):
-            parts = self._allocate_parts(len(data))
+            nbytes = torch.tensor([len(data)], device="cpu")
+            sizes = [torch.empty_like(nbytes) for _ in senders]
+            self._gather(nbytes, sizes)
+            parts = {rank: _allocate(int(size)) for rank, size in enumerate(sizes) if size}
             receives = [(part, rank) for rank, part in parts.items() if rank]
-            sends = [(packed(data), 0)] if data and not self.is_main else []
+            sends = [(pack_bytes(data), 0)] if data and not self.is_main else []
             transfers = self._plan_transfers(sends, receives, self._group)
         self._transfer(transfers)
         return [_unpack(part) if rank else value for rank, part in parts.items()]
@@ -303,15 +301,9 @@ class Comm:
         data, size = self._pickle_and_sync(value, given=self.is_main)
         if self.world_size == 1:
             return value
-        content = packed(data) if self.is_main else _allocate(size)
+        content = pack_bytes(data) if self.is_main else _allocate(size)
         self._broadcast(content)
         return value if self.is_main else _unpack(content)
-
-    def broadcast_or(self, value: _T, otherwise: _T) -> _T:
-        """Collective: return the main rank's value on every rank, or its ``otherwise`` if pickle does not take it."""
-        if self.is_main and self.world_size > 1 and not can_be_pickled(value):
-            value = otherwise
-        return self.broadcast(value)
 
     def all_true(self, flag: bool) -> bool:
         """Collective: return whether the flag is true on every rank."""
@@ -339,7 +331,7 @@ class Comm:
             device_type: Where all tensors are, on every rank: "cpu", or a type that :meth:`moves`.
         """
         with self.collective_phase(self._phase):
-            transfers = self._plan_transfers(sends, receives, self._group_for(device_type))
+            transfers = self._plan_transfers(sends, receives, self._group if device_type == "cpu" else self._own)
         self._connect(device_type)
         self._transfer(transfers)
 
@@ -355,7 +347,7 @@ class Comm:
         if self.world_size == 1:
             return
         with self.collective_phase(self._phase):
-            group = self._group_for(device_type)
+            group = self._group if device_type == "cpu" else self._own
             sources = [(_as_bytes(tensor), dist.get_global_rank(group, rank)) for tensor, rank in routes]
         self._connect(device_type)
         self._call(lambda: _finish([dist.broadcast(raw, src, group, async_op=True) for raw, src in sources]))
@@ -441,20 +433,12 @@ class Comm:
         if transfers:
             self._call(lambda: _finish(dist.batch_isend_irecv(transfers)))
 
-    def _group_for(self, device_type: str) -> Any:
-        """Return the group that moves tensors on such devices."""
-        return self._group if device_type == "cpu" else self._own
-
     def _connect(self, device_type: str) -> None:
         """Collective: connect the ranks on such devices: all must take part in the first call of NCCL."""
         if device_type != "cpu" and device_type not in self._connected:
             everyone = torch.zeros(1, device=device_type)
             self._call(lambda: dist.all_reduce(everyone, group=self._own))
             self._connected.add(device_type)
-
-    def _main_rank(self) -> int:
-        """Return the number of the group's main rank in the whole job."""
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
     def _pickle_and_sync(self, value: Any, *, given: bool = True) -> tuple[bytes, int]:
         """Collective: pickle the value, sync errors, and return the pickle with the length of the longest of all ranks.
@@ -467,14 +451,14 @@ class Comm:
             data, error = pickle.dumps(value) if given else b"", None
         except Exception as exc:  # noqa: BLE001 - any class may refuse with any error
             data, error = b"", exc
-        longest, *_ = self._sync(len(data), error=error)
+        longest, *_ = self._sync(len(data), error=error)  # one message for errors and sizes
         return data, longest
 
     def _all_gather_bytes(self, data: bytes, longest: int | None = None) -> list[Any]:
         """Collective: unpickle and return every rank's bytes; ``longest`` is their largest length, if it is known."""
         if longest is None:
             (longest,) = self._combine([len(data)], dist.ReduceOp.MAX)
-        mine, everyone = packed(data, longest), _allocate(longest * self.world_size)
+        mine, everyone = pack_bytes(data, longest), _allocate(longest * self.world_size)
         parts = list(everyone.view(self.world_size, longest))
         if everyone.nbytes > MAX_BYTES_BY_MAIN:
             self._call(lambda: dist.all_gather(parts, mine, group=self._group, async_op=True))
@@ -506,20 +490,9 @@ class Comm:
         self._broadcast(found)
         return found.tolist()
 
-    def _gather_padded(self, data: bytes, longest: int) -> list[Any]:
-        """Collective: return on the main rank the values of the ranks that have one, of at most ``longest`` bytes."""
-        if not longest:
-            return []
-        parts = [_allocate(longest) for _ in range(self.world_size if self.is_main else 0)]
-        self._gather(packed(data, longest), parts)
-        return [_unpack(part) for part in parts if part[0]]  # no pickle begins with 0, which is padding
-
-    def _allocate_parts(self, nbytes: int) -> dict[int, torch.Tensor]:
-        """Collective: return on the main rank the memory to receive into, by rank; ranks without bytes are left out."""
-        mine = torch.tensor([nbytes], device="cpu")
-        sizes = [torch.empty_like(mine) for _ in range(self.world_size if self.is_main else 0)]
-        self._gather(mine, sizes)
-        return {rank: _allocate(int(size)) for rank, size in enumerate(sizes) if size}
+    def _main_rank(self) -> int:
+        """Return the number of the group's main rank in the whole job."""
+        return dist.get_global_rank(self._group, 0)
 
     def _gather(self, mine: torch.Tensor, parts: Iterable[torch.Tensor]) -> None:
         """Collective: fill the parts on the main rank with each rank's tensor."""
@@ -544,9 +517,13 @@ class Comm:
             self._interrupt = exc  # Ctrl-C: raised when the outermost collective is done
 
     def _wait(self, work: Any) -> None:
-        """Wait for a collective, and poll for its failure on another rank; Ctrl-C is kept for later."""
+        """Wait for a collective, and poll for its failure on another rank; Ctrl-C is kept for later.
+
+        The wait is said to be long once it is. A collective that ends before the first poll pays for neither.
+        """
         _last_works.append(work)
-        failure = None
+        started = time.monotonic()
+        failure = waiting = None
         while True:
             try:
                 if not self._by_gloo:
@@ -557,6 +534,9 @@ class Comm:
                 failure = failure or GroupFailure(self._group)
                 if failure.is_announced():
                     raise RuntimeError("it failed on another rank")
+                waiting = waiting or LongWait(started, self.members, "" if self._phase == _NO_PHASE else self._phase)
+                with suppress(Exception):  # of a logging handler: it must not fail a collective, least of all one rank
+                    waiting.report_once(time.monotonic())
             except BaseException as exc:  # noqa: PERF203 - an interrupt may come anywhere in the loop
                 if isinstance(exc, Exception) or not self._depth:
                     raise
@@ -588,15 +568,27 @@ class Comm:
         return lost
 
     def _make_local_error(self, error: BaseException) -> CheckpointingException:
-        """Return the error of a single process: itself if its class would reach other ranks, else a RankFailedError."""
-        report = ErrorReport.of(error, f"in {self._phase!r}")
-        if not isinstance(error, CheckpointingException) or report.rebuild("") is None:
-            wrapped = RankFailedError(report.message(named=True))
-            wrapped.__cause__ = error
-            error = wrapped
-        if error.shared_by is None:
-            error.shared_by = self._number
-        return error
+        """Return the error that several ranks would raise; if it is of the family and would reach them, it itself."""
+        origin = self._name_origin(error)
+        shared: Any = ErrorReport.of(error, f"in {self._phase!r}{origin}").to_error()
+        if type(shared) is type(error) and not origin:
+            shared = error  # with all of its attributes, and without a phase in its text
+        else:
+            shared.__cause__ = error
+        if shared.shared_by is None:
+            shared.shared_by = self._number
+        return shared  # type: ignore[no-any-return]
+
+    def _name_origin(self, error: BaseException) -> str:
+        try:
+            origin = self.describe_origin(error)
+        except Exception:  # noqa: BLE001 - it looks at a plugin's classes; no error may hide the first
+            return ""
+        return origin and f", {origin}"
+
+
+def _no_origin(_error: BaseException) -> str:
+    return ""
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -609,12 +601,9 @@ def _allocate(nbytes: int) -> torch.Tensor:
 
 
 def _unpack(tensor: torch.Tensor) -> Any:
-    return unpickled(view_tensor(tensor))
+    return unpickle_trusted(view_tensor(tensor))
 
 
 def _finish(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-
-
-__all__ = ["MAX_BYTES_BY_MAIN", "SYNC_BYTES", "Comm"]

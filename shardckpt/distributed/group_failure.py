@@ -132,11 +132,7 @@ class GroupFailure:
     def abandon(self, diagnosis: Diagnosis) -> Diagnosis:
         """Leave the group because another group failed; ranks that wait for this one in the group raise the same.
 
-        Args:
-            diagnosis: That of the group that failed.
-
-        Returns:
-            ``diagnosis``, or the one that another rank published first.
+        It returns the other group's ``diagnosis``, or the one that another rank has published before.
         """
         ends = time.monotonic() + _SURVIVOR_TIMEOUT + _READ_TIMEOUT
         # Published before it is announced: a rank that hears of the failure finds the reason in the store.
@@ -243,11 +239,8 @@ class GroupFailure:
 
     def _find_closed_connections(self) -> list[int]:
         """Return the ranks whose connection to this one is closed: by them, or by the system when they died."""
-
-        def probe_all() -> list[int]:
-            return [rank for rank in self._others if self._probe(rank) is None]
-
-        return _run_within(_STORE_TIMEOUT, probe_all) or []
+        probed = _run_within(_STORE_TIMEOUT, lambda: [rank for rank in self._others if self._probe(rank) is None])
+        return probed or []
 
     def _close_connections(self) -> None:
         """Close all connections of the group.
@@ -301,14 +294,7 @@ def moves_by_gloo(group: Any) -> bool:
 
 
 def wait_for(work: Any, seconds: float) -> bool:
-    """Wait for a collective of gloo; one that takes longer goes on.
-
-    Args:
-        work: The collective, begun with ``async_op=True``.
-        seconds: How long to wait.
-
-    Returns:
-        Whether it is done.
+    """Wait ``seconds`` for a work handle of gloo, and return whether it is done; it goes on if it is not.
 
     Raises:
         RuntimeError: it failed.
@@ -346,6 +332,3 @@ def _run_within(seconds: float, function: Callable[[], _T]) -> _T | None:
     thread.start()
     thread.join(seconds)
     return results[0] if results else None
-
-
-__all__ = ["POLL_INTERVAL", "Diagnosis", "GroupFailure", "moves_by_gloo", "record_first_use", "wait_for"]

@@ -53,6 +53,7 @@ def get_cpu_group(group: Any) -> Any:
     if group not in _gloo_groups:
         ranks = dist.get_process_group_ranks(group)
         timeout = group_timeout(group)  # a deadline that the user has set holds for this group, too
+        # local synchronization: ranks outside of the group need not call, and do not
         _gloo_groups[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
     return _gloo_groups[group]
 
@@ -63,6 +64,3 @@ def moves_between(group: Any, device_type: str) -> bool:
         return False
     pairs = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
     return {device: backend for device, _, backend in pairs}.get(device_type) not in _CPU_BACKENDS
-
-
-__all__ = ["get_cpu_group", "get_live_group", "moves_between", "resolve_group"]

@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 
-def pickled(value: Any) -> bytes | None:
+def try_pickle(value: Any) -> bytes | None:
     """Return the value's pickle, to send to another process, or None if pickle does not take it."""
     try:
         return pickle.dumps(value)
@@ -16,12 +16,9 @@ def pickled(value: Any) -> bytes | None:
 
 def can_be_pickled(value: Any) -> bool:
     """Return whether pickle takes the value."""
-    return pickled(value) is not None
+    return try_pickle(value) is not None
 
 
-def unpickled(data: bytes | memoryview) -> Any:
+def unpickle_trusted(data: bytes | memoryview) -> Any:
     """Return the value that another process of this job pickled; never call it on stored bytes, which may run code."""
     return pickle.loads(data)  # noqa: S301 - from a rank of this job, which runs the same program
-
-
-__all__ = ["can_be_pickled", "pickled", "unpickled"]

@@ -5,9 +5,10 @@ from shardckpt.engine.externally_coordinated import (
     ExternalSavePart,
     locate_checkpoint,
     open_reader,
-    reading,
+    report_read,
     write_part,
 )
+from shardckpt.engine.gc_pause import pause_gc
 from shardckpt.engine.integrity import (
     ExpectedFile,
     IncompleteFile,
@@ -17,11 +18,19 @@ from shardckpt.engine.integrity import (
     list_recorded_files,
     read_integrity,
     save_integrity_manifest,
+    verify_integrity,
     verify_integrity_manifest,
 )
 from shardckpt.engine.lazy import StoredCheckpoint, StoredTensor
+from shardckpt.engine.load_results import check_values
 from shardckpt.engine.load_template import MISSING, LoadTemplate
-from shardckpt.engine.loading import LoadOptions, OpenCheckpoint, load_checkpoint, open_checkpoint, read_checkpoint
+from shardckpt.engine.loading import (
+    LoadOptions,
+    OpenCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
+    read_checkpoint,
+)
 from shardckpt.engine.locations import check_names, locate, locate_local, open_folder
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachedPlan, PlanCache, saved_plans
@@ -34,15 +43,15 @@ from shardckpt.engine.pruning import (
     prune_spools,
 )
 from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
-from shardckpt.engine.transaction import Identity, Transaction, Written, as_json, commit_files
+from shardckpt.engine.transaction import CheckpointHeader, Transaction, WrittenFiles, as_json, commit_files
 
 __all__ = [
     "MISSING",
     "CachedPlan",
+    "CheckpointHeader",
     "ExpectedFile",
     "ExternalSave",
     "ExternalSavePart",
-    "Identity",
     "IncompleteFile",
     "LoadOptions",
     "LoadTemplate",
@@ -54,10 +63,11 @@ __all__ = [
     "StoredCheckpoint",
     "StoredTensor",
     "Transaction",
-    "Written",
+    "WrittenFiles",
     "as_json",
     "check_names",
     "check_state",
+    "check_values",
     "clear_leftovers",
     "commit_files",
     "explain_kept_leftover",
@@ -74,14 +84,16 @@ __all__ = [
     "open_checkpoint",
     "open_folder",
     "open_reader",
+    "pause_gc",
     "prune_leftovers",
     "prune_spools",
     "read_checkpoint",
     "read_integrity",
-    "reading",
+    "report_read",
     "save_checkpoint",
     "save_integrity_manifest",
     "saved_plans",
+    "verify_integrity",
     "verify_integrity_manifest",
     "write_part",
 ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardckpt.distributed import Comm
 from shardckpt.engine.locations import locate, locate_local
 from shardckpt.engine.operation import Operation
-from shardckpt.engine.transaction import Identity, Transaction, Written
+from shardckpt.engine.transaction import CheckpointHeader, Transaction, WrittenFiles
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, CheckpointWriter, digest_vote, negotiate_digest
 
@@ -71,11 +71,12 @@ class ExternalSave:
     ) -> None:
         target = locate_local(path, "let another library save to")
         self._operation = Operation("save", target, Comm(alone=True), get_plugin_manager())
-        self._operation.dispatched(strategy)
-        identity = Identity(strategy.backend, strategy.version, strategy.reader)
-        self._transaction = Transaction(self._operation, target, identity, overwrite=overwrite)
+        self._operation.set_strategy(strategy)
+        header = CheckpointHeader(strategy.backend, strategy.version, strategy.reader)
+        self._transaction = Transaction(self._operation, target, header, overwrite=overwrite)
         self._transaction.world_size = world_size
         self._transaction.algorithm = negotiate_digest(digest_vote(), *digest_votes)
+        # torch's DCP does not tell its writer of a save that failed on another rank: it only drops the writer.
         self._leftover = weakref.finalize(owner, _abort_here, self._transaction, os.getpid())
 
     def parts(self) -> list[ExternalSavePart]:
@@ -98,11 +99,11 @@ class ExternalSave:
             with self._transaction.writer() as writer:
                 with self._operation.local_phase("writing the metadata"):
                     write(writer)
-                self._transaction.commit(writer, Written(list(files), {}))
+                self._transaction.commit(writer, WrittenFiles(list(files), {}))
         except BaseException:
             self.abort()
             raise
-        self._leftover.detach()
+        self._leftover.detach()  # committed: nothing is left that the end of the process should remove
 
     def abort(self) -> None:
         """Remove all that the save has written; after a commit, do nothing."""
@@ -126,7 +127,7 @@ def write_part(part: ExternalSavePart, write: Callable[[CheckpointWriter], None]
     ):
         write(writer)
         files = writer.recorded_files()
-        operation.wrote(sum(file.size for file in files))
+        operation.set_nbytes(sum(file.size for file in files))
         return files
 
 
@@ -156,7 +157,7 @@ def open_reader(path: str | os.PathLike[str], strategy: LoadStrategy) -> Checkpo
 
 
 @contextmanager
-def reading(reader: CheckpointReader, rank: int, phase: str) -> Iterator[None]:
+def report_read(reader: CheckpointReader, rank: int, phase: str) -> Iterator[None]:
     """Report the block to ``shardckpt_event`` as a phase of a load.
 
     Args:
@@ -179,6 +180,3 @@ def _abort_here(transaction: Transaction, process: int) -> None:
     """Abort, unless this is a forked child: it ends with a copy of the save, which is not its own to remove."""
     if os.getpid() == process:
         transaction.abort()
-
-
-__all__ = ["ExternalSave", "ExternalSavePart", "locate_checkpoint", "open_reader", "reading", "write_part"]

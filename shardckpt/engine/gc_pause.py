@@ -51,6 +51,3 @@ def pause_gc() -> Iterator[None]:
             if _pauses.count == 1 and _pauses.was_enabled:
                 gc.enable()
             _pauses.count = max(0, _pauses.count - 1)  # 0 already in a child that was forked in the block
-
-
-__all__ = ["pause_gc"]

@@ -21,16 +21,17 @@ from shardckpt.storage import (
     detect_replacement,
     file_size,
     is_there,
-    naming,
+    refuse_linked_folders,
     replaced_error,
     retry_if_replaced,
     sync_directory,
     was_replaced,
+    wrap_os_errors,
 )
 from shardckpt.strategy import ChecksFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from shardckpt.strategy import LoadStrategy
@@ -67,33 +68,28 @@ def verify_integrity(directory: Path, manifest: Manifest, comm: Comm) -> None:
         CorruptCheckpointError: names every file that is missing or not as it was written.
         CheckpointingException: there are no digests.
     """
-    files = comm.main_runs("reading the digests", lambda: list_expected_files(directory, manifest))
+
+    def list_files() -> list[ExpectedFile]:
+        files = list_digested_files(directory, manifest)
+        if files is None:
+            raise CheckpointingException(
+                f"{directory} was saved without digests: it has neither {RECORD_NAME} nor {INTEGRITY_NAME}, and there "
+                "is nothing to check it against; load it without verify_integrity, or load it and save it again"
+            )
+        return files
+
+    files = comm.main_runs("reading the digests", list_files)
     owners = assign_holders([tuple(range(comm.world_size))] * len(files), [file.nbytes for file in files])
     with comm.local_phase("checking files"):
         mine = [file for file, owner in zip(files, owners, strict=True) if owner == comm.rank]
         errors = find_faults(directory, manifest, mine)
         faults = [(file.name, str(error)) for file, error in zip(mine, errors, strict=True) if error is not None]
-    everyone = comm.all_gather(faults)
+    everyone = comm.all_gather(faults)  # every rank names the files of all, since every rank raises
     with comm.local_phase("comparing digests"):
         bad = sorted(found for part in everyone for found in part)
         if bad:
             listed = "".join(f"\n  {name}: {fault}" for name, fault in bad)
             raise CorruptCheckpointError(f"{directory}: of {len(files)} files {len(bad)} are not as written:{listed}")
-
-
-def list_expected_files(directory: Path, manifest: Manifest) -> list[ExpectedFile]:
-    """Return the files of which ``shardckpt.json`` or ``integrity.json`` has a digest, sorted by name.
-
-    Raises:
-        CheckpointingException: the checkpoint has neither file, or one that is damaged.
-    """
-    files = list_digested_files(directory, manifest)
-    if files is None:
-        raise CheckpointingException(
-            f"{directory} was saved without digests: it has neither {RECORD_NAME} nor {INTEGRITY_NAME}, and there is "
-            "nothing to check it against; load it without verify_integrity, or load it and save it again"
-        )
-    return files
 
 
 def list_digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFile] | None:
@@ -132,6 +128,7 @@ def find_faults(
 
 def is_damage(error: CheckpointingException) -> bool:
     """Return whether an error means that a file is missing or not as written, not only that it could not be read."""
+    # the reader wraps what the system said, perhaps several times: the innermost error decides
     cause: BaseException | None = error
     while isinstance(cause, StorageError):
         cause = cause.__cause__
@@ -170,19 +167,20 @@ def find_incomplete_files(strategy: LoadStrategy, reader: CheckpointReader) -> l
     found = []
     for name in sorted({*sizes, *indexed}):
         least = indexed[name].nbytes if name in indexed else 0
-        fault = _find_size_fault(reader.place / name, sizes.get(name), least)
+        fault = _find_size_fault(reader.place, name, sizes.get(name), least)
         if fault:
             found.append(IncompleteFile(name, fault, indexed[name].keys if name in indexed else ()))
-    if found and reader.was_replaced():
+    if found and reader.was_replaced():  # the files of a checkpoint that is replaced are deleted: they are no fault
         raise replaced_error(reader.directory, f"{found[0].name} {found[0].fault}")
     return found
 
 
-def _find_size_fault(path: Path, written: int | None, least: int) -> str:
+def _find_size_fault(directory: Path, name: str, written: int | None, least: int) -> str:
     """Return what is wrong with a file's size; ``""`` if it has the bytes that were written, and ``least`` at least."""
     try:
-        with naming("look at", path):
-            found = file_size(path)
+        refuse_linked_folders(directory, name)
+        with wrap_os_errors("look at", directory / name):
+            found = file_size(directory / name)
     except StorageError as exc:
         if is_damage(exc):
             return "is missing"
@@ -207,8 +205,6 @@ def read_integrity(directory: Path) -> Integrity | None:
             f"{path}: its digests are {found.algorithm!r}, and this release checks {INTEGRITY_ALGORITHM!r}; upgrade "
             "shardckpt, or load without verify_integrity"
         )
-    for name in found.files:
-        check_file_name(name)
     return found
 
 
@@ -238,10 +234,13 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     directory = locate_local(checkpoint_dir, "write integrity.json into")
     place, manifest = hold_checkpoint(directory, get_plugin_manager())
     contents = _Contents(place, manifest)
-    with naming("list", directory):
+    with wrap_os_errors("list", directory):
         (directory / _TEMPORARY).unlink(missing_ok=True)
-        found = sorted(path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink())
-    names = [name for name in found if name != INTEGRITY_NAME]
+        found = {path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink()}
+    # of files in folders only those with a record: other libraries give them names that no list of files may have
+    found.update(() if manifest.record is None else (file.name for file in manifest.record.files))
+    # a reader opens what another library wrote under any name, but refuses such names in a list of files
+    names = [check_file_name(name) for name in sorted(found) if name != INTEGRITY_NAME]
     hashes = contents.reader.map(contents.sha256, names, size=lambda name: _size(directory / name))
     # renamed when it is complete, so that a crash leaves no truncated integrity.json, which would fail every load
     with CheckpointWriter(directory, 0) as writer:
@@ -249,7 +248,7 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
     if was_replaced(place):
         (directory / _TEMPORARY).unlink(missing_ok=True)
         raise replaced_error(directory, f"{INTEGRITY_NAME} would have digests of another save's files")
-    with naming(f"rename {_TEMPORARY} to", directory / INTEGRITY_NAME):
+    with wrap_os_errors(f"rename {_TEMPORARY} to", directory / INTEGRITY_NAME):
         os.rename(directory / _TEMPORARY, directory / INTEGRITY_NAME)
     sync_directory(directory)
 
@@ -291,7 +290,7 @@ class _Contents:
     def sha256(self, name: str) -> str:
         """Return a file's SHA-256, in hex; raise CorruptCheckpointError if the digests of its record do not match."""
         found = hashlib.sha256()
-        for block in self._reader_of(name).blocks(name):
+        for block in self._blocks(name):
             found.update(block)
         return found.hexdigest()
 
@@ -299,10 +298,11 @@ class _Contents:
         """Return what is wrong with a file, or None."""
         try:
             if not file.sha256:
-                self._read(file.name)
+                for _ in self._blocks(file.name):  # the reader compares them with the digests of shardckpt.json
+                    pass
                 return None
             found = self.sha256(file.name)
-        except CheckpointReplacedError:
+        except CheckpointReplacedError:  # no fault of the file: the caller reads the new checkpoint from the start
             raise
         except CheckpointingException as exc:
             return exc
@@ -312,12 +312,8 @@ class _Contents:
             f"the SHA-256 of {self._directory / file.name} is {found}, {INTEGRITY_NAME} has {file.sha256}"
         )
 
-    def _read(self, name: str) -> None:
-        for _ in self._reader_of(name).blocks(name):
-            pass
-
-    def _reader_of(self, name: str) -> CheckpointReader:
-        return self.reader if name in self._recorded else self._other
+    def _blocks(self, name: str) -> Iterator[memoryview]:
+        return (self.reader if name in self._recorded else self._other).blocks(name)
 
 
 def _size(path: Path) -> int:
@@ -325,22 +321,3 @@ def _size(path: Path) -> int:
         return file_size(path)
     except OSError:  # it is missing: reading it will say so
         return 0
-
-
-__all__ = [
-    "INTEGRITY_LIMIT",
-    "INTEGRITY_NAME",
-    "ExpectedFile",
-    "IncompleteFile",
-    "Integrity",
-    "find_faults",
-    "find_incomplete_files",
-    "is_damage",
-    "list_digested_files",
-    "list_expected_files",
-    "list_recorded_files",
-    "read_integrity",
-    "save_integrity_manifest",
-    "verify_integrity",
-    "verify_integrity_manifest",
-]

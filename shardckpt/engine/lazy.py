@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shardckpt.engine.loading import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, StateDict
 
-_Index = int | slice
-
 
 class StoredTensor:
     """A tensor in a checkpoint: key, shape and dtype; indexing reads its values.
@@ -142,7 +140,7 @@ def _region(key: str, shape: tuple[int, ...], index: tuple[Any, ...]) -> tuple[l
     return spans, [axis for axis, part in enumerate(full) if isinstance(part, int)]
 
 
-def _span(key: str, part: _Index, size: int) -> tuple[int, int]:
+def _span(key: str, part: Any, size: int) -> tuple[int, int]:
     if isinstance(part, slice):
         start, stop, step = part.indices(size)
         if step != 1:
@@ -153,6 +151,3 @@ def _span(key: str, part: _Index, size: int) -> tuple[int, int]:
     if not -size <= part < size:
         raise CheckpointingException(f"{key!r}: index {part} is outside an axis of {size}")
     return part % size, part % size + 1
-
-
-__all__ = ["StoredCheckpoint", "StoredTensor"]

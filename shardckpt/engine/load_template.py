@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import (
     FactoryMergeFn,
     LocalNonpersistentObject,
     OptionalEntries,
+    PlainObject,
     ShardedBase,
     ShardedStateDict,
     ShardedTensorFactory,
@@ -28,31 +31,15 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda _: "MISSING"})()
 
 @dataclass(frozen=True)
 class _Slot:
-    """A leaf that the load fills: the index of a shard in the template's list."""
+    """A leaf whose value is not in the common state.
 
-    index: int
+    Attributes:
+        value: Returns it, or ``MISSING``; gets the loaded values of all shards of the template.
+        shard: The index of the shard in the template, if the value is that of a single one.
+    """
 
-
-@dataclass(frozen=True)
-class _FactorySlot:
-    """A leaf that a factory fills from its shards: a nested dict or list of slots, and what merges their values."""
-
-    slots: Any
-    merge_fn: FactoryMergeFn
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A leaf whose value is known, not looked up in the common state: the caller's own, or a loaded one."""
-
-    value: Any
-
-
-class _OptionalEntry(NamedTuple):
-    """An entry that the checkpoint may lack: the prefix of its keys, and the indices of its shards."""
-
-    prefix: str
-    numbers: range
+    value: Callable[[list[Any]], Any]
+    shard: int | None = None
 
 
 class LoadTemplate:
@@ -67,10 +54,11 @@ class LoadTemplate:
 
     def __init__(self, wanted: ShardedStateDict) -> None:
         self.shards: list[ShardedBase] = []
-        self._optional: list[_OptionalEntry] = []
+        #: Entries that the checkpoint may lack: the prefix of their keys, and the numbers of their shards.
+        self._optional: list[tuple[str, range]] = []
         self._tree = self._make_slots(wanted)
 
-    def absent(self, stored: Collection[str], key_of: Callable[[ShardedBase], str]) -> dict[int, str]:
+    def find_absent(self, stored: Collection[str], key_of: Callable[[ShardedBase], str]) -> dict[int, str]:
         """Return the shards of optional entries of which the checkpoint has nothing.
 
         Args:
@@ -81,7 +69,7 @@ class LoadTemplate:
             The name of the entry, by the index of the shard in :attr:`shards`.
         """
         found: dict[int, str] = {}
-        if all(key_of(self.shards[number]) in stored for entry in self._optional for number in entry.numbers):
+        if all(key_of(self.shards[number]) in stored for _, numbers in self._optional for number in numbers):
             return found
         ordered = sorted(stored)
         for prefix, numbers in self._optional:
@@ -91,22 +79,24 @@ class LoadTemplate:
         return found
 
     @property
-    def optional(self) -> int:
+    def optional_count(self) -> int:
         """The number of shards of optional entries."""
-        return sum(len(entry.numbers) for entry in self._optional)
+        return sum(len(numbers) for _, numbers in self._optional)
 
-    def fill(self, values: list[Any], common: StateDict) -> StateDict:
+    def fill(self, values: list[Any], common: StateDict, *, built: Collection[int] = ()) -> StateDict:
         """Return the state dict, filled with loaded values and the common state.
 
         Args:
             values: The loaded value of every shard in :attr:`shards`, in order, or ``MISSING``.
             common: The checkpoint's common state, which has the values of all other leaves. It is not changed.
+            built: The indices of shards whose values the strategy has built from values that are in the common state,
+                too. If there are any, a value of the common state is left out where the template has a shard.
 
         Raises:
             CheckpointingException: the common state has a value where the template has a shard, or a list of another
                 length.
         """
-        filled = _assemble(dict_list_map_outplace(lambda leaf: _fill_slot(leaf, values), self._tree), common, "")
+        filled = _assemble(self._tree, values, _leave_out(self._tree, common, built, "") if built else common, "")
         return filled if isinstance(filled, dict) else {}
 
     def _make_slots(self, wanted: Any) -> Any:
@@ -126,47 +116,83 @@ class LoadTemplate:
         slots = self._make_slots(wanted)
         # keys that a prefix was added to afterwards do not show by name whether the checkpoint has the entry
         if all(shard.key.startswith(prefix) for shard in self.shards[first:]):
-            self._optional.append(_OptionalEntry(prefix, range(first, len(self.shards))))
+            self._optional.append((prefix, range(first, len(self.shards))))
         return slots
 
     def _make_slot(self, leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensorFactory):
-            return _FactorySlot(dict_list_map_outplace(self._make_slot, build_copy(leaf)), leaf.merge_fn)
+            return _Slot(partial(_merge, dict_list_map_outplace(self._make_slot, build_copy(leaf)), leaf.merge_fn))
+        if isinstance(leaf, PlainObject):  # for other readers
+            return _Slot(lambda _: MISSING)
         if isinstance(leaf, ShardedBase):
             self.shards.append(build_copy(leaf))
-            return _Slot(len(self.shards) - 1)
-        return _Kept(leaf.unwrap()) if isinstance(leaf, LocalNonpersistentObject) else leaf
+            number = len(self.shards) - 1
+            return _Slot(itemgetter(number), number)
+        if isinstance(leaf, LocalNonpersistentObject):
+            return _Slot(lambda _: leaf.unwrap())
+        return leaf
 
 
-def _fill_slot(leaf: Any, values: list[Any]) -> Any:
-    """Return the loaded value of a slot, as a :class:`_Kept`; other leaves as they are."""
-    if isinstance(leaf, _Slot):
-        return _Kept(values[leaf.index])
-    if isinstance(leaf, _FactorySlot):
-        parts = dict_list_map_outplace(lambda inner: _unwrap(_fill_slot(inner, values)), leaf.slots)
-        return _Kept(MISSING if any(value is MISSING for value in nested_values(parts)) else leaf.merge_fn(parts))
-    return leaf
+def _merge(built: Any, merge_fn: FactoryMergeFn, values: list[Any]) -> Any:
+    """Return what merge_fn makes of a factory's loaded shards; its plain leaves are as build_fn made them."""
+    parts = dict_list_map_outplace(lambda leaf: leaf.value(values) if isinstance(leaf, _Slot) else leaf, built)
+    return MISSING if any(value is MISSING for value in nested_values(parts)) else merge_fn(parts)
 
 
-def _unwrap(leaf: Any) -> Any:
-    """Return what merge_fn gets for a leaf: the loaded value, or a plain leaf as build_fn made it."""
-    return leaf.value if isinstance(leaf, _Kept) else leaf
+def _leave_out(wanted: Any, common: Any, built: Collection[int], path: str) -> Any:
+    """Return the common state without what stands where ``wanted`` has slots; MISSING if nothing is left."""
+    if not _has_slot(wanted):
+        return common
+    if isinstance(wanted, dict) and isinstance(common, dict):
+        parts = {
+            key: _leave_out(wanted[key], value, built, f"{path}[{key!r}]") if key in wanted else value
+            for key, value in common.items()
+        }
+        return {key: part for key, part in parts.items() if part is not MISSING}
+    if isinstance(wanted, list) and isinstance(common, list):
+        return _leave_out_of_list(wanted, common, built, path)
+    return MISSING
 
 
-def _assemble(wanted: Any, common: Any, path: str) -> Any:
-    """Return ``wanted`` with its kept values, and for all other leaves the common state at the same path."""
-    if isinstance(wanted, _Kept):
+def _leave_out_of_list(wanted: list[Any], common: list[Any], built: Collection[int], path: str) -> Any:
+    # the stored values are those of what is built and of what is not sharded, in order; tensors have none
+    positions = [i for i, value in enumerate(wanted) if _has_common(value) or _has_slot(value, built)]
+    if len(common) == len(wanted):
+        positions = list(range(len(wanted)))
+    if len(common) != len(positions):
+        raise CheckpointingException(
+            f"the checkpoint's common state has a list of {len(common)} values at {path}, the state dict to load has "
+            f"{len(positions)} that are not tensors"
+        )
+    rest = []
+    for position, value in zip(positions, common, strict=True):
+        # what is only slots is left out, and has no place in what remains
+        if _has_common(wanted[position]):
+            part = _leave_out(wanted[position], value, built, f"{path}[{position}]")
+            rest.append(value if part is MISSING else part)
+    return rest or MISSING
+
+
+def _has_slot(wanted: Any, numbers: Collection[int] | None = None) -> bool:
+    """Return whether there are slots in it; with ``numbers``, those of one of these shards."""
+    slots = (leaf for leaf in nested_values(wanted) if isinstance(leaf, _Slot))
+    return any(numbers is None or slot.shard in numbers for slot in slots)
+
+
+def _assemble(wanted: Any, values: list[Any], common: Any, path: str) -> Any:
+    """Return ``wanted`` with the values of its slots, and for all other leaves the common state at the same path."""
+    if isinstance(wanted, _Slot):
         if common is not MISSING:
             raise CheckpointingException(
                 f"the checkpoint's common state has a value at {path or 'the top level'}, where the state dict to "
                 "load has a sharded or local one: describe it as it was saved"
             )
-        return wanted.value
+        return wanted.value(values)
     if isinstance(wanted, dict) and (common is MISSING or isinstance(common, dict)):
-        return _assemble_dict(wanted, common, path)
+        return _assemble_dict(wanted, values, common, path)
     if isinstance(wanted, list) and (common is MISSING or isinstance(common, list)):
-        return _assemble_list(wanted, common, path)
-    if any(isinstance(leaf, _Kept) for leaf in nested_values(wanted)):
+        return _assemble_list(wanted, values, common, path)
+    if _has_slot(wanted):
         raise CheckpointingException(
             f"the checkpoint's common state has a {type(common).__name__} at {path or 'the top level'}, where the "
             f"state dict to load has a {type(wanted).__name__} with shards"
@@ -174,17 +200,17 @@ def _assemble(wanted: Any, common: Any, path: str) -> Any:
     return common
 
 
-def _assemble_dict(wanted: dict[Any, Any], common: Any, path: str) -> Any:
+def _assemble_dict(wanted: dict[Any, Any], values: list[Any], common: Any, path: str) -> Any:
     stored: dict[Any, Any] = {} if common is MISSING else common
     result = copy.copy(stored)
     for key, value in wanted.items():
-        part = _assemble(value, stored.get(key, MISSING), f"{path}[{key!r}]")
+        part = _assemble(value, values, stored.get(key, MISSING), f"{path}[{key!r}]")
         if part is not MISSING:
             result[key] = part
     return result if result or not wanted else MISSING
 
 
-def _assemble_list(wanted: list[Any], common: Any, path: str) -> Any:
+def _assemble_list(wanted: list[Any], values: list[Any], common: Any, path: str) -> Any:
     stored: list[Any] = [] if common is MISSING else common
     # a save leaves sharded values out of a list, so the stored values are those of the others, in order
     positions = [index for index, value in enumerate(wanted) if _has_common(value)]
@@ -198,18 +224,14 @@ def _assemble_list(wanted: list[Any], common: Any, path: str) -> Any:
             f"{len(positions)} that are not sharded"
         )
     by_position = dict(zip(positions, stored, strict=False))
-    parts = [_assemble(value, by_position.get(i, MISSING), f"{path}[{i}]") for i, value in enumerate(wanted)]
+    parts = [_assemble(value, values, by_position.get(i, MISSING), f"{path}[{i}]") for i, value in enumerate(wanted)]
     result = [part for part in parts if part is not MISSING]
     return result if result or not wanted else MISSING
 
 
 def _has_common(wanted: Any) -> bool:
     """Return whether a save of this value puts any of it in the common state."""
-    if isinstance(wanted, dict):
-        return not wanted or any(_has_common(value) for value in wanted.values())
-    if isinstance(wanted, list):
-        return not wanted or any(_has_common(value) for value in wanted)
-    return not isinstance(wanted, _Kept)
-
-
-__all__ = ["MISSING", "LoadTemplate"]
+    if isinstance(wanted, (dict, list)):
+        inner = wanted.values() if isinstance(wanted, dict) else wanted
+        return not wanted or any(map(_has_common, inner))
+    return not isinstance(wanted, _Slot)

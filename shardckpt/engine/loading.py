@@ -5,34 +5,38 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from shardckpt.engine.integrity import verify_integrity
+from shardckpt.engine.load_results import check_buildable, check_common, check_index, check_values
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.engine.locations import locate
 from shardckpt.engine.operation import Operation
-from shardckpt.errors import PluginError, ShardingError, listed
-from shardckpt.mapping import ShardedTensor
+from shardckpt.errors import ShardingError, listed
+from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Casts, check_dtypes, check_shapes, describe_casts, is_exact
 from shardckpt.plugins import Accept, choose_reader, hold_checkpoint, hold_same
 from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
-from shardckpt.strategy import LoadContext, LoadStrategy
+from shardckpt.strategy import BuildsObjects, LoadContext, LoadStrategy
 from shardckpt.tensors import fill
 from shardckpt.validation import (
     KeyMismatch,
     StrictHandling,
     choose_main_replicas,
     compare_keys,
+    name_keys,
     stored_key,
+    use_bare_keys,
     validate_shards,
 )
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
+
+    import torch
 
     from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+#: What begins the keys of a model that is described with its optimizer.
+_MODEL = "model."
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,37 @@ class OpenCheckpoint:
         """Collective: return the state that is not sharded."""
         with self.operation.local_phase("loading the common state"):
             common = self.strategy.load_common(self.context)
-        return common
+            checked = check_common(self.strategy, common, self.operation.plugins)
+        return checked
 
     def index(self) -> list[ShardedBase]:
-        """Collective: return descriptions of all stored tensors and objects, without data."""
+        """Collective: return descriptions of all stored tensors and objects, without data; callers share the list."""
+        return self._index
+
+    @cached_property
+    def _index(self) -> list[ShardedBase]:
+        # kept: a CheckpointManager asks three times, and a large checkpoint has a million of them
         with self.operation.local_phase("reading the index"):
             index = self.strategy.load_index(self.context)
-        return index
+            checked = check_index(self.strategy, index, self.operation.plugins)
+        return checked
+
+    def find_buildable(self, wanted: Iterable[ShardedBase], stored: Collection[str]) -> set[str]:
+        """Return the unique keys of those objects that are not stored, but that the strategy can build.
+
+        Args:
+            wanted: Shards.
+            stored: The names of all that is stored.
+        """
+        if not isinstance(self.strategy, BuildsObjects):
+            return set()
+        absent = [shard for shard in wanted if isinstance(shard, ShardedObject) and shard.unique_key not in stored]
+        if not absent:
+            return set()
+        found = check_buildable(
+            self.strategy, absent, self.strategy.can_build(absent, self.context), self.operation.plugins
+        )
+        return {shard.unique_key for shard, is_built in zip(absent, found, strict=True) if is_built}
 
     def values(self, wanted: list[ShardedBase]) -> list[Any]:
         """Collective: return the values of shards; where a shard has data, that is filled and returned.
@@ -103,8 +133,15 @@ class OpenCheckpoint:
         self.context.comm.sync_errors()
         with self.operation.local_phase("loading shards"):
             values = self.strategy.load(wanted, self.context)
+            # all of them before the first is copied
+            values = check_values(self.strategy, wanted, values, self.operation.plugins, self._find_dtypes)
             delivered = [_deliver(shard, value) for shard, value in zip(wanted, values, strict=True)]
         return delivered
+
+    def _find_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the stored dtypes by key; empty if the index was not read, which is collective."""
+        index: list[ShardedBase] = vars(self).get("_index", [])
+        return {shard.key: shard.dtype for shard in index if isinstance(shard, ShardedTensor)}
 
 
 @contextmanager
@@ -139,10 +176,10 @@ def open_checkpoint(
         with operation.local_phase("reading the manifest"):
             manifest = comm.main_runs("reading the manifest", read)
         with operation.local_phase("choosing a strategy"):
-            if not comm.is_main:
+            if not comm.is_main:  # since the main rank has read the manifest, another save may have replaced the files
                 place = hold_same(directory, manifest)
             strategy = choose_reader(directory, manifest, plugins, options.strategy, options.accept)
-            operation.dispatched(strategy)
+            operation.set_strategy(strategy)
             reader = CheckpointReader(place, manifest)
         with reader:
             # An open file can be read after its checkpoint is replaced. In a second attempt the next save may come as
@@ -192,6 +229,7 @@ def load_checkpoint(
     strict: StrictHandling,
     verify: bool = False,
     allow_dtype_cast: bool = False,
+    advise: bool = True,
 ) -> tuple[StateDict, KeyMismatch]:
     """Collective: fill a state dict from an open checkpoint; see :func:`shardckpt.dist_checkpointing.load`.
 
@@ -204,6 +242,8 @@ def load_checkpoint(
         strict: What to do about keys that do not match.
         verify: Whether to read every file, and compare it with its digests, first.
         allow_dtype_cast: Whether to cast values to dtypes that cannot hold them.
+        advise: Whether errors may name arguments of ``dist_checkpointing.load`` and of ShardedTensor: whether the
+            user can pass them.
 
     Returns:
         The loaded state dict, and the keys that do not match.
@@ -217,12 +257,14 @@ def load_checkpoint(
         for shard in template.shards:
             shard.validate_metadata_integrity()
             _refuse_meta(shard)
+        # these decide which collectives a rank calls: with different ones the ranks would wait for each other
         comm.agree(
             strict=strict.value,
             validate_access_integrity=validate,
             verify_integrity=verify,
             allow_dtype_cast=allow_dtype_cast,
         )
+        # copies are not compared: their values are about to be overwritten
         template.shards = choose_main_replicas(template.shards, comm, compare=False)
     if verify:
         with checkpoint.operation.local_phase("verifying the files"):
@@ -232,30 +274,38 @@ def load_checkpoint(
             validate_shards(template.shards, comm)
     index = checkpoint.index()
     with checkpoint.operation.local_phase("comparing keys"):
-        keys = frozenset(map(stored_key, index))
-        left_out = template.absent(keys, stored_key)
-        wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
+        keys = name_keys(index)
+        if checkpoint.context.reader.manifest.recognised_as is not None:  # another library's: it may be torchtitan's
+            use_bare_keys(template.shards, keys, _MODEL)
+        built = checkpoint.find_buildable(template.shards, keys)
+        left_out = template.find_absent(keys.keys() | built, stored_key)
+        # every rank must compare with the same keys, and what is built differs from rank to rank
+        wanted = [
+            shard for n, shard in enumerate(template.shards) if n not in left_out and stored_key(shard) not in built
+        ]
         mismatch = compare_keys(wanted, keys, strict, comm)
         if left_out and comm.is_main:
-            _log_left_out(left_out, template.optional)
+            _log_left_out(left_out, template.optional_count)
     is_absent = [
-        number in left_out or (bool(mismatch.unexpected) and stored_key(shard) in mismatch.unexpected)
+        number in left_out or (bool(mismatch.absent) and stored_key(shard) in mismatch.absent)
         for number, shard in enumerate(template.shards)
     ]
     available = [shard for shard, absent in zip(template.shards, is_absent, strict=True) if not absent]
     with checkpoint.operation.local_phase("comparing shapes"):
         stored = [shard for shard in index if isinstance(shard, ShardedTensor)]
-        check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in stored})
+        check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in stored}, advise=advise)
     with checkpoint.operation.local_phase("comparing dtypes"):
         dtypes = {shard.key: shard.dtype for shard in stored}
-        casts = check_dtypes(available, dtypes, allow_cast=allow_dtype_cast)
+        casts = check_dtypes(available, dtypes, allow_cast=allow_dtype_cast, advise=advise)
         if casts and comm.is_main:
             _log_casts(casts)
-    common = checkpoint.common()
+    common = checkpoint.common()  # before the shards: if it cannot be read, no destination has been filled
     loaded = iter(checkpoint.values(available))
     with checkpoint.operation.local_phase("assembling the state dict"):
         values = [MISSING if absent else next(loaded) for absent in is_absent]
-        state_dict = template.fill(values, common)
+        # what the strategy built from single values is in the common state as well
+        numbers = {number for number, shard in enumerate(template.shards) if stored_key(shard) in built}
+        state_dict = template.fill(values, common, built=numbers)
     return state_dict, mismatch
 
 
@@ -284,13 +334,7 @@ def _deliver(shard: ShardedBase, value: Any) -> Any:
     """Return the loaded value, in the caller's own tensor if there is one."""
     if not isinstance(shard, ShardedTensor):
         return value
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shard.data_shape:
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise PluginError(f"{shard.key!r}: the strategy returned {found}, not a tensor of shape {shard.data_shape}")
     if shard.data is None or value is shard.data:
         return value
     fill(shard.key, shard.data, value)
     return shard.data
-
-
-__all__ = ["LoadOptions", "OpenCheckpoint", "load_checkpoint", "open_checkpoint", "read_checkpoint"]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from shardckpt.commit import NAME_MAX
 from shardckpt.errors import CheckpointingException, StorageError
-from shardckpt.storage import NAME_MAX, RemotePath, mask_password
+from shardckpt.storage import RemotePath, mask_password
 
 if TYPE_CHECKING:
     from shardckpt.plugins import PluginManager
@@ -34,10 +35,8 @@ def locate(path: str | os.PathLike[str], plugins: PluginManager) -> Path:
         StorageError: no plugin serves the URL, or a name in the path is too long.
     """
     text = os.fspath(path)
-    if not _URL.match(text):
-        return _local(text)
-    if text.lower().startswith("file://"):
-        return _local(_path_of(text))
+    if (local := _find_local(text)) is not None:
+        return local
     url = text.rstrip("/")
     if "://" not in url:
         raise StorageError(f"{text} names a store: give a URL with the checkpoint's name in it")
@@ -55,12 +54,12 @@ def locate_local(path: str | os.PathLike[str], action: str) -> Path:
         CheckpointingException: it is another URL.
     """
     text = os.fspath(path)
-    if _URL.match(text) and not text.lower().startswith("file://"):
+    if (local := _find_local(text)) is None:
         raise CheckpointingException(
             f"cannot {action} {mask_password(text)}: it takes a directory of this machine, because a store cannot "
             "change several objects in one step; give a path, or load what is to be kept and save it to another URL"
         )
-    return _local(_path_of(text) if _URL.match(text) else text)
+    return local
 
 
 def open_folder(url: str, plugins: PluginManager) -> RemoteFolder:
@@ -105,7 +104,17 @@ def check_names(path: Path) -> Path:
     return path
 
 
-def _local(text: str) -> Path:
+def _find_local(text: str) -> Path | None:
+    """Return the directory that a path or a ``file://`` URL names; None for another URL."""
+    if text.lower().startswith("file://"):
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise StorageError(
+                f"{text} names a file of another machine, {parts.netloc}; file:///path has three slashes"
+            )
+        text = url2pathname(parts.path)
+    elif _URL.match(text):
+        return None
     cut = _CUT_URL.match(text)
     if cut and not os.path.lexists(cut[1]):
         raise StorageError(
@@ -113,14 +122,3 @@ def _local(text: str) -> Path:
             f"(a local directory of that name can be given as ./{text})"
         )
     return check_names(Path(os.path.realpath(text)))
-
-
-def _path_of(url: str) -> str:
-    """Return the path that a ``file://`` URL names."""
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise StorageError(f"{url} names a file of another machine, {parts.netloc}; file:///path has three slashes")
-    return url2pathname(parts.path)
-
-
-__all__ = ["check_names", "locate", "locate_local", "open_folder"]

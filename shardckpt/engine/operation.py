@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
-from functools import cached_property
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.gc_pause import pause_gc
-from shardckpt.plugins import Event
+from shardckpt.plugins import Event, describe_origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from pluggy import HookCaller
 
     from shardckpt.distributed import Comm
     from shardckpt.plugins import PluginManager
@@ -40,14 +38,25 @@ class Operation:
         self.plugins = plugins
         self._fields: dict[str, Any] = {"operation": kind, "directory": str(directory), "rank": comm.rank}
         self._started = 0.0
+        self.attribute_to(None)
 
-    def dispatched(self, strategy: Any) -> None:
+    def set_strategy(self, strategy: Any) -> None:
         """Set the strategy that does the work, for later events."""
         kind = type(strategy)
         name = f"({strategy.backend!r}, {strategy.version}) {kind.__module__}.{kind.__qualname__}"
         self._fields["strategy"] = name
+        self.attribute_to(strategy)
 
-    def wrote(self, nbytes: int) -> None:
+    def attribute_to(self, code: Any) -> None:
+        """Let errors that a plugin raises in a phase name it; ``code`` is what will be called, for its class."""
+        self.comm.describe_origin = partial(describe_origin, plugins=self.plugins, code=code)
+
+    @property
+    def strategy(self) -> str:
+        """The strategy, as events and errors name it; ``""`` before :meth:`set_strategy`."""
+        return str(self._fields.get("strategy", ""))
+
+    def set_nbytes(self, nbytes: int) -> None:
         """Set the number of bytes that this rank wrote, for later events."""
         self._fields["nbytes"] = nbytes
 
@@ -69,19 +78,12 @@ class Operation:
 
         Errors reach the other ranks as from :meth:`Comm.local_phase`.
         """
-        self._started = time.perf_counter()
-        try:
-            with pause_gc(), self.comm.local_phase(self._fields["operation"]):
-                self._emit(phase="", state="start", nbytes=0)
-                yield
-        except Exception as exc:
-            self.close_span(exc)
-            raise
+        with self._reported("", self._fields["operation"]) as self._started:
+            yield
 
     def close_span(self, error: BaseException | None = None) -> None:
         """Report the end of an operation that :meth:`open_span` has started, or its failure."""
-        state, text = ("end", "") if error is None else ("failure", str(error))
-        self._emit(phase="", state=state, seconds=time.perf_counter() - self._started, error=text)
+        self._emit_end("", self._started, error)
 
     @contextmanager
     def local_phase(self, name: str) -> Iterator[None]:
@@ -92,27 +94,30 @@ class Operation:
         Args:
             name: What the phase does, for the events and the error.
         """
-        start = time.perf_counter()
-        self._emit(phase=name, state="start", nbytes=0)
+        with self._reported(name, name) as started:
+            yield
+        self._emit_end(name, started)
+
+    @contextmanager
+    def _reported(self, phase: str, name: str) -> Iterator[float]:
+        """Report the start and a failure of a phase (``""``: of the operation), not its end; yield when it started."""
+        started = time.perf_counter()
+        self._emit(phase=phase, state="start", nbytes=0)
         try:
             with pause_gc(), self.comm.local_phase(name):
-                yield
+                yield started
         except Exception as exc:
-            self._emit(phase=name, state="failure", seconds=time.perf_counter() - start, error=str(exc))
+            self._emit_end(phase, started, exc)
             raise
-        self._emit(phase=name, state="end", seconds=time.perf_counter() - start)
 
-    @cached_property
-    def _hook(self) -> HookCaller:
-        """The hook: it calls all plugins, also those that are registered later."""
-        return self.plugins.hook.shardckpt_event
+    def _emit_end(self, phase: str, started: float, error: BaseException | None = None) -> None:
+        state, text = ("end", "") if error is None else ("failure", str(error))
+        self._emit(phase=phase, state=state, seconds=time.perf_counter() - started, error=text)
 
     def _emit(self, **changes: Any) -> None:
         try:
-            if self._hook.get_hookimpls():
-                self._hook(event=Event(**self._fields | changes))
+            hook = self.plugins.hook.shardckpt_event
+            if hook.get_hookimpls():
+                hook(event=Event(**self._fields | changes))
         except Exception:  # an observer must not be able to fail a save, least of all on one rank
             logger.warning("a plugin's shardckpt_event failed", exc_info=True)
-
-
-__all__ = ["Operation"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.state_dict import validated_copy
 from shardckpt.strategy import AsyncSaveStrategy, find_plan_cache_key
 from shardckpt.tensors import ORDINARY
@@ -44,6 +44,9 @@ _TENSOR_FIELDS = (
 
 class PlanCache(Generic[_Plan]):
     """The most recent plans of this process: one rank's part of each.
+
+    Plans of saves are in :data:`saved_plans`. A fully parallel wrapper has a cache of its own, of one plan: its owner
+    decides by ``do_cache_distribution`` whether there is one, and its plan must not push those of saves out.
 
     :meth:`find` is not collective. Ranks use a plan only after they have agreed that all have found the same one: a
     rank that planned alone would wait for the others.
@@ -89,6 +92,7 @@ class PlanCache(Generic[_Plan]):
         """
         if not self._size:
             return plan()
+        # a hash: the input may list a million shards, and a cache that kept it would hold it for the whole job
         key = hashlib.sha256(repr((group.members, group.rank, share)).encode()).digest()
         found = self.find(key)
         is_cached = group.all_true(found is not None)
@@ -102,6 +106,7 @@ class PlanCache(Generic[_Plan]):
 
 #: The plans of this process's last saves: two, since a job may save two state dicts in turn.
 saved_plans: PlanCache[CachedPlan] = PlanCache(2)
+# A forked child, such as a data loader's worker, plans with other ranks or none, and would keep alive what plans hold.
 os.register_at_fork(after_in_child=saved_plans.clear)
 
 
@@ -110,7 +115,7 @@ class Description(NamedTuple):
 
     Attributes:
         kinds: The class of each shard.
-        fields: A column per field of the objects, then of the tensors.
+        fields: A column per field of the objects, then of the tensors, then of the plain objects alone.
         slices: The flattened ranges of the tensors.
         forms: The shapes and the dtypes of the tensors' data.
     """
@@ -207,7 +212,7 @@ class CachingSaveStrategy(AsyncSaveStrategy):
     validated: bool
 
     def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
-        """Collective: plan by the cached plan if the strategy can use it, else without."""
+        """Collective: return the save as prepared by the cached plan, or a new one where the strategy cannot use it."""
         lookup = self.lookup
         if lookup.cached is not None:
             prepared = self.strategy.replan(lookup.cached.plan, shards, common, context)
@@ -228,13 +233,14 @@ class CachingSaveStrategy(AsyncSaveStrategy):
 def describe(shards: Sequence[ShardedBase]) -> Description | None:
     """Return the metadata of shards; None if a shard or tensor is of a class that may have more than these fields."""
     tensors = [shard for shard in shards if type(shard) is ShardedTensor]
-    objects = [shard for shard in shards if type(shard) is ShardedObject]
+    objects = [shard for shard in shards if type(shard) in (ShardedObject, PlainObject)]
+    plain = [shard for shard in objects if type(shard) is PlainObject]
     data: list[Any] = [shard.data for shard in tensors]
     if len(tensors) + len(objects) < len(shards) or not set(map(type, data)) <= set(ORDINARY):
         return None
     return Description(
         list(map(type, shards)),
-        [*_columns(_OBJECT_FIELDS, objects), *_columns(_TENSOR_FIELDS, tensors)],
+        [*_columns(_OBJECT_FIELDS, objects), *_columns(_TENSOR_FIELDS, tensors), *_columns(("keys",), plain)],
         [shard.flattened_range for shard in tensors],
         ([tensor.shape for tensor in data], [tensor.dtype for tensor in data]),
     )
@@ -257,15 +263,3 @@ def _is_lasting(description: Description) -> bool:
     kinds = {type(value) for value in values if not isinstance(value, tuple)}
     kinds.update(type(part) for value in values if isinstance(value, tuple) for part in value)
     return all(issubclass(kind, _LASTING) for kind in kinds)
-
-
-__all__ = [
-    "CachedPlan",
-    "CachingSaveStrategy",
-    "Description",
-    "PlanCache",
-    "PlanLookup",
-    "describe",
-    "look_up_plan",
-    "saved_plans",
-]

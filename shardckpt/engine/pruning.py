@@ -7,33 +7,32 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from shardckpt.commit import (
+    find_foreign,
+    find_leftovers,
+    find_spools,
+    freed_bytes,
+    is_free,
+    remove_free,
+    remove_leftover,
+    spool_folder,
+    stem,
+    why_kept,
+)
 from shardckpt.engine.integrity import list_recorded_files
 from shardckpt.engine.locations import locate_local
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
 from shardckpt.plugins import choose_reader, get_plugin_manager, read_manifest
-from shardckpt.storage import (
-    file_size,
-    find_leftovers,
-    find_spools,
-    freed_bytes,
-    is_free,
-    naming,
-    remove_free,
-    remove_leftover,
-    spool_folder,
-    stem,
-    sync_directory,
-    why_kept,
-)
+from shardckpt.storage import file_size, sync_directory, wrap_os_errors
 from shardckpt.strategy import OwnsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from shardckpt.commit import Leftover
     from shardckpt.plugins import PluginManager
-    from shardckpt.storage import Leftover
 
 #: Takes a checkpoint that an overwrite has moved aside, and its target; returns whether the first is not needed.
 IsSuperseded: TypeAlias = "Callable[[Path, Path], bool]"
@@ -168,7 +167,7 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
             files = list_recorded_files(target, read_manifest(target, plugins))
             if not files or any(size not in (None, file_size(target / name)) for name, size in files.items()):
                 return False
-            foreign = {path.name for path in aside.iterdir()} - owned_files(aside, plugins, moved=True)
+            foreign = find_foreign(aside, owned_files(aside, plugins, moved=True))
         except (CheckpointingException, OSError):
             return False
         return all(os.path.lexists(target / name) for name in foreign)
@@ -177,7 +176,7 @@ def make_superseded_check(plugins: PluginManager) -> IsSuperseded:
 
 
 def owned_files(directory: Path, plugins: PluginManager, *, moved: bool = False) -> set[str]:
-    """Return the names of the files that belong to the checkpoint in a directory: an overwrite keeps all others.
+    """Return the paths of what belongs to the checkpoint in a directory: an overwrite keeps all other files.
 
     Args:
         directory: The checkpoint.
@@ -204,10 +203,11 @@ def _belongs_to(target: Path) -> Callable[[str], bool]:
 def _restore_target(target: Path, found: list[Leftover]) -> list[Leftover]:
     """Rename back what an overwrite moved aside before it died between its two renames; return the other leftovers."""
     aside = [leftover for leftover in found if leftover.is_replaced and not why_kept(leftover)]
-    if not aside or not is_free(target):
+    if not aside or not is_free(target):  # no place to rename one to
         return found
+    # of several that died, the one whose files were written last
     newest = max(aside, key=lambda leftover: leftover.path.lstat().st_mtime_ns)
-    with naming(f"rename {newest.path} to", target):
+    with wrap_os_errors(f"rename {newest.path} to", target):
         os.rename(newest.path, target)
     sync_directory(target.parent)
     logger.warning(
@@ -235,15 +235,3 @@ def _prune(leftover: Leftover, older_than: float | None, *, dry_run: bool) -> Pr
         except StorageError as exc:
             error = str(exc)
     return PruneResult(leftover.path, nbytes, kept, error)
-
-
-__all__ = [
-    "IsSuperseded",
-    "PruneResult",
-    "clear_leftovers",
-    "explain_kept_leftover",
-    "make_superseded_check",
-    "owned_files",
-    "prune_leftovers",
-    "prune_spools",
-]

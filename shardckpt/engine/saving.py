@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.engine.operation import Operation
 from shardckpt.engine.plan_cache import CachingSaveStrategy, look_up_plan
-from shardckpt.engine.transaction import Identity, commit_files
+from shardckpt.engine.transaction import CheckpointHeader, commit_files
 from shardckpt.errors import UnknownBackendError
 from shardckpt.plugins import StrategyAction, parse_key
 from shardckpt.state_dict import nested_values, split_state_dict, validated_copy
@@ -59,7 +59,7 @@ class CheckedState:
 
     Attributes:
         saver: The strategy; wrapped with the plan cache if its plans are cached.
-        identity: What the checkpoint's header will say.
+        header: What the checkpoint's header will say.
         shards: This rank's shards.
         common: The state that is not sharded.
         given: The shards that the strategy is given, to compare with what it stores.
@@ -67,7 +67,7 @@ class CheckedState:
     """
 
     saver: SaveStrategy
-    identity: Identity
+    header: CheckpointHeader
     shards: list[ShardedBase]
     common: CommonStateDict
     given: GivenShards
@@ -110,7 +110,7 @@ def save_checkpoint(
         commit_files(
             operation,
             target,
-            state.identity,
+            state.header,
             write,
             overwrite=options.overwrite,
             sha256=options.sha256,
@@ -144,12 +144,14 @@ def check_state(
     comm = operation.comm
     with operation.local_phase("preparing the state dict"):
         saver = find_saver(strategy, operation.plugins)
-        operation.dispatched(saver)
-        nested, common = split_state_dict(sharded_state_dict)
+        operation.set_strategy(saver)
+        nested, common = split_state_dict(sharded_state_dict, plain_objects=saver.stores_plain_objects)
         shards = list(nested_values(nested))
         if options.content_metadata is not None:
             common["content_metadata"] = options.content_metadata
         lookup = look_up_plan(shards, saver, comm, validate=options.validate)
+        # One message asks both: did all ranks find the same plan, and do they call with the same arguments? Ranks with
+        # different classes would call different collectives.
         is_cached = comm.agree(
             lookup.save_id,
             strategy=(saver.backend, saver.version),
@@ -166,18 +168,20 @@ def check_state(
         if cached is None:  # copies, so that no change to a description reaches the caller
             shards = list(map(validated_copy, shards))
         replicas = find_replicas(shards, comm) if cached is None else cached.replicas
+        # also with a cached plan: that says which ranks have copies, not whether their values are still equal
         shards = choose_main_replicas(shards, comm, compare=options.validate, replicas=replicas)
     with comm.local_phase("describing shards"):
         given = GivenShards(describe_shards(shards), saver) if cached is None else cached.given
     if options.validate:
         with operation.local_phase("validating"):
             if cached is None:
-                validate_shards(shards, comm, given.described)
+                validate_shards(shards, comm, given.columns)
+            # the common state is no part of a plan: it is compared in every save
             compare_common(common, options.preprocess_common, comm)
-    identity = Identity(saver.backend, saver.version, saver.reader)
+    header = CheckpointHeader(saver.backend, saver.version, saver.reader)
     if lookup.key is not None and isinstance(saver, AsyncSaveStrategy):
         saver = CachingSaveStrategy(saver, lookup, replicas, given, options.validate)
-    return CheckedState(saver, identity, shards, common, given, lookup)
+    return CheckedState(saver, header, shards, common, given, lookup)
 
 
 def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
@@ -201,6 +205,3 @@ def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
         ", ".join(f"{e.backend} {e.version}" for e in plugins.registry.entries(StrategyAction.SAVE_SHARDED)) or "none"
     )
     raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}")
-
-
-__all__ = ["CheckedState", "SaveOptions", "check_state", "find_saver", "save_checkpoint"]

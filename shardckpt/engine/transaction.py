@@ -13,24 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardckpt.engine.pruning import clear_leftovers, make_superseded_check, owned_files
-from shardckpt.errors import StorageError, listed
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record
-from shardckpt.storage import (
-    CheckpointWriter,
+from shardckpt.commit import (
     Owner,
     Upload,
     check_target,
     commit_staging,
     create_staging,
-    digest_vote,
     discard_staging,
-    negotiate_digest,
     new_save_id,
-    on_store,
-    refuse_unrecorded,
     staging_path,
 )
+from shardckpt.engine.pruning import clear_leftovers, make_superseded_check, owned_files
+from shardckpt.errors import StorageError, listed
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record, find_folders
+from shardckpt.storage import CheckpointWriter, digest_vote, negotiate_digest, on_store, refuse_unrecorded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +42,7 @@ _PLACES = tuple(_BITS * number for number in range(5))
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-class Identity(NamedTuple):
+class CheckpointHeader(NamedTuple):
     """The header of a checkpoint: backend, version, and the oldest release that reads it."""
 
     backend: str
@@ -54,7 +50,7 @@ class Identity(NamedTuple):
     reader: str
 
 
-class Written(NamedTuple):
+class WrittenFiles(NamedTuple):
     """The files that a rank has written: their records, and by name their SHA-256, if the save asks for it."""
 
     files: list[FileRecord]
@@ -70,18 +66,18 @@ class Transaction:
     Args:
         operation: The save or migration.
         target: The checkpoint's directory or URL.
-        identity: The checkpoint's header.
+        header: The checkpoint's header.
         overwrite: Whether ``target`` may have a checkpoint, or other files; at a URL, only what an interrupted save has
             left.
         sha256: Whether to write ``integrity.json``.
     """
 
     def __init__(
-        self, operation: Operation, target: Path, identity: Identity, *, overwrite: bool, sha256: bool = False
+        self, operation: Operation, target: Path, header: CheckpointHeader, *, overwrite: bool, sha256: bool = False
     ) -> None:
         self.operation = operation
         self.target = target
-        self._identity = identity
+        self._header = header
         self._overwrite = overwrite
         self.sha256 = sha256
         self.staging: Path | None = None
@@ -95,6 +91,7 @@ class Transaction:
             with operation.local_phase("staging"):
                 if (remote := on_store(target)) is not None:
                     self._upload = Upload(remote.folder, MARKER_NAME)
+                # no message between the ranks here: _announce is the next one, and raises the main rank's error on all
                 if operation.comm.is_main:
                     self.save_id = new_save_id()
                     self._take_target()
@@ -115,12 +112,18 @@ class Transaction:
 
     def writer(self) -> CheckpointWriter:
         """Return a new writer of this rank's files; it may fail on one rank, as in :meth:`Comm.local_phase`."""
-        with self.operation.comm.local_phase("starting the file threads"):
-            rank, staging = self.operation.comm.rank, self.staging or Path()
-            writer = CheckpointWriter(staging, rank, sha256=self.sha256, algorithm=self.algorithm)
+        comm = self.operation.comm
+        with comm.local_phase("starting the file threads"):
+            writer = CheckpointWriter(
+                self.staging or Path(),
+                comm.rank,
+                sha256=self.sha256,
+                algorithm=self.algorithm,
+                author=self.operation.strategy,
+            )
         return writer
 
-    def commit(self, writer: CheckpointWriter, before: Written | None = None, content: Any = None) -> None:
+    def commit(self, writer: CheckpointWriter, before: WrittenFiles | None = None, content: Any = None) -> None:
         """Collective: commit the files of all ranks; other ranks know that it succeeded after the next sync of errors.
 
         Args:
@@ -140,14 +143,17 @@ class Transaction:
             with self.operation.local_phase("uploading"):
                 self._upload.check([file.name for file in files])
                 self._upload.put([file.name for file in added])
+            # before the gather: once the main rank has all records it may commit, and what is there must stay
             self._upload.hand_over()
-        everyone = comm.gather(Written(files, sha256))
-        self.operation.wrote(sum(file.size for file in files))
+        everyone = comm.gather(WrittenFiles(files, sha256))
+        self.operation.set_nbytes(sum(file.size for file in files))
         with self.operation.local_phase("committing"):
             if comm.is_main:
-                _check_records([file for part in everyone for file in part.files])
-                self._write_markers(writer, everyone, content)
-                self._publish(writer, everyone)
+                hashes = {name: digest for part in everyone for name, digest in part.sha256.items()}
+                written = WrittenFiles([file for part in everyone for file in part.files], hashes)
+                check_records(written.files)
+                self._write_markers(writer, written, content)
+                self._publish(writer, written.files)
         if self._upload is not None:
             self._upload.close()
 
@@ -159,16 +165,17 @@ class Transaction:
             discard_staging(self.staging)
 
     def _announce(self) -> Owner:
-        """Collective: announce the save's name, and negotiate the digest of its files, in one message.
-
-        Returns:
-            The owner of the save: the main rank's process, which commits it.
-        """
-        name = _pack_name(self.save_id, Owner.current()) if self.save_id else [0] * len(_PLACES)
+        """Collective: announce the save's name, negotiate the digest, and return the owner: the main rank's process."""
+        name = [0] * len(_PLACES)  # of the other ranks: in a maximum they get what the main rank gives
+        if self.save_id:
+            number = int(self.save_id + Owner.current().text, 16)
+            name = [number >> place & (1 << _BITS) - 1 for place in _PLACES]
         vote, *name = self.operation.comm.largest(digest_vote(), *name)
         self.algorithm = negotiate_digest(vote)
-        self.save_id, owner = _unpack_name(name)
-        return owner
+        number = sum(part << place for part, place in zip(name, _PLACES, strict=True))
+        text = f"{number:064x}"
+        self.save_id = text[:32]
+        return Owner.from_text(text[32:])
 
     def _take_target(self) -> None:
         """Check, on the main rank, that the target may be saved to; remove leftovers, and create staging."""
@@ -176,12 +183,12 @@ class Transaction:
             self._upload.begin(self.save_id, overwrite=self._overwrite)
             return
         check_target(self.target, overwrite=self._overwrite)
+        # restored only if this save may overwrite: without that, a checkpoint at the target would make it fail
         clear_leftovers(self.target, make_superseded_check(self.operation.plugins), restore=self._overwrite)
         self.staging = create_staging(self.target, self.save_id)
 
-    def _write_markers(self, writer: CheckpointWriter, everyone: list[Written], content: Any) -> None:
-        backend, version, reader = self._identity
-        files = [file for part in everyone for file in part.files]
+    def _write_markers(self, writer: CheckpointWriter, written: WrittenFiles, content: Any) -> None:
+        backend, version, reader = self._header
         record = Record(
             save_id=self.save_id,
             backend=backend,
@@ -190,20 +197,20 @@ class Transaction:
             writer={"shardckpt": importlib.metadata.version("shardckpt"), "torch": torch.__version__},
             world_size=self.world_size,
             digest_algorithm=self.algorithm,
-            files=tuple(sorted(files, key=lambda file: file.name)),
+            files=tuple(sorted(written.files, key=lambda file: file.name)),
             content_metadata=as_json(content),
         )
         marker = Marker(sharded_backend=backend, sharded_backend_version=version)
         contents = {RECORD_NAME: record.dump(), MARKER_NAME: marker.model_dump_json().encode()}
+        # both are begun before the first is finished: one commit of the file system's journal then serves both
         for file in [writer.begin(name, content, keys=0) for name, content in contents.items()]:
             writer.finish(file)
         # after the markers: integrity.json lists them, too
         if self.sha256:
-            hashes = {name: digest for part in everyone for name, digest in part.sha256.items()}
-            writer.write(INTEGRITY_NAME, Integrity(files={**hashes, **writer.sha256}).dump(), keys=0)
+            hashes = {**written.sha256, **writer.sha256}
+            writer.write(INTEGRITY_NAME, Integrity(files=hashes).dump(), keys=0)
 
-    def _publish(self, writer: CheckpointWriter, everyone: list[Written]) -> None:
-        files = [file for part in everyone for file in part.files]
+    def _publish(self, writer: CheckpointWriter, files: list[FileRecord]) -> None:
         known = {file.name for file in files}
         if self._upload is not None:
             added = [file for file in writer.files if file.name not in {*known, MARKER_NAME}]
@@ -220,7 +227,7 @@ class Transaction:
 def commit_files(
     operation: Operation,
     target: Path,
-    identity: Identity,
+    header: CheckpointHeader,
     write: Callable[[CheckpointWriter, str], None],
     *,
     overwrite: bool,
@@ -232,7 +239,7 @@ def commit_files(
     Args:
         operation: The save or migration.
         target: The checkpoint's directory or URL.
-        identity: The checkpoint's header.
+        header: The checkpoint's header.
         write: Writes this rank's files; gets the writer and the save's id.
         overwrite: As for :class:`Transaction`.
         sha256: Whether to write ``integrity.json``.
@@ -241,30 +248,21 @@ def commit_files(
     Raises:
         CheckpointingException: on every rank, if any failed; the target is unchanged then.
     """
-    transaction = Transaction(operation, target, identity, overwrite=overwrite, sha256=sha256)
+    transaction = Transaction(operation, target, header, overwrite=overwrite, sha256=sha256)
     try:
         with transaction.writer() as writer:
             operation.comm.sync_errors()  # the strategy may use smaller groups, and write for hours
             with operation.local_phase("writing"):
                 write(writer, transaction.save_id)
             transaction.commit(writer, content=content)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: nothing of the save may stay
         transaction.abort()
         raise
 
 
-def _pack_name(save_id: str, owner: Owner) -> list[int]:
-    number = int(save_id + owner.text, 16)
-    return [number >> place & (1 << _BITS) - 1 for place in _PLACES]
-
-
-def _unpack_name(parts: list[int]) -> tuple[str, Owner]:
-    number = sum(part << place for part, place in zip(parts, _PLACES, strict=True))
-    return f"{number >> 128:032x}", Owner.from_number(number & (1 << 128) - 1)
-
-
 def as_json(content: Any) -> Any:
     """Return the value as JSON would read it back, if that equals it; else None."""
+    # None: the record must not say something else than the caller, a tuple as a list for example
     try:
         copy = json.loads(json.dumps(content))
     except (TypeError, ValueError, RecursionError):
@@ -272,17 +270,19 @@ def as_json(content: Any) -> Any:
     return copy if copy == content else None
 
 
-def _check_records(files: list[FileRecord]) -> None:
+def check_records(files: list[FileRecord]) -> None:
     """Raise unless every file of all ranks has one record, with digests."""
     counts = Counter(file.name for file in files)
     twice = [f"{file.name!r} by rank {file.rank}" for file in files if counts[file.name] > 1]
     if twice:
         raise StorageError(f"files were recorded twice: {listed(twice)}; put the rank's number into their names")
+    # of a save to a directory only one could be created; ranks that save to a URL do not see each other's files
+    folders = find_folders(counts)
+    both = [f"{file.name!r} by rank {file.rank}" for file in files if file.name in folders]
+    if both:
+        raise StorageError(f"files have the names of folders that other files are in: {listed(both)}; rename one")
     bare = [repr(file.name) for file in files if not (_DIGEST.fullmatch(file.digest) and file.segments)]
     if bare:
         raise StorageError(
             f"files were recorded without digests: {listed(bare)}; write them by the checkpoint's writer, or adopt them"
         )
-
-
-__all__ = ["Identity", "Transaction", "Written", "as_json", "commit_files"]

@@ -3,6 +3,7 @@
 from shardckpt.huggingface.convert import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
 from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
 from shardckpt.huggingface.export import Exported, export_to_huggingface
+from shardckpt.huggingface.header import header_length, parse_header
 from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.rules import Rule, RuleMapping
@@ -23,9 +24,11 @@ __all__ = [
     "find_mapping",
     "get_dtype_size",
     "get_shard_info",
+    "header_length",
     "huggingface_index",
     "load_from_huggingface",
     "parse_dtype",
+    "parse_header",
     "save_state_dict",
     "torch_save_to_dcp",
 ]

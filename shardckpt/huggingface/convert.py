@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import os
 
     from shardckpt.dist_checkpointing import SaveChoice
-    from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import ShardedBase, StateDict
 
     PathLike = str | os.PathLike[str]
@@ -56,7 +55,13 @@ def _state_dict(directory: Path, prefix: str) -> StateDict:
     with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), LoadOptions()) as checkpoint:
         index = checkpoint.index()
         if prefix:
-            return _load_prefix(prefix, index, checkpoint)
+            tensors: list[ShardedBase] = [s for s in index if isinstance(s, ShardedTensor) and s.key.startswith(prefix)]
+            if not tensors:
+                keys = sorted(shard.key for shard in index)[:8]
+                raise KeyMismatchError(
+                    f"no tensor is stored whose key begins with {prefix!r}; the first keys are {keys}"
+                )
+            return {s.key[len(prefix) :]: v for s, v in zip(tensors, checkpoint.values(tensors), strict=True)}
         values = dict(zip(map(_plain_name, index), checkpoint.values(index), strict=True))
         common = checkpoint.common()
     structure = (common.get(_CONTENT) or {}).get(_STRUCTURE)
@@ -106,20 +111,9 @@ def torch_save_to_dcp(
     dist_checkpointing.save(described, checkpoint_dir, sharded_strategy, content_metadata=content, overwrite=overwrite)
 
 
-def _load_prefix(prefix: str, index: list[ShardedBase], checkpoint: OpenCheckpoint) -> StateDict:
-    """Load the tensors whose keys begin with a prefix, by their keys without it."""
-    tensors: list[ShardedBase] = [s for s in index if isinstance(s, ShardedTensor) and s.key.startswith(prefix)]
-    if not tensors:
-        keys = sorted(shard.key for shard in index)[:8]
-        raise KeyMismatchError(f"no tensor is stored whose key begins with {prefix!r}; the first keys are {keys}")
-    values = checkpoint.values(tensors)
-    return {shard.key[len(prefix) :]: value for shard, value in zip(tensors, values, strict=True)}
-
-
 def _plain_name(shard: ShardedBase) -> str:
     """Return the name of a shard in a plain state dict: its key; for one object of a grid, its unique key."""
-    is_one_of_many = isinstance(shard, ShardedObject) and shard.global_shape != (1,)
-    return shard.unique_key if is_one_of_many and isinstance(shard, ShardedObject) else shard.key
+    return shard.unique_key if isinstance(shard, ShardedObject) and shard.global_shape != (1,) else shard.key
 
 
 def _replace_tensors(value: Any, key: str) -> Any:
@@ -138,6 +132,3 @@ def _insert_tensors(structure: Any, values: dict[str, Any]) -> Any:
     if isinstance(structure, dict):
         return {name: _insert_tensors(inner, values) for name, inner in structure.items()}
     return [_insert_tensors(inner, values) for inner in structure] if isinstance(structure, list) else structure
-
-
-__all__ = ["dcp_to_torch_save", "dcp_to_torch_state_dict", "torch_save_to_dcp"]

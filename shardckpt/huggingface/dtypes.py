@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from shardckpt.errors import CheckpointingException, listed
+from shardckpt.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from shardckpt.planning import Ints
 
 #: The format's names, and torch's, some of which this release of torch may lack.
@@ -50,26 +48,28 @@ def get_dtype_size(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def parse_dtype(dtype: torch.dtype | str | None, argument: str = "dtype") -> torch.dtype | None:
+def parse_dtype(
+    dtype: torch.dtype | str | None, argument: str = "dtype", *, bits: Literal[8, 16] = 16
+) -> torch.dtype | None:
     """Parse the dtype that floating-point tensors are cast to.
 
     Args:
-        dtype: A floating-point dtype of 16 bits or more, or its name: ``bfloat16``, ``torch.bfloat16``.
+        dtype: A floating-point dtype, or its name: ``bfloat16``, ``torch.bfloat16``.
         argument: The name of the caller's argument, for the error.
+        bits: The fewest bits that it may have: below 16, values cannot be cast without scales.
 
     Returns:
         The dtype; None for None.
 
     Raises:
-        CheckpointingException: it is not a dtype, or values cannot be cast to it without scales.
+        CheckpointingException: it is not a floating-point dtype, or has fewer bits.
     """
     if dtype is None:
         return None
     found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not is_castable(found):
-        raise CheckpointingException(
-            f"{argument}={dtype!r}: expected float64, float32, float16 or bfloat16 (other tensors stay as they are)"
-        )
+    if not isinstance(found, torch.dtype) or not is_unpacked_float(found) or 8 * found.itemsize < bits:
+        expected = "float64, float32, float16" + (", bfloat16 or an 8-bit float" if bits == 8 else " or bfloat16")  # noqa: PLR2004
+        raise CheckpointingException(f"{argument}={dtype!r}: expected {expected} (other tensors stay as they are)")
     return found
 
 
@@ -93,22 +93,6 @@ def safetensors_name(dtype: torch.dtype) -> str | None:
     return _NAME_OF.get(dtype)
 
 
-def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Raise if safetensors files cannot hold some of the tensors.
-
-    Args:
-        tensors: Names and dtypes.
-
-    Raises:
-        CheckpointingException: there are such tensors; the error names them.
-    """
-    refused = [f"{name!r} ({dtype})" for name, dtype in tensors if safetensors_name(dtype) is None]
-    if refused:
-        raise CheckpointingException(
-            f"safetensors has no dtype for {listed(refused)}: write .bin files, which hold any, or leave these out"
-        )
-
-
 def from_safetensors(name: str) -> torch.dtype | None:
     """Return the dtype of the format's name; None if this torch lacks it."""
     return _DTYPES.get(name)
@@ -122,17 +106,3 @@ def written_shape(name: str, shape: Ints) -> Ints:
 def torch_shape(name: str, shape: Ints) -> Ints:
     """Return torch's shape for the shape in a header."""
     return (*shape[:-1], shape[-1] // 2) if name == _PAIRS and shape else shape
-
-
-__all__ = [
-    "cast_to",
-    "from_safetensors",
-    "get_dtype_size",
-    "is_castable",
-    "is_unpacked_float",
-    "parse_dtype",
-    "refuse_unknown",
-    "safetensors_name",
-    "torch_shape",
-    "written_shape",
-]

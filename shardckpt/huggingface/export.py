@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shardckpt.commit import check_target, commit_staging, staging_directory
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, Operation, clear_leftovers, locate, locate_local, open_checkpoint
 from shardckpt.errors import CheckpointingException
-from shardckpt.huggingface.blocks import BlockWriter
+from shardckpt.huggingface.config import encode_config
 from shardckpt.huggingface.dtypes import parse_dtype
-from shardckpt.huggingface.folder import read_folder
+from shardckpt.huggingface.folder import CONFIG, read_folder
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.names import SAFETENSORS, check_format, index_name, is_asset, is_weights, parse_size
 from shardckpt.huggingface.planning import ExportOptions, ExportPlan, plan_export
-from shardckpt.huggingface.safetensors_file import SafetensorsFile
-from shardckpt.huggingface.small_file import copy_new, write_new, write_pickled
+from shardckpt.huggingface.safetensors_file import SafetensorsWriter
+from shardckpt.huggingface.small_file import copy_new, write_pickled
 from shardckpt.planning import assign_holders
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import (
-    check_target,
-    commit_staging,
-    is_there,
-    naming,
-    replaced_error,
-    retry_if_replaced,
-    staging_directory,
-)
+from shardckpt.storage import CheckpointWriter, is_there, replaced_error, retry_if_replaced, wrap_os_errors
 
 if TYPE_CHECKING:
     import os
@@ -39,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardckpt.engine import OpenCheckpoint
-    from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.mapping import ShardedBase, ShardedTensor
     from shardckpt.plugins import KeyMapping
 
@@ -95,7 +88,8 @@ def export_to_huggingface(
         dtype: The dtype that floating-point tensors of 16 bits or more are cast to, except scales of 8-bit weights.
         max_shard_size: Bytes of tensors in a file, ``"5GB"`` (10^9) or ``"5GiB"``; a larger tensor gets its own file.
         format: ``safetensors`` or ``bin`` (for ``torch.load``).
-        assets: A folder of the model's other files (config, tokenizer), which are copied.
+        assets: A folder of the model's other files (config, tokenizer), which are copied. With ``dtype``, the folder's
+            ``config.json`` has that dtype, in which transformers loads the weights.
         leave_out: Names in the folder that are not written: a ``lm_head.weight`` that is tied to the embedding.
         overwrite: Replace the weights of a folder in one step; its other files stay.
         process_group: The ranks that write; by default all, or this process alone without torch.distributed.
@@ -118,7 +112,7 @@ def export_to_huggingface(
             check_format(format),
             frozenset(leave_out),
         )
-        extra = [] if assets is None else _assets(Path(assets))
+        copied = [] if assets is None else _list_assets(Path(assets))
     comm.agree(checkpoint_dir=str(source), target=str(folder))
 
     def attempt() -> ExportPlan:
@@ -126,16 +120,18 @@ def export_to_huggingface(
         with operation.collective_span(), ExitStack() as stack:
             with operation.local_phase("opening the checkpoint"):
                 checkpoint = stack.enter_context(
+                    # alone: ranks read different tensors, and only the plan is common
                     open_checkpoint(source, Comm(alone=True), get_plugin_manager(), LoadOptions())
                 )
-                mine = _save_of(checkpoint)
+                record = checkpoint.context.reader.manifest.record
+                save_id = "" if record is None else record.self_digest  # another library's checkpoint has none
             with operation.local_phase("planning the export"):
-                plan, save = comm.main_runs(
-                    "planning the export", lambda: (plan_export(checkpoint.index(), options, str(source)), mine)
+                plan, planned_id = comm.main_runs(
+                    "planning the export", lambda: (plan_export(checkpoint.index(), options, str(source)), save_id)
                 )
-                if save != mine:
+                if planned_id != save_id:
                     raise replaced_error(source, "this rank has opened another save than the main rank")
-            _Export(operation, folder, plan, checkpoint, overwrite=overwrite).run(extra)
+            _Export(operation, folder, plan, checkpoint, copied, options.dtype, overwrite).run()
         return plan
 
     plan = retry_if_replaced(attempt, source)
@@ -143,90 +139,90 @@ def export_to_huggingface(
     return Exported(tuple(files), plan.total_size)
 
 
+@dataclass(frozen=True)
 class _Export:
-    """An export between its plan and its commit."""
+    """An export between its plan and its commit; ``assets`` are files to copy, ``dtype`` is that of a cast."""
 
-    def __init__(
-        self, operation: Operation, target: Path, plan: ExportPlan, checkpoint: OpenCheckpoint, *, overwrite: bool
-    ) -> None:
-        self._operation = operation
-        self._comm = operation.comm
-        self._target = target
-        self._plan = plan
-        self._checkpoint = checkpoint
-        self._overwrite = overwrite
+    operation: Operation
+    target: Path
+    plan: ExportPlan
+    checkpoint: OpenCheckpoint
+    assets: Sequence[Path]
+    dtype: torch.dtype | None
+    overwrite: bool
 
-    def run(self, extra: Sequence[Path]) -> None:
-        """Stage, write and commit; ``extra`` are files to copy."""
-        staging = Path()
+    def run(self) -> None:
+        """Stage, write and commit."""
+        comm, staging, config = self.operation.comm, Path(), None
         with ExitStack() as stack:
-            with self._operation.local_phase("staging"):
-                if self._comm.is_main:
-                    check_target(self._target, overwrite=self._overwrite)
-                    clear_leftovers(self._target, _is_superseded, restore=self._overwrite)
-                    staging = stack.enter_context(staging_directory(self._target))
-            staging = self._comm.broadcast(staging)
-            with self._operation.local_phase("writing"):
+            with self.operation.local_phase("staging"):
+                if comm.is_main:
+                    check_target(self.target, overwrite=self.overwrite)
+                    clear_leftovers(self.target, _is_superseded, restore=self.overwrite)
+                    config = self._encode_config()
+                    staging = stack.enter_context(staging_directory(self.target))
+            staging = comm.broadcast(staging)
+            with self.operation.local_phase("writing"):
                 self._write(staging)
-                self._checkpoint.context.reader.check_unchanged()  # before the commit: after it there is no way back
-            self._comm.sync_errors()  # all have written
-            with self._operation.local_phase("committing"):
-                if self._comm.is_main:
-                    self._finish(staging, extra)
+                # before the commit: after it there is no way back
+                self.checkpoint.context.reader.check_unchanged()
+            # the commit needs the files of all ranks
+            comm.sync_errors()
+            with self.operation.local_phase("committing"):
+                if comm.is_main:
+                    self._commit(staging, config)
 
     def _write(self, staging: Path) -> None:
         """Write this rank's files."""
-        everyone = tuple(range(self._comm.world_size))
-        sizes = [sum(tensor.nbytes for tensor in tensors) for _, tensors in self._plan.files]
+        comm = self.operation.comm
+        everyone = tuple(range(comm.world_size))
+        sizes = [sum(tensor.nbytes for tensor in tensors) for _, tensors in self.plan.files]
         writers = assign_holders([everyone] * len(sizes), sizes)
-        mine = [file for file, rank in zip(self._plan.files, writers, strict=True) if rank == self._comm.rank]
-        if self._plan.file_format != SAFETENSORS:
+        mine = [file for file, rank in zip(self.plan.files, writers, strict=True) if rank == comm.rank]
+        if self.plan.file_format != SAFETENSORS:
             for name, tensors in mine:
-                write_pickled(staging / name, self._load_tensors(tensors))
+                values = {t.name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors}
+                self._load([shard for t in tensors for shard in t.shards_for(t.full_box, values[t.name])])
+                write_pickled(staging / name, values)
         elif mine:
-            with BlockWriter() as writer:
+            with SafetensorsWriter(self._load) as writer:
                 for name, tensors in mine:
-                    file = SafetensorsFile(tensors, self._load)
-                    writer.write(staging / name, file.size, file.fill)
-        self._operation.wrote(sum(size for size, rank in zip(sizes, writers, strict=True) if rank == self._comm.rank))
-
-    def _load_tensors(self, tensors: Sequence[HubTensor]) -> dict[str, torch.Tensor]:
-        """Load the tensors of a file into memory."""
-        values = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors}
-        self._load([shard for tensor in tensors for shard in tensor.shards_for(tensor.full_box, values[tensor.name])])
-        return values
+                    writer.write(staging / name, tensors)
+        self.operation.set_nbytes(sum(size for size, rank in zip(sizes, writers, strict=True) if rank == comm.rank))
 
     def _load(self, wanted: Sequence[ShardedTensor]) -> None:
         if wanted:
             shards: list[ShardedBase] = list(wanted)
-            self._checkpoint.values(shards)
+            self.checkpoint.values(shards)
 
-    def _finish(self, staging: Path, extra: Sequence[Path]) -> None:
-        """On the main rank, when all have written: the index, the other files, and the commit."""
-        if len(self._plan.files) > 1:
-            write_new(staging / index_name(self._plan.file_format), _index_json(self._plan))
-        for path in extra:
-            copy_new(path, staging / path.name)
-        commit_staging(staging, self._target, lambda: _list_weights(self._target), overwrite=self._overwrite)
+    def _encode_config(self) -> bytes | None:
+        """Return the text of ``config.json``; None if none is there, or weights keep their dtype."""
+        # of a folder that exists, the file stays and the weights' dtype may change
+        places = [*self.assets, self.target / CONFIG]
+        source = next((path for path in places if path.name == CONFIG and is_there(path)), None)
+        return None if source is None or self.dtype is None else encode_config(source, self.dtype)
 
+    def _commit(self, staging: Path, config: bytes | None) -> None:
+        """On the main rank, when all have written: add the index and the other files, and commit."""
 
-def _list_weights(folder: Path) -> set[str]:
-    """Names of the files that an export replaces."""
-    with naming("list", folder):
-        return {path.name for path in folder.iterdir() if is_weights(path.name)}
+        def list_replaced() -> set[str]:
+            with wrap_os_errors("list", self.target):
+                return {path.name for path in self.target.iterdir() if is_weights(path.name)}
 
-
-def _save_of(checkpoint: OpenCheckpoint) -> str:
-    """Return the id of the save that wrote the checkpoint; ``""`` for another library's."""
-    record = checkpoint.context.reader.manifest.record
-    return "" if record is None else record.self_digest
-
-
-def _index_json(plan: ExportPlan) -> bytes:
-    """Return the index, which maps tensors to files, as transformers reads it."""
-    weight_map = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
-    content = {"metadata": {"total_size": plan.total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+        written = {} if config is None else {CONFIG: config}
+        if len(self.plan.files) > 1:
+            weight_map = {tensor.name: name for name, tensors in self.plan.files for tensor in tensors}
+            # as transformers reads it
+            index = {"metadata": {"total_size": self.plan.total_size}, "weight_map": dict(sorted(weight_map.items()))}
+            text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+            written[index_name(self.plan.file_format)] = text.encode()
+        with CheckpointWriter(staging, 0) as writer:
+            for name, content in written.items():
+                writer.write(name, content)
+        for path in self.assets:
+            if path.name not in written:
+                copy_new(path, staging / path.name)
+        commit_staging(staging, self.target, list_replaced, overwrite=self.overwrite)
 
 
 def _is_superseded(aside: Path, target: Path) -> bool:
@@ -239,13 +235,10 @@ def _is_superseded(aside: Path, target: Path) -> bool:
     return all(is_there(target / name) for name in others)
 
 
-def _assets(folder: Path) -> list[Path]:
+def _list_assets(folder: Path) -> list[Path]:
     """Return the files of a model's folder that are not weights."""
-    with naming("list", folder):
+    with wrap_os_errors("list", folder):
         found = [path for path in sorted(folder.iterdir()) if path.is_file() and is_asset(path.name)]
     if not found:
         raise CheckpointingException(f"assets={folder}: it has no files other than weights")
     return found
-
-
-__all__ = ["Exported", "export_to_huggingface"]

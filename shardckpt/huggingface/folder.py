@@ -17,20 +17,20 @@ from shardckpt.storage import (
     detect_replacement,
     has_local_files,
     is_there,
-    naming,
     open_existing,
     read_file,
     read_into,
     real_path,
     replaced_error,
     was_replaced,
+    wrap_os_errors,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_CONFIG = "config.json"
-_CONFIG_LIMIT = 16 << 20
+CONFIG = "config.json"
+CONFIG_LIMIT = 16 << 20
 #: In the Hugging Face cache, a snapshot's files are links into this directory.
 _BLOBS = Path("..", "..", "blobs")
 
@@ -91,15 +91,7 @@ def read_folder(folder: Path) -> Folder:
 
 
 def check_same_folder(folder: Path, found: Folder) -> None:
-    """Raise unless the folder is the one that another rank has read.
-
-    Args:
-        folder: The folder, as this rank has opened it.
-        found: What the other rank has read.
-
-    Raises:
-        CheckpointReplacedError: an export has replaced it since.
-    """
+    """Raise CheckpointReplacedError if an export has replaced the folder since another rank has read ``found``."""
     if found.stamp is None or found.directory:  # the cache's files are named by their content
         return
     with detect_replacement(folder):
@@ -115,7 +107,7 @@ def _read_stamp(folder: Path, files: Sequence[str]) -> tuple[int, int, int] | No
     if not has_local_files(folder):
         return None
     path = folder / files[0]
-    with naming("look at", path):
+    with wrap_os_errors("look at", path):
         found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -126,18 +118,14 @@ def _read_folder(folder: Path) -> Folder:
     real = {file: _resolve_link(folder, file) for file in files}
     headers = {file: _read_header(path) for file, path in real.items()}
     names = {file: path.name for file, path in real.items()}
+    config = _resolve_link(folder, CONFIG)
     return Folder(
         _link_directory(folder, real),
         names,
         _locate_tensors(headers, weight_map, folder),
-        _read_config(folder),
+        read_json(config, CONFIG_LIMIT) if is_there(config) else {},
         _read_stamp(folder, files),
     )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = _resolve_link(folder, _CONFIG)
-    return _read_json(path, _CONFIG_LIMIT) if is_there(path) else {}
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
@@ -145,12 +133,13 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     path = folder / index_name(SAFETENSORS)
     if not is_there(path):
         return {}
-    found = _read_json(_resolve_link(folder, path.name), HEADER_LIMIT).get("weight_map")
+    found = read_json(_resolve_link(folder, path.name), HEADER_LIMIT).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise CorruptCheckpointError(f"{path} has no weight_map from names of tensors to names of files")
     for file in found.values():
         # the index is not trusted: its names must not lead out of the folder
-        check_file_name(file)
+        if "/" in check_file_name(file):
+            raise CorruptCheckpointError(f"{path} names the file {file!r}: it must be in the folder itself")
     return found
 
 
@@ -183,6 +172,7 @@ def _resolve_link(folder: Path, file: str) -> Path:
     path = folder / file
     if not path.is_symlink():
         return path
+    # a downloaded folder is not trusted: its links must not lead to other files of this machine
     target, blobs = (Path(os.path.realpath(real_path(link))) for link in (path, folder / _BLOBS))
     return target if target.parent == blobs else path
 
@@ -220,7 +210,12 @@ def _locate_tensors(
     return locations
 
 
-def _read_json(path: Path, limit: int) -> dict[str, Any]:
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """Return the object in a JSON file of at most ``limit`` bytes.
+
+    Raises:
+        CorruptCheckpointError: the file is longer, or is not a JSON object.
+    """
     raw = read_file(path, limit)
     try:
         found = json.loads(raw)
@@ -229,6 +224,3 @@ def _read_json(path: Path, limit: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{path} is damaged: it is not a JSON object")
     return found
-
-
-__all__ = ["Folder", "TensorLocation", "read_folder"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
+    from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.planning import Ints
 
 #: Bytes of the header's length, which come first.
@@ -22,40 +23,23 @@ LENGTH_BYTES = 8
 HEADER_LIMIT = 100_000_000
 _ALIGN = 8
 _METADATA = "__metadata__"
+#: An entry of the metadata that is not the name of a tied tensor.
+_FORMAT = "format"
 
 
-class TensorInfo(Protocol):
-    """Name, dtype and shape of a tensor that is to be written."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-
-    @property
-    def shape(self) -> Ints:
-        """Its shape."""
-
-
-_T = TypeVar("_T", bound=TensorInfo)
-
-
-class TensorSpan(NamedTuple, Generic[_T]):
+class TensorSpan(NamedTuple):
     """A tensor, and the offsets of its first byte and of the byte after its last in the file."""
 
-    tensor: _T
+    tensor: HubTensor
     start: int
     stop: int
 
 
-class FileLayout(NamedTuple, Generic[_T]):
+class FileLayout(NamedTuple):
     """The layout of a file that is to be written: its head (length and header), and its tensors in file order."""
 
     head: bytes
-    tensors: list[TensorSpan[_T]]
+    tensors: list[TensorSpan]
 
     @property
     def size(self) -> int:
@@ -82,7 +66,7 @@ class FileTensor(NamedTuple):
         return from_safetensors(self.kind)
 
 
-def lay_out(tensors: Sequence[_T], metadata: Mapping[str, str]) -> FileLayout[_T]:
+def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str]) -> FileLayout:
     """Lay out tensors in a file.
 
     Args:
@@ -97,10 +81,10 @@ def lay_out(tensors: Sequence[_T], metadata: Mapping[str, str]) -> FileLayout[_T
     """
     # wide dtypes first: then every tensor begins at a multiple of its element size without padding
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    header: dict[str, Any] = {_METADATA: {**metadata, "format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {**metadata, _FORMAT: "pt"}}
     ends = [0]
     for tensor in ordered:
-        ends.append(ends[-1] + math.prod(tensor.shape) * tensor.dtype.itemsize)
+        ends.append(ends[-1] + tensor.nbytes)
         kind = safetensors_name(tensor.dtype) or ""
         shape = list(written_shape(kind, tensor.shape))
         header[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": ends[-2:]}
@@ -118,16 +102,26 @@ def lay_out(tensors: Sequence[_T], metadata: Mapping[str, str]) -> FileLayout[_T
     return FileLayout(head, [TensorSpan(tensor, first + start, first + stop) for tensor, start, stop in spans])
 
 
+def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Raise CheckpointingException if safetensors files cannot hold some tensors, by their names and dtypes."""
+    refused = []
+    for name, dtype in tensors:
+        if name == _METADATA:
+            # readers would take the tensor's entry for the file's metadata
+            raise CheckpointingException(
+                f"{name!r} cannot be a tensor's name in a safetensors file, whose header has its metadata there: "
+                "rename the tensor, leave it out, or write .bin files"
+            )
+        if safetensors_name(dtype) is None:
+            refused.append(f"{name!r} ({dtype})")
+    if refused:
+        raise CheckpointingException(
+            f"safetensors has no dtype for {listed(refused)}: write .bin files, which hold any, or leave these out"
+        )
+
+
 def header_length(first: bytes, size: int, source: str) -> int:
-    """Parse the length of the header.
-
-    Args:
-        first: The first bytes of the file, up to 8.
-        size: Bytes of the file.
-        source: The file, for errors.
-
-    Returns:
-        The bytes of the header.
+    """Return the length of the header in bytes, by the first 8 bytes of a file of ``size`` bytes.
 
     Raises:
         CorruptCheckpointError: the file is too short for such a header, or the header is longer than readers accept.
@@ -140,15 +134,7 @@ def header_length(first: bytes, size: int, source: str) -> int:
 
 
 def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
-    """Parse a header.
-
-    Args:
-        text: The header.
-        size: Bytes of the file.
-        source: The file, for errors.
-
-    Returns:
-        The tensors of the file by name; their bytes lie within the file.
+    """Return the tensors of a file of ``size`` bytes by name, tied ones by every name; their bytes lie within the file.
 
     Raises:
         CorruptCheckpointError: the header contradicts itself or the file.
@@ -156,8 +142,10 @@ def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:
     first = LENGTH_BYTES + len(text)
     try:
         entries = json.loads(text)
-        entries.pop(_METADATA, None)
+        metadata = entries.pop(_METADATA, None) or {}
         found = {name: _entry(entry, first, size) for name, entry in entries.items()}
+        # of tied tensors, a file has one, and its metadata maps the other names to it
+        found = {name: found[other] for name, other in metadata.items() if name != _FORMAT and other in found} | found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{source}: its header is damaged, or the file is cut short ({exc})") from exc
     return found
@@ -176,16 +164,3 @@ def _entry(entry: Any, first: int, size: int) -> FileTensor:
     if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
         raise ValueError(f"{stop - start} bytes for {kind} of shape {shape}")
     return FileTensor(kind, shape, first + start)
-
-
-__all__ = [
-    "HEADER_LIMIT",
-    "LENGTH_BYTES",
-    "FileLayout",
-    "FileTensor",
-    "TensorInfo",
-    "TensorSpan",
-    "header_length",
-    "lay_out",
-    "parse_header",
-]

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder that is to be written, with the places of their elements in a checkpoint."""
+"""Tensors of a Hugging Face folder that is to be written, and where a checkpoint stores their elements."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class HubTensor(NamedTuple):
         name: Its name.
         dtype: The dtype in which it is written.
         shape: Its shape.
-        parts: The parts of stored tensors that make it up.
+        parts: The parts of stored tensors that make it up; none if its values are in memory.
     """
 
     name: str
     dtype: torch.dtype
     shape: Ints
-    parts: tuple[StoredPart, ...]
+    parts: tuple[StoredPart, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -57,17 +57,9 @@ class HubTensor(NamedTuple):
         return Box((0,) * len(self.shape), self.shape)
 
     def shards_for(self, box: Box, values: torch.Tensor) -> Iterator[ShardedTensor]:
-        """Describe what to load to get a box of the tensor.
-
-        Args:
-            box: The box.
-            values: A tensor of the box's shape; the load fills it.
-
-        Returns:
-            Shards of stored tensors, whose data are views of ``values``.
-        """
+        """Yield the shards of stored tensors that make up a box; their data are views of ``values``, of its shape."""
         for part in self.parts:
-            common = intersect(box, part.link.hub_box)
+            common = intersect(box, part.link.folder_box)
             if common is None:
                 continue
             target = values[common.within(box)]
@@ -76,6 +68,3 @@ class HubTensor(NamedTuple):
             offset = part.link.to_stored(common).offset
             lead, shape = part.link.dropped, tuple(target.shape)
             yield ShardedTensor(part.key, target, target.dtype, shape, part.shape, offset, None, prepend_axis_num=lead)
-
-
-__all__ = ["HubTensor", "StoredPart"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadTemplate, OpenCheckpoint, Operation, load_checkpoint, locate
 from shardckpt.errors import KeyMismatchError, listed
-from shardckpt.huggingface.folder import Folder, check_same_folder, read_folder
+from shardckpt.huggingface.folder import check_same_folder, read_folder
 from shardckpt.huggingface.load_strategy import HuggingFaceLoadStrategy
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.manifest import Manifest
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import ShardedStateDict
     from shardckpt.plugins import KeyMapping
-
-_MODES = {True: StrictHandling.RAISE_UNEXPECTED, False: StrictHandling.LOG_UNEXPECTED}
 
 
 def load_from_huggingface(
@@ -88,12 +86,20 @@ def load_from_huggingface(
             with operation.local_phase("preparing the state dict"):
                 check_same_folder(place, found)
                 strategy = HuggingFaceLoadStrategy(found, names, prefix, LoadTemplate(sharded_state_dict).shards)
-                if strict:
-                    _refuse_missing(strategy, path)
-            with _reader(place, found) as reader:
+                missing = strategy.missing()
+                if strict and missing:
+                    raise KeyMismatchError(
+                        f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
+                        "huggingface_index(folder) lists what it has. If names differ, give a mapping: "
+                        "load_from_huggingface(mapping=..., prefix=...) or CheckpointConfig(hf_mapping=...)"
+                    )
+            # without digests: the folder stores none
+            manifest = Manifest(backend=strategy.backend, version=strategy.version)
+            with CheckpointReader(Path(found.directory) if found.directory else place, manifest) as reader:
                 checkpoint = OpenCheckpoint(strategy, LoadContext(reader, comm), operation)
+                mode = StrictHandling.RAISE_UNEXPECTED if strict else StrictHandling.LOG_UNEXPECTED
                 loaded, _ = load_checkpoint(
-                    sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=_MODES[strict]
+                    sharded_state_dict, checkpoint, validate=validate_access_integrity, strict=mode
                 )
                 # after the reads: the bytes may be those of a folder that an export has put in place since
                 reader.check_unchanged()
@@ -116,22 +122,3 @@ def huggingface_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.d
     """
     found = retry_if_replaced(lambda: read_folder(open_directory(locate(folder, get_plugin_manager()))), folder)
     return {name: (stored.tensor.dtype, stored.tensor.shape) for name, stored in found.tensors.items()}
-
-
-def _refuse_missing(strategy: HuggingFaceLoadStrategy, path: Path) -> None:
-    """Raise if the folder lacks a requested tensor, with the folder's names of what is missing."""
-    missing = strategy.missing()
-    if missing:
-        raise KeyMismatchError(
-            f"{path} lacks {listed([*map(repr, missing)])}, which the requested tensors need; "
-            "huggingface_index(folder) lists what it has; pass mapping= or prefix= if names differ"
-        )
-
-
-def _reader(path: Path, found: Folder) -> CheckpointReader:
-    """Return a reader of the folder's files, without digests: the folder stores none."""
-    manifest = Manifest(backend=HuggingFaceLoadStrategy.backend, version=HuggingFaceLoadStrategy.version)
-    return CheckpointReader(Path(found.directory) if found.directory else path, manifest)
-
-
-__all__ = ["huggingface_index", "load_from_huggingface"]

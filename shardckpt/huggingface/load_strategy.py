@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShapeMismatchError, ShardingError
@@ -29,17 +28,12 @@ if TYPE_CHECKING:
 
 
 class _Read(NamedTuple):
-    """A box of a tensor of the folder, and the tensor that it fills."""
+    """A box of a tensor of the folder, the tensor that it fills, and the key, for errors."""
 
     source: StoredArray | Scaled
     start: Ints
     target: torch.Tensor
-    what: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the filled tensor."""
-        return self.target.nbytes
+    key: str
 
 
 class HuggingFaceLoadStrategy(LoadStrategy):
@@ -61,16 +55,14 @@ class HuggingFaceLoadStrategy(LoadStrategy):
         self._mapping = mapping
         self._prefix = prefix
         shards = [shard for shard in requested if isinstance(shard, ShardedTensor)]
-        self._shapes = {shard.key: tuple(shard.global_shape) for shard in shards}
-        self._dtypes = {shard.key: shard.dtype for shard in shards}
-        self._absent = {key for key in self._shapes if self._missing_names(key)}
+        self._requested = {shard.key: shard for shard in shards}
+        self._absent = {key for key in self._requested if self._missing_names(key)}
         # a tied weight may be stored under the other name only: it is filled if that one is
         filled = {_memory_key(shard) for shard in shards if shard.key not in self._absent}
-        unfilled = [
-            s for s in shards if s.key in self._absent and _memory_key(s) not in filled and 0 not in s.data_shape
-        ]
         #: Keys that nothing fills; other absent ones are tied to a tensor that the folder has, or empty on this rank.
-        self._missing = {shard.key for shard in unfilled}
+        self._missing = {
+            s.key for s in shards if s.key in self._absent and _memory_key(s) not in filled and 0 not in s.data_shape
+        }
         self._block = block_size(folder.config)
 
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
@@ -86,10 +78,13 @@ class HuggingFaceLoadStrategy(LoadStrategy):
             reads = [read for shard in once.values() for read in self._reads(shard)]
         # nothing is written into the shards before every rank has planned without an error
         with context.comm.collective_phase("reading shards"):
-            _zero_partial(filled)
+            for shard in filled:
+                if shard.allow_shape_mismatch and shard.data is not None:
+                    shard.data.zero_()  # it may be larger than the folder's tensor
             reader = context.reader
             synchronize_devices(read.target for read in reads)
-            reader.map(lambda read: _fill(reader, read), sorted(reads, key=_file_position), lambda read: read.nbytes)
+            reads.sort(key=_file_position)  # files are read from front to back
+            reader.map(lambda read: _fill(reader, read), reads, lambda read: read.target.nbytes)
         return [shard.data for shard in filled]
 
     def load_common(self, context: LoadContext) -> StateDict:  # noqa: ARG002 - a folder has none
@@ -98,13 +93,11 @@ class HuggingFaceLoadStrategy(LoadStrategy):
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:  # noqa: ARG002 - the headers have been read
         """Return the requested tensors that the folder can fill, without data."""
-        found = self._shapes.keys() - self._missing
-        return [ShardedTensor.whole(key, self._dtype(key), self._shape(key)) for key in found]
+        return [self._describe_stored(key) for key in self._requested.keys() - self._missing]
 
     def missing(self) -> list[str]:
         """Return the names of the tensors that requested keys need and the folder lacks."""
-        names = {name for key in self._missing for name in self._missing_names(key)}
-        return sorted(names)
+        return sorted({name for key in self._missing for name in self._missing_names(key)})
 
     def _missing_names(self, key: str) -> list[str]:
         """Return the tensors that a key needs and the folder lacks."""
@@ -114,24 +107,22 @@ class HuggingFaceLoadStrategy(LoadStrategy):
     def _links(self, key: str) -> Sequence[KeyMapEntry]:
         if not key.startswith(self._prefix):
             raise KeyMismatchError(f"the requested key {key!r} does not begin with the prefix {self._prefix!r}")
-        return get_key_map_entries(self._mapping, key[len(self._prefix) :], self._shapes[key])
+        shape = tuple(self._requested[key].global_shape)
+        return get_key_map_entries(self._mapping, key[len(self._prefix) :], shape)
 
-    def _shape(self, key: str) -> Ints:
-        """Return the global shape of a requested tensor in the folder; the requested one if it is split there."""
-        links = self._links(key)
-        if key in self._absent or not _is_unchanged(links):
-            return self._shapes[key]
-        return self._folder.tensors[links[0].name].tensor.shape
-
-    def _dtype(self, key: str) -> torch.dtype:
-        """Return the dtype of a requested tensor in the folder if a cast converts it; else the requested dtype.
-
-        Quantized tensors are read as the requested dtype, and :meth:`_source` refuses what cannot be cast.
-        """
-        requested = self._dtypes[key]
+    def _describe_stored(self, key: str) -> ShardedTensor:
+        """Return a requested tensor without data, with the shape and dtype that the folder can fill it with."""
+        requested = self._requested[key]
+        shape, dtype = tuple(requested.global_shape), requested.dtype
         links = self._links(key) if key not in self._absent else ()
-        stored = self._folder.tensors[links[0].name].tensor.dtype if links else None
-        return stored if stored is not None and is_castable(stored) and is_castable(requested) else requested
+        if links:
+            stored = self._folder.tensors[links[0].name].tensor
+            if _is_unchanged(links):
+                shape = stored.shape
+            # quantized tensors are read as the requested dtype; _source refuses what cannot be cast
+            if stored.dtype is not None and is_castable(stored.dtype) and is_castable(dtype):
+                dtype = stored.dtype
+        return ShardedTensor.from_global_shape(key, dtype, shape)
 
     def _reads(self, shard: ShardedTensor) -> Iterator[_Read]:
         """Yield the reads that fill a shard; none if it is tied to another, or empty."""
@@ -144,7 +135,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 # leading axes of extent 1 (one expert of many) are absent in the folder's tensor
                 target = part_view(shard, part)[common.within(part.box)][(0,) * link.dropped]
                 target = target.transpose(-1, -2) if link.transposed else target
-                yield _Read(source, link.to_hub(common).offset, target, shard.key)
+                yield _Read(source, link.to_folder(common).offset, target, shard.key)
 
     def _links_at_stored_shape(self, shard: ShardedTensor) -> Sequence[KeyMapEntry]:
         """Return the key map entries of a shard; with allow_shape_mismatch, cut to the shape that is stored."""
@@ -158,7 +149,9 @@ class HuggingFaceLoadStrategy(LoadStrategy):
                 )
         if not shard.allow_shape_mismatch or not _is_unchanged(links):
             return links
-        return _cut_to_shape(links[0], self._folder.tensors[links[0].name].tensor.shape)
+        found = self._folder.tensors[links[0].name].tensor.shape
+        common = Box((0,) * len(found), tuple(map(min, found, links[0].shape)))
+        return [links[0]._replace(shape=found, box=common)] if common.volume else []
 
     def _source(self, name: str, requested: torch.dtype) -> StoredArray | Scaled:
         """Return the source of a tensor's values in the requested dtype.
@@ -173,6 +166,7 @@ class HuggingFaceLoadStrategy(LoadStrategy):
             raise ShardingError(
                 f"{name!r} is stored as {stored.dtype} and requested as {requested}: load it as {stored.dtype}"
             )
+        # scales are plain numbers, whatever their dtype; 8-bit weights mean nothing without theirs
         if is_castable(stored.dtype) or name.endswith(SCALE_ENDING):
             return stored
         if name + SCALE_ENDING not in self._folder.tensors:
@@ -204,40 +198,25 @@ def _memory_key(shard: ShardedTensor) -> Hashable:
     return shard.data.data_ptr(), shard.data.device, shard.dtype, position
 
 
-def _cut_to_shape(link: KeyMapEntry, found: Ints) -> Sequence[KeyMapEntry]:
-    """Return the key map entry for the box that a requested tensor and the stored one have in common."""
-    common = Box((0,) * len(found), tuple(map(min, found, link.shape)))
-    return (link._replace(shape=found, box=common),) if math.prod(common.shape) else ()
-
-
 def _with_memory(shard: ShardedTensor) -> ShardedTensor:
     """Return the shard with a plain tensor to fill: its own, or a new one on the CPU."""
+    # no part of a quantized wrapper can be filled on its own: a plain tensor is returned in its place
     if shard.data is None or is_quantized(shard.data):
         shard = shard.without_data()
         shard.init_data("cpu")
     return shard
 
 
-def _zero_partial(shards: Sequence[ShardedTensor]) -> None:
-    """Zero the shards that may be larger than the folder's tensors, and so may not be filled completely."""
-    for shard in shards:
-        if shard.allow_shape_mismatch and shard.data is not None:
-            shard.data.zero_()
-
-
 def _file_position(read: _Read) -> tuple[str, int]:
-    """Return a sort key: files are read from front to back."""
+    """Return the name of the file that is read, and the offset of the tensor in it."""
     array = read.source.weight if isinstance(read.source, Scaled) else read.source
     return array.file, array.offset
 
 
 def _fill(reader: CheckpointReader, read: _Read) -> None:
     if isinstance(read.source, Scaled):
-        read.source.read(reader, read.start, read.target, read.what)
+        read.source.read(reader, read.start, read.target, read.key)
     else:
-        read_box(reader, read.source, read.start, read.target, read.what)
+        read_box(reader, read.source, read.start, read.target, read.key)
     if read.target.device.type != "cpu":
         synchronize_devices([read.target])  # this thread copies on its own stream, which the caller's does not wait for
-
-
-__all__ = ["HuggingFaceLoadStrategy"]

@@ -81,7 +81,7 @@ def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
     if mapping is None:
         return Identity()
     if not isinstance(mapping, str):
-        return _validate(mapping, "mapping=")
+        return _validate(mapping, "the mapping")
     try:
         found = get_plugin_manager().hook.shardckpt_key_mapping(model_type=mapping)
     except Exception as exc:
@@ -90,7 +90,7 @@ def find_mapping(mapping: str | KeyMapping | None) -> KeyMapping:
     if found is None:
         raise CheckpointingException(
             f"no mapping for models of type {mapping!r}: built in are {', '.join(sorted(_BUILT_IN))}; plugins add "
-            f"others by shardckpt_key_mapping; mapping=None keeps the names{get_plugin_manager().faults_text()}"
+            f"others by shardckpt_key_mapping; None keeps the names{get_plugin_manager().faults_text()}"
         )
     return _validate(found, f"the mapping of {mapping!r}")
 
@@ -99,6 +99,3 @@ def _validate(mapping: object, what: str) -> KeyMapping:
     if not isinstance(mapping, KeyMapping):
         raise PluginError(f"{what} is a {type(mapping).__name__}, which has no method links(key, shape)")
     return mapping
-
-
-__all__ = ["find_mapping"]

@@ -1,10 +1,14 @@
-"""File names of a Hugging Face folder: which are written, and which are weights."""
+"""File names of a Hugging Face folder: which tensors go into which file, and which files are weights."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import CheckpointingException
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 SAFETENSORS = "safetensors"
 BIN = "bin"
@@ -28,6 +32,34 @@ def check_format(name: str) -> str:
     if name not in _STEMS:
         raise CheckpointingException(f"format={name!r}: expected {SAFETENSORS!r} or {BIN!r}")
     return name
+
+
+def assign_files(sizes: Mapping[str, int], limit: int, file_format: str) -> dict[str, list[str]]:
+    """Assign tensors to files in their order; a tensor above the limit gets its own file.
+
+    Args:
+        sizes: Bytes of every tensor by name, in order.
+        limit: Bytes of tensors in a file.
+        file_format: ``safetensors`` or ``bin``.
+
+    Returns:
+        The names of the tensors in each file, by the file's name.
+    """
+    files: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, nbytes in sizes.items():
+        if nbytes > limit:
+            files.append([name])
+            continue
+        if current and filled + nbytes > limit:
+            files.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += nbytes
+    if current:
+        files.append(current)
+    return dict(zip(file_names(len(files), file_format), files, strict=True))
 
 
 def file_names(count: int, file_format: str) -> list[str]:
@@ -75,6 +107,3 @@ def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
             f"{argument}={size!r}: expected a number of bytes above 0, or text such as '5GB', '500MB' or '2GiB'"
         )
     return nbytes
-
-
-__all__ = ["BIN", "SAFETENSORS", "check_format", "file_names", "index_name", "is_asset", "is_weights", "parse_size"]

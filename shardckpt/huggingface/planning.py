@@ -7,22 +7,22 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError, listed
-from shardckpt.huggingface.dtypes import cast_to, refuse_unknown
+from shardckpt.huggingface.dtypes import cast_to
+from shardckpt.huggingface.header import refuse_unknown
 from shardckpt.huggingface.hub_tensor import HubTensor, StoredPart
-from shardckpt.huggingface.names import SAFETENSORS, file_names
-from shardckpt.huggingface.splitting import split_by_size
+from shardckpt.huggingface.names import SAFETENSORS, assign_files
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import find_hole, find_overlap
 from shardckpt.plugins import get_key_map_entries
 from shardckpt.validation import stored_key
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
     from shardckpt.mapping import ShardedBase
-    from shardckpt.plugins import KeyMapping
+    from shardckpt.plugins import KeyMapEntry, KeyMapping
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class ExportOptions(NamedTuple):
     """What to export, and how.
 
     Attributes:
-        prefix: Prefix of the keys to export; None for that of :func:`model_prefix`.
+        prefix: Prefix of the keys to export; None for ``"model."`` if the keys are those of a model with its
+            optimizers, else ``""``.
         mapping: Maps keys without the prefix to the folder's names.
         dtype: Target of the cast of floating-point tensors; None keeps their dtypes.
         limit: Bytes of tensors in a file.
@@ -66,23 +67,14 @@ class ExportPlan(NamedTuple):
 
 
 def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: str) -> ExportPlan:
-    """Plan the files of an export.
-
-    The plan depends on the stored tensors, not on how they were sharded: so the same files come out at any world size.
-
-    Args:
-        index: All stored shards, without data.
-        options: What to export.
-        source: The checkpoint, for errors.
-
-    Returns:
-        The files in order, with their tensors.
+    """Return the files of an export of these stored shards, which have no data; ``source`` is named in errors.
 
     Raises:
         CheckpointingException: there is no tensor to write, or a tensor cannot be written.
     """
+    # by the stored tensors alone, not by how they were sharded: the same files come out at any world size
     stored = list(index)
-    prefix = model_prefix(stored) if options.prefix is None else options.prefix
+    prefix = _model_prefix(stored) if options.prefix is None else options.prefix
     chosen = [shard for shard in stored if stored_key(shard).startswith(prefix)]
     tensors = _plan_tensors(chosen, len(prefix), options)
     if not tensors:
@@ -90,13 +82,12 @@ def plan_export(index: Iterable[ShardedBase], options: ExportOptions, source: st
         raise KeyMismatchError(f"{source} has no tensor to export whose key begins with {prefix!r}; it has {keys}")
     if options.file_format == SAFETENSORS:
         refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors.values())
-    files = split_by_size(((tensor.name, tensor.nbytes) for tensor in tensors.values()), options.limit)
-    names = file_names(len(files), options.file_format)
-    contents = ([tensors[name] for name in members] for members in files)
-    return ExportPlan(options.file_format, list(zip(names, contents, strict=True)))
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    files = assign_files(sizes, options.limit, options.file_format)
+    return ExportPlan(options.file_format, [(file, [tensors[name] for name in files[file]]) for file in files])
 
 
-def model_prefix(stored: Iterable[ShardedBase]) -> str:
+def _model_prefix(stored: Iterable[ShardedBase]) -> str:
     """Return ``"model."`` if the keys are those of a model with its optimizers, else ``""``."""
     keys = [stored_key(shard) for shard in stored]
     has_both = any(key.startswith(_MODEL) for key in keys) and any(key.startswith(_OPTIMIZER) for key in keys)
@@ -107,22 +98,24 @@ def _plan_tensors(chosen: Sequence[ShardedBase], cut: int, options: ExportOption
     """Return the folder's tensors by name, in the order of the stored keys, layer 2 before layer 10."""
     parts: dict[str, list[StoredPart]] = {}
     unmapped = []
+    dtypes: dict[str, torch.dtype] = {}
     for shard in sorted(chosen, key=lambda shard: _natural(stored_key(shard))):
-        found = _map_parts(shard, cut, options) if isinstance(shard, ShardedTensor) else []
-        for part in found:
-            parts.setdefault(part.link.name, []).append(part)
-        if not found:
+        links: Sequence[KeyMapEntry] = ()
+        if isinstance(shard, ShardedTensor):
+            shape, dtypes[shard.key] = tuple(shard.global_shape), shard.dtype
+            links = get_key_map_entries(options.mapping, shard.key[cut:], shape)
+            for link in links:
+                parts.setdefault(link.name, []).append(StoredPart(shard.key, shape, link))
+        if not links:
             unmapped.append(stored_key(shard))
-    _warn_of_unmapped(unmapped)
-    _refuse_absent(options.leave_out - parts.keys())
-    dtypes = {shard.key: shard.dtype for shard in chosen if isinstance(shard, ShardedTensor)}
-    made = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
-    return {n: _cast(tensor, made, options.dtype) for n, tensor in made.items() if n not in options.leave_out}
-
-
-def _map_parts(shard: ShardedTensor, cut: int, options: ExportOptions) -> list[StoredPart]:
-    shape = tuple(shard.global_shape)
-    return [StoredPart(shard.key, shape, link) for link in get_key_map_entries(options.mapping, shard.key[cut:], shape)]
+    if unmapped:
+        logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(unmapped))
+    absent = sorted(options.leave_out - parts.keys())
+    if absent:
+        raise CheckpointingException(f"leave_out={absent}: no tensors of these names would be written")
+    # the cast looks up weights by name: those that are left out too
+    tensors = {name: _hub_tensor(name, found, dtypes) for name, found in parts.items()}
+    return {n: _cast(tensor, tensors, options.dtype) for n, tensor in tensors.items() if n not in options.leave_out}
 
 
 def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.dtype]) -> HubTensor:
@@ -131,9 +124,10 @@ def _hub_tensor(name: str, parts: list[StoredPart], dtypes: Mapping[str, torch.d
     kinds = {(part.link.shape, str(dtypes[part.key])) for part in parts}
     if len(kinds) > 1:
         raise ShardingError(f"{name!r} is of several shapes and dtypes, {sorted(kinds)}, by {_key_list(parts)}")
-    boxes = [part.link.hub_box for part in parts]
+    boxes = [part.link.folder_box for part in parts]
     twice, hole = find_overlap(boxes), None
     if twice is not None or (hole := find_hole(shape, boxes)) is not None:
+        # a hole would be written as whatever the memory held
         what = "stored twice" if twice is not None else f"not stored from {hole.offset if hole else ()} on"
         raise ShardingError(f"{name!r} of shape {shape} is {what}, by {_key_list(parts)}: is the mapping right?")
     return HubTensor(name, dtype, shape, tuple(parts))
@@ -154,18 +148,5 @@ def _natural(key: str) -> list[tuple[int, str]]:
     return [(int(text) if number % 2 else 0, text) for number, text in enumerate(texts)]
 
 
-def _warn_of_unmapped(keys: list[str]) -> None:
-    if keys:
-        logger.warning("not exported (objects, and tensors that the mapping leaves out): %s", listed(keys))
-
-
-def _refuse_absent(names: Collection[str]) -> None:
-    if names:
-        raise CheckpointingException(f"leave_out={sorted(names)}: no tensors of these names would be written")
-
-
 def _key_list(parts: Iterable[StoredPart]) -> str:
     return ", ".join(sorted({repr(part.key) for part in parts}))
-
-
-__all__ = ["ExportOptions", "ExportPlan", "model_prefix", "plan_export"]

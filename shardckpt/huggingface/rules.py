@@ -12,7 +12,7 @@ from shardckpt.planning import Box
 from shardckpt.plugins import Identity, KeyMapEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
     from shardckpt.planning import Ints
 
@@ -58,14 +58,11 @@ class Rule:
             ShardingError: the shape cannot be split as the rule says.
         """
         found = _compile_pattern(self.stored).fullmatch(key)
-        return None if found is None else list(self._links(found.groupdict(), key, shape))
-
-    def _links(self, fields: Mapping[str, str], key: str, shape: Ints) -> Iterator[KeyMapEntry]:
+        if found is None or not self.hub:
+            return None if found is None else []
         # the axis of experts, if there is one, comes first
         lead = int(any(_EXPERT in name for name in self.hub))
         parts = len(self.hub)
-        if not parts:
-            return
         if len(shape) <= lead or shape[lead] % parts or (self.transposed and len(shape) < lead + 2):
             raise ShardingError(
                 f"{key!r} has the shape {shape}, which cannot be split into {parts} of {', '.join(self.hub)}: "
@@ -74,12 +71,14 @@ class Rule:
         rows = shape[lead] // parts
         extent = (rows, *shape[lead + 1 :])
         hub_shape = (*extent[:-2], extent[-1], extent[-2]) if self.transposed else extent
+        entries = []
         for expert in range(shape[0] if lead else 1):
             for number, name in enumerate(self.hub):
                 offset = (expert,) * lead + (number * rows,) + (0,) * (len(extent) - 1)
                 box = Box(offset, (1,) * lead + extent)
-                text = name.format(**fields, expert=expert)
-                yield KeyMapEntry(text, hub_shape, (0,) * len(hub_shape), box, self.transposed)
+                hub_name = name.format(**found.groupdict(), expert=expert)
+                entries.append(KeyMapEntry(hub_name, hub_shape, (0,) * len(hub_shape), box, self.transposed))
+        return entries
 
 
 class RuleMapping:
@@ -93,12 +92,9 @@ class RuleMapping:
         self._rules = tuple(rules)
 
     def links(self, key: str, shape: Ints) -> Sequence[KeyMapEntry]:
-        """Return the key map entries of a stored tensor; none if it is not exported."""
-        for rule in self._rules:
-            found = rule.links(key, shape)
-            if found is not None:
-                return found
-        return Identity().links(key, shape)
+        """Return the key map entries of a stored tensor of a global shape; none if it is not exported."""
+        found = (rule.links(key, shape) for rule in self._rules)
+        return next((links for links in found if links is not None), Identity().links(key, shape))
 
 
 @functools.cache
@@ -107,6 +103,3 @@ def _compile_pattern(template: str) -> re.Pattern[str]:
     texts = _FIELD.split(template)  # text and field in turn
     parts = [rf"(?P<{text}>[^.]+)" if number % 2 else re.escape(text) for number, text in enumerate(texts)]
     return re.compile("".join(parts))
-
-
-__all__ = ["Rule", "RuleMapping"]

@@ -55,14 +55,7 @@ class Scaled(NamedTuple):
             )
 
     def read(self, source: Source, start: Ints, target: torch.Tensor, what: str) -> None:
-        """Fill a tensor with dequantized values, a few rows at a time.
-
-        Args:
-            source: Reads the files.
-            start: Index of the first element in the stored tensor.
-            target: The tensor to fill, of as many axes.
-            what: The tensor's key, for errors.
-        """
+        """Fill a tensor with the dequantized values from an index on, a few rows at a time; ``what`` is its key."""
         rows, columns = target.shape[-2:]
         step = max(1, _ELEMENTS // max(1, columns))
         for index in product(*map(range, target.shape[:-2])):
@@ -105,16 +98,8 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def refuse_other_schemes(name: str, names: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise if 8-bit values without block scales are quantized by another scheme: a cast of them would be wrong.
-
-    Args:
-        name: The tensor.
-        names: All names in the folder.
-        config: The content of ``config.json``.
-
-    Raises:
-        ShardingError: the folder has other scales for it, or a ``quantization_config``.
-    """
+    """Raise ShardingError if a folder of these names and ``config.json`` quantizes a tensor by another scheme."""
+    # a cast of 8-bit values without their scales would be wrong
     scales = [name + ending for ending in _OTHER_SUFFIXES if name + ending in names]
     if scales or config.get("quantization_config"):
         raise ShardingError(
@@ -122,6 +107,3 @@ def refuse_other_schemes(name: str, names: Mapping[str, Any], config: Mapping[st
             f"{f' (but {scales})' if scales else ''}: only 8-bit floats with block scales can be dequantized; "
             "load it in its stored dtype"
         )
-
-
-__all__ = ["SCALE_ENDING", "Scaled", "block_size", "refuse_other_schemes"]

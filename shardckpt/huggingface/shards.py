@@ -4,72 +4,64 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype, refuse_unknown
-from shardckpt.huggingface.header import lay_out
-from shardckpt.huggingface.names import BIN, SAFETENSORS, file_names, parse_size
+from shardckpt.huggingface.dtypes import cast_to, parse_dtype
+from shardckpt.huggingface.header import lay_out, refuse_unknown
+from shardckpt.huggingface.hub_tensor import HubTensor
+from shardckpt.huggingface.names import BIN, SAFETENSORS, assign_files, parse_size
 from shardckpt.huggingface.small_file import replace_file, write_pickled
-from shardckpt.huggingface.splitting import split_by_size
-from shardckpt.huggingface.ties import find_ties
 from shardckpt.storage import NewFile
 from shardckpt.tensors import plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
-
-    from shardckpt.planning import Ints
-
-
-class _Tensor(NamedTuple):
-    """Name, dtype and shape of a tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Ints
+    from collections.abc import Hashable, Mapping
 
 
 def get_shard_info(
     state_dict: Mapping[str, torch.Tensor],
     save_dtype: torch.dtype | str | None = None,
     shard_size: int | str = "5GB",
-    safe: bool = True,
+    safe_serialization: bool = True,
 ) -> tuple[bool, int, dict[str, str]]:
     """Assign the tensors of a state dict to files of limited size, in their order.
 
-    A tensor above the limit gets its own file. Tied tensors count once: safetensors files have only the first name
-    (:func:`save_state_dict`), ``.bin`` files have all names.
+    A tensor above the limit gets its own file. Tied tensors count once, and are in one file.
 
     Args:
         state_dict: Tensors by name. A DTensor counts with its global size. No values are read.
-        save_dtype: The dtype that floating-point tensors of 16 bits or more will be cast to; others keep theirs.
+        save_dtype: The dtype that the caller will cast floating-point tensors of 16 bits or more to, 8-bit floats
+            included; others keep theirs.
         shard_size: Bytes of tensors in a file: a number, or text such as ``"5GB"``.
-        safe: Whether files are safetensors, else ``.bin``.
+        safe_serialization: Whether files are safetensors, else ``.bin``.
 
     Returns:
         Whether there are several files, the bytes of all tensors (the index's ``metadata.total_size``), and the file
-        of every tensor that is written.
+        of every tensor, as ``huggingface_hub`` assigns them.
 
     Raises:
         CheckpointingException: ``save_dtype`` or ``shard_size`` is invalid, or a value is not a tensor.
     """
-    dtype, limit = parse_dtype(save_dtype, "save_dtype"), parse_size(shard_size, "shard_size")
+    dtype, limit = parse_dtype(save_dtype, "save_dtype", bits=8), parse_size(shard_size, "shard_size")
     _check_tensors(state_dict)
-    ties = find_ties(state_dict)
-    sizes = {name: _nbytes(tensor, dtype) for name, tensor in state_dict.items() if name not in ties}
-    files = split_by_size(sizes.items(), limit)
-    names = file_names(len(files), SAFETENSORS if safe else BIN)
-    file_of = {name: file for file, members in zip(names, files, strict=True) for name in members}
-    if not safe:
-        file_of |= {name: file_of[other] for name, other in ties.items()}
-    return len(files) > 1, sum(sizes.values()), {name: file_of[name] for name in state_dict if name in file_of}
+    ties = _find_ties(state_dict)
+    sizes = {
+        name: math.prod(tensor.shape) * cast_to(tensor.dtype, dtype).itemsize
+        for name, tensor in state_dict.items()
+        if name not in ties
+    }
+    files = assign_files(sizes, limit, SAFETENSORS if safe_serialization else BIN)
+    file_of = {name: file for file, members in files.items() for name in members}
+    return len(files) > 1, sum(sizes.values()), {name: file_of[ties.get(name, name)] for name in state_dict}
 
 
-def save_state_dict(state_dict: Mapping[str, torch.Tensor], path: str | os.PathLike[str], safe: bool = True) -> None:
+def save_state_dict(
+    state_dict: Mapping[str, torch.Tensor], path_to_save: str | os.PathLike[str], safe_serialization: bool = True
+) -> None:
     """Write tensors into one file, which replaces an existing one when all its bytes are durable.
 
     Of tied tensors, a safetensors file has the first, and its header's metadata has the other names; a ``.bin`` file
@@ -77,22 +69,22 @@ def save_state_dict(state_dict: Mapping[str, torch.Tensor], path: str | os.PathL
 
     Args:
         state_dict: Plain tensors by name, on any device.
-        path: The file.
-        safe: Whether to write safetensors, else a file for ``torch.load``.
+        path_to_save: The file.
+        safe_serialization: Whether to write safetensors, else a file for ``torch.load``.
 
     Raises:
         ShardingError: a tensor is not plain (a DTensor: pass its ``full_tensor()``, or save a checkpoint and export
             that).
-        CheckpointingException: safetensors has no such dtype, or the file cannot be written.
+        CheckpointingException: safetensors has no such dtype or name, or the file cannot be written.
     """
     _check_tensors(state_dict)
-    with replace_file(Path(path)) as staged:
-        (_write_safetensors if safe else _write_bin)(state_dict, staged)
+    with replace_file(Path(path_to_save)) as staged:
+        (_write_safetensors if safe_serialization else _write_bin)(state_dict, staged)
 
 
 def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
-    ties = find_ties(state_dict)
-    tensors = [_Tensor(name, t.dtype, tuple(t.shape)) for name, t in state_dict.items() if name not in ties]
+    ties = _find_ties(state_dict)
+    tensors = [HubTensor(name, t.dtype, tuple(t.shape)) for name, t in state_dict.items() if name not in ties]
     refuse_unknown((tensor.name, tensor.dtype) for tensor in tensors)
     layout = lay_out(tensors, ties)
     file = NewFile(path)
@@ -106,10 +98,12 @@ def _write_safetensors(state_dict: Mapping[str, torch.Tensor], path: Path) -> No
 
 
 def _write_bin(state_dict: Mapping[str, torch.Tensor], path: Path) -> None:
-    ties = find_ties(state_dict)
-    plain = {name: _in_own_memory(_plain(name, state_dict)) for name in state_dict if name not in ties}
+    ties = _find_ties(state_dict)
+    plain = {name: _plain(name, state_dict) for name in state_dict if name not in ties}
+    # of a view, torch.save would write the whole storage
+    own = {n: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in plain.items()}
     # tied names get one object, of which torch.save stores the elements once
-    write_pickled(path, {name: plain[ties.get(name, name)] for name in state_dict})
+    write_pickled(path, {name: own[ties.get(name, name)] for name in state_dict})
 
 
 def _plain(name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -121,15 +115,6 @@ def _plain(name: str, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
         ) from exc
 
 
-def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in memory of its own size: of a view, torch.save would write the whole storage."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _nbytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
-    return math.prod(tensor.shape) * get_dtype_size(cast_to(tensor.dtype, dtype))
-
-
 def _check_tensors(state_dict: Mapping[str, object]) -> None:
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
@@ -138,4 +123,22 @@ def _check_tensors(state_dict: Mapping[str, object]) -> None:
             )
 
 
-__all__ = ["get_shard_info", "save_state_dict"]
+def _find_ties(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return, by name, the earlier name of the same tensor; views that only overlap are not tied."""
+    first: dict[Hashable, str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in state_dict.items():
+        other = first.setdefault(_memory_key(tensor), name)
+        if other != name:
+            ties[name] = other
+    return ties
+
+
+def _memory_key(tensor: Any) -> Hashable:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return id(tensor)
+    # a conjugate or negative view has the same memory but other values
+    lazy = tensor.is_conj(), tensor.is_neg()
+    # empty tensors may all have address 0
+    address = tensor.data_ptr() if tensor.numel() else id(tensor)
+    return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, UnsafePickleError
-from shardckpt.storage import check_pickle, naming
+from shardckpt.storage import check_pickle, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,28 +39,27 @@ def read_torch_file(path: Path) -> dict[Any, Any]:
         CorruptCheckpointError: it is not a file of ``torch.save``, or is damaged.
         CheckpointingException: it does not hold a dict.
     """
-    kind = _first_bytes(path)
+    with wrap_os_errors("open", path), path.open("rb") as file:
+        kind = file.read(len(_ZIP))
     if kind != _ZIP and not kind.startswith(_PICKLE):
         raise CorruptCheckpointError(f"{path} is not a file of torch.save: it begins with {kind!r}")
     _check_cost(path, kind)
     try:
         # only the format since torch 1.6 can be mapped
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=kind == _ZIP)
+        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=kind == _ZIP)
     except pickle.UnpicklingError as exc:
+        # torch's reason without its advice, which is to load the file with weights_only=False
+        found = _REFUSAL.search(str(exc))
+        reason = found[0].strip()[:300] if found else type(exc).__name__
         raise UnsafePickleError(
             f"{path} is damaged, or holds more than tensors and plain values, which could run code "
-            f"({_reason(exc)}): if you trust it, read it by other means, and save the state dict that you get"
+            f"({reason}): if you trust it, read it by other means, and save the state dict that you get"
         ) from exc
     except (RuntimeError, EOFError, KeyError, ValueError) as exc:
         raise CorruptCheckpointError(f"{path} is damaged: {exc}") from exc
-    if not isinstance(found, dict):
-        raise CheckpointingException(f"{path} holds a {type(found).__name__}, not a state dict")
-    return found
-
-
-def _first_bytes(path: Path) -> bytes:
-    with naming("open", path), path.open("rb") as file:
-        return file.read(len(_ZIP))
+    if not isinstance(state_dict, dict):
+        raise CheckpointingException(f"{path} holds a {type(state_dict).__name__}, not a state dict")
+    return state_dict
 
 
 def _check_cost(path: Path, kind: bytes) -> None:
@@ -94,12 +93,3 @@ def _content(data: mmap.mmap, member: zipfile.ZipInfo, path: Path) -> bytes:
         raise CorruptCheckpointError(f"{path} is damaged: its member {member.filename!r:.80} is out of bounds")
     start += _HEADER_BYTES + sum(_NAME_LENGTHS.unpack_from(data, start))
     return data[start : start + member.file_size]
-
-
-def _reason(error: Exception) -> str:
-    """Return torch's reason for a refusal, without its advice to load the file with weights_only=False."""
-    found = _REFUSAL.search(str(error))
-    return found[0].strip()[:300] if found else type(error).__name__
-
-
-__all__ = ["read_torch_file"]

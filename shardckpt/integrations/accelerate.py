@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from accelerate import DistributedType  # type: ignore[import-untyped]
@@ -77,26 +77,32 @@ class ShardedState:
         self._accelerator = accelerator
         self._strategy = strategy
         self._check_replicas = check_replicas
-        self._withheld: WeakKeyDictionary[torch.optim.Optimizer, _WithheldState] = WeakKeyDictionary()
-        self._handles = [
+        #: Optimizers that have our hooks.
+        self._hooked: WeakSet[torch.optim.Optimizer] = WeakSet()
+        #: Those whose next ``state_dict()`` returns the note: it is Accelerate's call, and any later one is the user's.
+        self._withheld: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._handles: list[Any] = [
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
         ]
 
     def remove(self) -> None:
         """Remove the hooks: Accelerate saves and loads everything itself from then on."""
-        for handle in [*self._handles, *self._withheld.values()]:
+        for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
         self._withheld.clear()
 
     def _save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Collective: save models and optimizers. Emptying ``weights`` tells Accelerate that they are saved."""
         with Comm().local_phase("describing the accelerator's models"):
             state = self._describe(models)
+        # save_state may be called for one folder again: Accelerate, too, writes over what is there
         dist_checkpointing.save(state, Path(output_dir, FOLDER), self._strategy, overwrite=True)
         weights.clear()
-        for each in self._withhold():
-            each.armed = True
+        self._hook_optimizers()
+        self._withheld.update(self._optimizers())
 
     def _load(self, models: list[torch.nn.Module], input_dir: str) -> None:
         """Collective: load models and optimizers. Emptying ``models`` tells Accelerate that they are loaded."""
@@ -107,7 +113,7 @@ class ShardedState:
         with comm.collective_phase("restoring the accelerator's models"):
             load_into(loaded, _as_one(models), *self._optimizers())
         models.clear()
-        self._withhold()
+        self._hook_optimizers()
 
     def _describe(self, models: list[torch.nn.Module]) -> ShardedStateDict:
         """Return the sharded state dict of the models and their optimizers."""
@@ -119,43 +125,23 @@ class ShardedState:
         """Return the optimizers that Accelerate would save: it passes hooks the models only."""
         return [getattr(each, "optimizer", each) for each in self._accelerator._optimizers]  # noqa: SLF001
 
-    def _withhold(self) -> list[_WithheldState]:
-        """Return the hooks that keep the optimizers' states out of Accelerate's files, registering them once."""
+    def _hook_optimizers(self) -> None:
+        """Make torch's optimizers give Accelerate a note instead of their state, and ignore the note at a load."""
         for each in self._optimizers():
-            if each not in self._withheld:
-                self._withheld[each] = _WithheldState(each)
-        return [self._withheld[each] for each in self._optimizers()]
+            if each not in self._hooked:
+                self._hooked.add(each)
+                self._handles.append(each.register_state_dict_post_hook(self._withhold_state))
+                self._handles.append(each.register_load_state_dict_pre_hook(_ignore_note))
 
-
-class _WithheldState:
-    """Hooks of an optimizer that replace its state by a note in Accelerate's next save, and ignore the note at a load.
-
-    Args:
-        optimizer: Torch's own optimizer, not Accelerate's wrapper.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        #: Whether the next ``state_dict()`` returns the note; the user's own calls return the state.
-        self.armed = False
-        self._handles = [
-            optimizer.register_state_dict_post_hook(self._state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._load_state_dict),
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if not self.armed:
+    def _withhold_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if optimizer not in self._withheld:
             return state_dict
-        self.armed = False
+        self._withheld.discard(optimizer)
         return {"state": {}, "param_groups": [], "note": _NOTE}
 
-    @staticmethod
-    def _load_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return optimizer.state_dict() if state_dict.get("note") == _NOTE else state_dict
+
+def _ignore_note(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return optimizer.state_dict() if state_dict.get("note") == _NOTE else state_dict
 
 
 def _as_one(models: list[torch.nn.Module]) -> torch.nn.Module:

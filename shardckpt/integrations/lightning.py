@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,19 @@ try:
 except ModuleNotFoundError:  # pytorch-lightning has the same under another name
     from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
 
+from shardckpt.commit import clear_tombstones, delete_checkpoint, make_tombstone, stem
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, SaveOptions, load_checkpoint, locate, open_checkpoint, save_checkpoint
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import describe_form, describe_tensors, merge_tensors, request_tensors
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import dict_list_map_outplace
-from shardckpt.storage import clear_tombstones, delete_checkpoint, make_tombstone, on_store, retry_if_replaced, stem
+from shardckpt.storage import on_store, retry_if_replaced
 from shardckpt.validation import StrictHandling
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import ShardedStateDict, StateDict
@@ -53,7 +55,8 @@ class ShardedCheckpointIO(CheckpointIO):
         self._strategy = strategy
         self._allow_globals = tuple(allow_globals)
         for name in ("lightning.fabric.plugins", "lightning_fabric.plugins"):
-            if name in sys.modules:  # a Trainer takes only instances of its own package's CheckpointIO
+            # a Trainer takes only instances of its own package's CheckpointIO, and both packages may be installed
+            if name in sys.modules:
                 sys.modules[name].CheckpointIO.register(type(self))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
@@ -76,10 +79,10 @@ class ShardedCheckpointIO(CheckpointIO):
             "form": describe_form(_NAME, checkpoint, "unchecked"),
             "tensors": describe_tensors(_NAME, checkpoint, "unchecked"),
         }
+        plugins = get_plugin_manager()
+        # content_metadata marks the checkpoint as a Trainer's: remove_checkpoint deletes no other
         options = SaveOptions(overwrite=True, content_metadata={_NAME: {}}, allow_globals=self._allow_globals)
-        save_checkpoint(
-            state, locate(path, get_plugin_manager()), self._strategy, Comm(alone=True), get_plugin_manager(), options
-        )
+        save_checkpoint(state, locate(path, plugins), self._strategy, Comm(alone=True), plugins, options)
 
     def load_checkpoint(
         self,
@@ -104,15 +107,15 @@ class ShardedCheckpointIO(CheckpointIO):
         if not isinstance(map_location, (str, torch.device, type(None))):
             raise CheckpointingException(f"{path}: map_location={map_location!r} is not supported: pass one device")
         checkpoint = retry_if_replaced(lambda: self._read(path), path)
-        return checkpoint if map_location is None else dict_list_map_outplace(_mover(map_location), checkpoint)
+        if map_location is not None:
+            checkpoint = dict_list_map_outplace(
+                lambda leaf: leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf, checkpoint
+            )
+        return checkpoint
 
     def _read(self, path: PathLike) -> dict[str, Any]:
-        """Read the values that are no tensors first: they say which tensors there are."""
-        options = LoadOptions(allow_globals=self._allow_globals)
-        with open_checkpoint(
-            locate(path, get_plugin_manager()), Comm(alone=True), get_plugin_manager(), options
-        ) as stored:
-            _check_kind(path, stored)
+        with _open(path, LoadOptions(allow_globals=self._allow_globals)) as stored:
+            # the values that are no tensors first: they say which tensors there are
             form = _load({"form": describe_form(_NAME, None, "unchecked")}, stored)["form"]
             loaded = _load({"tensors": request_tensors(_NAME, form, None, set())}, stored)
         checkpoint: dict[str, Any] = merge_tensors(form, loaded.get("tensors", {}))
@@ -127,40 +130,36 @@ class ShardedCheckpointIO(CheckpointIO):
         if Path(path).is_symlink():
             Path(path).unlink()
             return
+        with _open(path, LoadOptions()):
+            pass  # only to check that it is a Trainer's checkpoint
         directory = locate(path, get_plugin_manager())
-        with open_checkpoint(directory, Comm(alone=True), get_plugin_manager(), LoadOptions()) as stored:
-            _check_kind(path, stored)
-        _remove(directory)
+        if (remote := on_store(directory)) is not None:
+            delete_checkpoint(remote.folder)
+            return
+        make_tombstone(directory)
+        clear_tombstones(directory.parent, lambda name: name == stem(directory.name))
 
     def teardown(self) -> None:
         """Do nothing: no file stays open."""
 
 
-def _check_kind(path: PathLike, stored: OpenCheckpoint) -> None:
-    """Raise if an opened checkpoint was not saved by a ShardedCheckpointIO."""
-    record = stored.context.reader.manifest.record
-    if record is None or _NAME not in (record.content_metadata or {}):
-        raise CheckpointingException(
-            f"{path} is a checkpoint, but not one that a ShardedCheckpointIO has saved: "
-            "shardckpt.dist_checkpointing.load reads it, and it can be deleted by hand"
-        )
+@contextmanager
+def _open(path: PathLike, options: LoadOptions) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint; raise if no ShardedCheckpointIO has saved it."""
+    plugins = get_plugin_manager()
+    with open_checkpoint(locate(path, plugins), Comm(alone=True), plugins, options) as stored:
+        record = stored.context.reader.manifest.record
+        if record is None or _NAME not in (record.content_metadata or {}):
+            raise CheckpointingException(
+                f"{path} is a checkpoint, but not one that a ShardedCheckpointIO has saved: "
+                "shardckpt.dist_checkpointing.load reads it, and it can be deleted by hand"
+            )
+        yield stored
 
 
 def _load(wanted: ShardedStateDict, stored: OpenCheckpoint) -> StateDict:
     loaded, _ = load_checkpoint(wanted, stored, validate=True, strict=StrictHandling.RAISE_UNEXPECTED)
     return loaded
-
-
-def _mover(device: str | torch.device) -> Any:
-    return lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _remove(directory: Path) -> None:
-    if (remote := on_store(directory)) is not None:
-        delete_checkpoint(remote.folder)
-        return
-    make_tombstone(directory)
-    clear_tombstones(directory.parent, lambda name: name == stem(directory.name))
 
 
 __all__ = ["ShardedCheckpointIO"]

@@ -55,6 +55,7 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         strategy: str | None = None
         hf_mapping: str | None = None
         hf_assets_path: str | None = None
+        exclude_from_last_save: tuple[str, ...] = ()
         enable_ft_dataloader_checkpoints: bool = True
         check_replicas: bool = True
         save_rng: bool = True
@@ -79,20 +80,20 @@ class TitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.enable = config.enable
         if not config.enable:
             return
-        _check_supported(config)
-        replica = (
-            FaultTolerance(ft_manager.manager, ft_manager.replica_id) if ft_manager and ft_manager.enabled else None
-        )
-        named = {
-            "model": list(model_parts),
-            "optimizer": optimizers,
-            "lr_scheduler": lr_schedulers,
-            **({} if dataloader is None else {"dataloader": PerRank(dataloader, _merge_states)}),
-        }
+        if (config.last_save_in_hf or config.initial_load_in_hf) and config.hf_mapping is None:
+            raise CheckpointingException(
+                "last_save_in_hf and initial_load_in_hf need hf_mapping: the name of a key mapping from torchtitan's "
+                "names to Hugging Face's, which a plugin's shardckpt_key_mapping returns; torchtitan's sd_adapter is "
+                "not used"
+            )
+        named = {**states, "model": list(model_parts), "optimizer": optimizers, "lr_scheduler": lr_schedulers}
+        if dataloader is not None:
+            named["dataloader"] = PerRank(dataloader, _merge_states)
+        replica = None
+        if ft_manager and ft_manager.enabled:
+            replica = FaultTolerance(ft_manager.manager, ft_manager.replica_id)
         #: The manager that saves and loads.
-        self.manager = CheckpointManager(
-            checkpoint_config(config, base_folder), {**states, **named}, fault_tolerance=replica
-        )
+        self.manager = CheckpointManager(checkpoint_config(config, base_folder), named, fault_tolerance=replica)
 
     def maybe_wait_for_saving(self) -> None:
         """Collective: wait until all saves are durable."""
@@ -135,14 +136,6 @@ def checkpoint_config(config: TitanCheckpointManager.Config, base_folder: str = 
 
 def _merge_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
     return {name: value for state in states for name, value in state.items()}
-
-
-def _check_supported(config: TitanCheckpointManager.Config) -> None:
-    if (config.last_save_in_hf or config.initial_load_in_hf) and config.hf_mapping is None:
-        raise CheckpointingException(
-            "last_save_in_hf and initial_load_in_hf need hf_mapping: the name of a key mapping from torchtitan's names "
-            "to Hugging Face's, which a plugin's shardckpt_key_mapping returns; torchtitan's sd_adapter is not used"
-        )
 
 
 __all__ = ["TitanCheckpointManager", "checkpoint_config"]

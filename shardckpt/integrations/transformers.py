@@ -120,40 +120,25 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._resumed = found, self._resume_folder(found)
         return str(self._resumed[1])
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: Any = None,
-        **_: Any,
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Check the Trainer's arguments, and prepare the model for a folder without weights."""
         if args.deepspeed:
             raise CheckpointingException(
                 "DeepSpeed does not expose the optimizer's state: leave this callback out and let the Trainer save"
             )
-        self._args = args
+        self._args, model = args, parts.get("model")
         if model is not None and not hasattr(model, _IGNORED):
             setattr(model, _IGNORED, None)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: Any = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Load the chosen or the newest checkpoint, if there is one."""
+        """Collective: load the chosen or the newest checkpoint, if there is one."""
+        optimizer = parts.get("optimizer")
         states = {
-            "model": model,
-            "optimizer": getattr(optimizer, "optimizer", optimizer),
-            "lr_scheduler": lr_scheduler,
+            "model": parts.get("model"),
+            "optimizer": getattr(optimizer, "optimizer", optimizer),  # Accelerate's wrapper has torch's own
+            "lr_scheduler": parts.get("lr_scheduler"),
             _STATE: _Progress(state),
         }
         position = state.global_step
@@ -171,29 +156,23 @@ class ShardedCheckpointCallback(TrainerCallback):
         self._begun_at = state.global_step
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the previous step, if it is due."""
+        """Collective: save the previous step, if it is due."""
         if self._random is not None:  # the Trainer has used the generators to skip batches: restore them again
             RandomState().load_state_dict(self._random)
             self._random = None
         self._save(state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save this step, because the Trainer saves it."""
+        """Collective: save this step, because the Trainer saves it."""
         self._save(state, control, force=True)
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Store the metrics for the checkpoint of this step."""
-        self._metrics = {name: value for name, value in (metrics or {}).items() if isinstance(value, (int, float))}
+        metrics = parts.get("metrics") or {}
+        self._metrics = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the last step, unless the job was preempted, and wait until all saves are durable."""
+        """Collective: save the last step, unless the job was preempted; wait until all saves are durable."""
         if self.manager is None:
             return
         if not self.manager.preempted and state.global_step > self._begun_at:
@@ -201,6 +180,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         self.manager.close()
 
     def _save(self, state: TrainerState, control: TrainerControl, *, force: bool = False) -> None:
+        """Collective: save this step if it is due or forced; stop the training once the job is preempted."""
         manager = self.manager
         if manager is None or 0 < state.global_step <= self._begun_at:
             return
@@ -210,14 +190,15 @@ class ShardedCheckpointCallback(TrainerCallback):
             control.should_training_stop = True
 
     def _resume_folder(self, step: int) -> Path:
-        """Return a new folder with the Trainer's state and a file of weights without any."""
-        path = f"{self._config.folder}/step-{step}"
-        Comm().main_runs("checking the checkpoint's content", lambda: _check_content(path))
-        wanted = {_STATE: describe_object(None, _STATE, "unchecked")}
-        loaded = dist_checkpointing.load(wanted, path, allow_globals=self._allow_globals)
-        with Comm().collective_phase("making a folder to resume from"):
+        """Collective: return a new folder with the Trainer's state and a file of weights without any."""
+        comm, path = Comm(), f"{self._config.folder}/step-{step}"
+        comm.main_runs("checking the checkpoint's content", lambda: _check_content(path))
+        requested = {_STATE: describe_object(None, _STATE, "unchecked")}
+        loaded = dist_checkpointing.load(requested, path, allow_globals=self._allow_globals)
+        with comm.collective_phase("making a folder to resume from"):
             folder = Path(tempfile.mkdtemp(prefix="shardckpt-resume-"))
             TrainerState(**loaded[_STATE]).save_to_json(str(folder / TRAINER_STATE_NAME))
+            # without a file of weights the Trainer refuses the folder; from an empty one it loads nothing
             safetensors.torch.save_file({}, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
         return folder
 

@@ -35,7 +35,16 @@ class CliqueReplication:
         comm = Comm(process_group)
         with comm.collective_phase("forming cliques"):
             comm.agree(jump=jump, factor=factor)
-            _check(jump, factor, comm.world_size)
+            if type(jump) is not int or type(factor) is not int or jump < 1 or factor < 2:  # noqa: PLR2004 - 1 is no copy
+                raise CheckpointingException(
+                    f"no cliques of jump {jump!r} and factor {factor!r}: jump is an integer of at least 1, factor of "
+                    "at least 2; pass no replication to keep no copies"
+                )
+            if comm.world_size % (jump * factor):
+                raise CheckpointingException(
+                    f"{comm.world_size} ranks do not divide into cliques of jump {jump} and factor {factor}: jump "
+                    "times factor must divide the number of ranks; " + _describe_fitting(jump, factor, comm.world_size)
+                )
         self.jump = jump
         self.factor = factor
         #: The ranks, by their numbers in the job.
@@ -48,31 +57,12 @@ class CliqueReplication:
         return tuple(range(first, first + span, self.jump))
 
 
-def _check(jump: int, factor: int, world_size: int) -> None:
-    if type(jump) is not int or type(factor) is not int or jump < 1 or factor < 2:  # noqa: PLR2004 - one copy is none
-        raise CheckpointingException(
-            f"no cliques of jump {jump!r} and factor {factor!r}: jump is an integer of at least 1, factor of at "
-            "least 2; pass no replication to keep no copies"
-        )
-    if world_size % (jump * factor):
-        raise CheckpointingException(
-            f"{world_size} ranks do not divide into cliques of jump {jump} and factor {factor}: jump times factor must "
-            f"divide the number of ranks; {_describe_fitting(jump, factor, world_size)}"
-        )
-
-
 def _describe_fitting(jump: int, factor: int, world_size: int) -> str:
     """Return which values are possible, as text."""
-    factors = [n for n in range(2, world_size // jump + 1) if world_size % (jump * n) == 0]
-    jumps = [n for n in range(1, world_size // factor + 1) if world_size % (n * factor) == 0]
-    fits = [f"with jump={jump} factor may be {_join(factors)}"] if factors else []
-    fits += [f"with factor={factor} jump may be {_join(jumps)}"] if jumps else []
-    fits += [f"jump=1 with factor={world_size} fits"] if world_size > 1 and not fits else []
-    return "; ".join(fits) or "a single rank has no other to keep copies: pass no replication"
-
-
-def _join(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-__all__ = ["CliqueReplication"]
+    if world_size == 1:
+        return "a single rank has no other to keep copies: pass no replication"
+    factors = [str(n) for n in range(2, world_size // jump + 1) if world_size % (jump * n) == 0]
+    jumps = [str(n) for n in range(1, world_size // factor + 1) if world_size % (n * factor) == 0]
+    fits = [f"with jump={jump} factor may be {', '.join(factors)}"] if factors else []
+    fits += [f"with factor={factor} jump may be {', '.join(jumps)}"] if jumps else []
+    return "; ".join(fits) or f"jump=1 with factor={world_size} fits"

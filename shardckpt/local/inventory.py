@@ -23,8 +23,8 @@ class Inventory:
         self.world_size = len(everyone)
         #: The ranks on whose disks each part is undamaged, ascending.
         self.holders = find_holders([part for part, fault in parts.items() if not fault] for parts in everyone)
-        #: The damaged parts: rank, part, and what is wrong with it.
-        self.faults = [(rank, part, why) for rank, parts in enumerate(everyone) for part, why in parts.items() if why]
+        #: The ranks with damaged parts, and what is wrong with each.
+        self.faults = [(rank, why) for rank, parts in enumerate(everyone) for why in parts.values() if why]
         found = {part.save for parts in everyone for part in parts}
         #: The saves of as many ranks as there are now, the newest last; then those of another number of ranks.
         self.saves = sorted(save for save in found if save.world_size == self.world_size)
@@ -45,10 +45,7 @@ class Inventory:
         return [rank for rank in self.holders.get(part, ()) if rank != part.rank]
 
     def superseded(self, save: SaveId, keep: int) -> set[SaveId]:
-        """Return the saves to remove when ``save`` is complete.
-
-        These are all older ones, but for ``keep - 1`` complete ones of older steps.
-        """
+        """Return the saves to remove when ``save`` is complete: all older ones but ``keep - 1`` complete steps."""
         older = [other for other in self.complete if other.step < save.step]
         kept = older[max(len(older) - keep + 1, 0) :]
         return {other for other in (*self.saves, *self.foreign) if other < save} - set(kept)
@@ -59,14 +56,27 @@ class Inventory:
         Raises:
             CannotLoadError: there is none; the subclass and the text say why.
         """
-        found = [save for save in reversed(self.complete) if step in (None, save.step)]
-        if not found:
-            raise self._make_error(step)
-        return found
+        complete, incomplete, foreign = (
+            [save for save in saves if step in (None, save.step)] for saves in (self.complete, self.saves, self.foreign)
+        )
+        if complete:
+            return complete[::-1]
+        instead = "load the last global checkpoint with dist_checkpointing.load()"
+        steps = ", ".join(str(save.step) for save in self.complete)
+        steps = f" (complete steps: {steps})" if steps else ""
+        if incomplete:
+            raise IncompleteCheckpointError(f"{self._describe_lost(incomplete[-1])}; {instead}{steps}")
+        if foreign:
+            raise CannotLoadError(
+                f"{self._describe_foreign(foreign[-1])}: a local checkpoint needs as many as saved it; {instead}, "
+                "which takes any number of ranks"
+            )
+        what = "local checkpoint" if step is None else f"local checkpoint of step {step}"
+        raise NotACheckpointError(f"there is no {what} on the disks of {self.world_size} ranks; {instead}{steps}")
 
     def list_faults(self) -> list[str]:
         """Return warnings: of damaged parts, and of saves newer than the latest complete one that cannot be loaded."""
-        texts = [f"rank {rank} has a damaged part, which is ignored: {fault}" for rank, _, fault in self.faults]
+        texts = [f"rank {rank} has a damaged part, which is ignored: {fault}" for rank, fault in self.faults]
         latest = self.latest()
         newer = [save for save in self.saves if latest is None or save > latest]
         texts += [f"{self._describe_lost(save)}; it is ignored" for save in newer]
@@ -74,33 +84,9 @@ class Inventory:
             texts.append(f"{self._describe_foreign(self.foreign[-1])}: it is ignored")
         return texts
 
-    def _make_error(self, step: int | None) -> CannotLoadError:
-        """Return an error that says why nothing can be loaded."""
-        instead = "load the last global checkpoint with dist_checkpointing.load()"
-        asked = [save for save in self.saves if step in (None, save.step)]
-        if asked:
-            return IncompleteCheckpointError(f"{self._describe_lost(asked[-1])}; {instead}{self._list_steps()}")
-        foreign = [save for save in self.foreign if step in (None, save.step)]
-        if foreign:
-            return CannotLoadError(
-                f"{self._describe_foreign(foreign[-1])}: a local checkpoint needs as many as saved it; {instead}, "
-                "which takes any number of ranks"
-            )
-        what = "local checkpoint" if step is None else f"local checkpoint of step {step}"
-        return NotACheckpointError(
-            f"there is no {what} on the disks of {self.world_size} ranks; {instead}{self._list_steps()}"
-        )
-
-    def _list_steps(self) -> str:
-        steps = ", ".join(str(save.step) for save in self.complete)
-        return f" (complete steps: {steps})" if steps else ""
-
     def _describe_lost(self, save: SaveId) -> str:
         ranks = ", ".join(map(str, self.missing(save)))
         return f"step {save.step} is incomplete: no disk has an undamaged part of ranks {ranks}"
 
     def _describe_foreign(self, save: SaveId) -> str:
         return f"step {save.step} was saved by {save.world_size} ranks, and there are {self.world_size}"
-
-
-__all__ = ["Inventory"]

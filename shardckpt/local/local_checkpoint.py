@@ -60,6 +60,7 @@ def save_local(
         "homes": list(state.homes),
     }
     values = {str(number): _make_global(number, shard) for number, shard in enumerate(shards) if _is_kept(shard)}
+    # not validated: the shards of one rank do not fill the global tensors
     options = SaveOptions(validate=False, overwrite=overwrite, allow_globals=tuple(allow_globals))
     target = locate_local(directory, "save a local checkpoint to")
     save_checkpoint({"values": values, "local": content}, target, None, Comm(alone=True), get_plugin_manager(), options)
@@ -106,6 +107,7 @@ def _is_kept(shard: ShardedBase) -> bool:
 
 def _describe(shard: ShardedBase) -> dict[str, Any]:
     """Return a shard without its data as a dict of plain values, which :func:`_make_shard` reads."""
+    # type(): a subclass may have fields that _make_shard does not restore
     kind = next((name for name, base in _KINDS.items() if type(shard) is base), None)
     if kind is None:
         raise CheckpointingException(f"save_local: {shard.key!r} is a {type(shard).__name__}, not a shard")
@@ -128,6 +130,3 @@ def _make_global(number: int, shard: ShardedBase) -> ShardedBase:
         shape = shard.data_shape
         return ShardedTensor(key, shard.data, shard.dtype, shape, shape, (0,) * len(shape), None)
     return ShardedObject(key, shard.data, (1,), (0,))
-
-
-__all__ = ["load_local", "save_local"]

@@ -96,13 +96,22 @@ class LocalCheckpointManager:
         """
         comm = Comm(self._group)
         with comm.local_phase("saving a local checkpoint"):
-            _check_state(state)
-            _check_step(step)
+            if not isinstance(state, TensorAwareStateDict):
+                raise CheckpointingException(
+                    f"expected a TensorAwareStateDict, got a {type(state).__name__}: pass the first of the two values "
+                    "that TensorAwareStateDict.from_state_dict returns"
+                )
+            if type(step) is not int or not 0 <= step < 10**18:
+                raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
             comm.agree(step=step)
             listing, inventory = self._take_inventory(comm)
-            self._clear(listing, inventory)
+            self._folder.clear(listing.leftovers)
+            if inventory.complete:  # if none is, a disk may be missing that comes back, and completes one
+                self._remove(listing, set(inventory.saves) - set(inventory.complete))
+            # the save must be the newest of its step, even if the clock went back
+            others = [save.stamp + 1 for save in (*inventory.saves, *inventory.foreign) if save.step == step]
             # the main rank's clock gives the id: parts of one save must have equal names on all ranks
-            save = SaveId(step, comm.broadcast(_make_stamp(step, inventory)), comm.world_size)
+            save = SaveId(step, comm.broadcast(max([time.time_ns(), *others])), comm.world_size)
             self._write(state, save, comm)
             self._remove(listing, inventory.superseded(save, self._keep))
 
@@ -143,7 +152,17 @@ class LocalCheckpointManager:
             self._warn(inventory, comm)
             with comm.collective_phase("choosing a step"):
                 saves = inventory.loadable(step)
-            return self._load_first(saves, inventory, comm)
+            reasons = []
+            for save in saves:
+                state, why = self._load(save, inventory, comm)
+                if state is not None:
+                    return state
+                reasons.append(f"step {save.step} cannot be loaded: {why}")
+                if comm.is_main:
+                    logger.warning("local checkpoints: %s", reasons[-1])
+            raise CorruptCheckpointError(
+                "; ".join(reasons) + "; load the last global checkpoint with dist_checkpointing.load()"
+            )
 
     def _take_inventory(self, comm: Comm) -> tuple[Listing, Inventory]:
         """Collective: list what is on this rank's disk, and on all."""
@@ -155,12 +174,6 @@ class LocalCheckpointManager:
         if comm.is_main:
             for text in inventory.list_faults():
                 logger.warning("local checkpoints: %s", text)
-
-    def _clear(self, listing: Listing, inventory: Inventory) -> None:
-        """Make room: remove what unfinished saves have left, and incomplete saves if there is a complete one."""
-        self._folder.clear(listing.leftovers)
-        if inventory.complete:  # if none is, a disk may be missing that comes back, and completes one
-            self._remove(listing, set(inventory.saves) - set(inventory.complete))
 
     def _remove(self, listing: Listing, saves: Container[SaveId]) -> None:
         self._folder.remove(part for part in listing.parts if part.save in saves)
@@ -183,47 +196,29 @@ class LocalCheckpointManager:
     def _replicate(self, routes: list[Route], comm: Comm) -> None:
         """Collective: copy the parts to the disks of their cliques."""
         with comm.collective_phase("checking the disks of cliques"):
-            self._check_apart([route for route in routes if route.target == comm.rank])
+            for route in routes:
+                # its sender has just written it: where it exists on the target's disk, too, both have the same disk
+                if route.target == comm.rank and self._folder.path(route.part).exists():
+                    raise CheckpointingException(
+                        f"ranks {route.source} and {route.target} are in one clique and have the same disk, "
+                        f"{self._folder.root}: pass a directory on each node's own disk as root, and the number of "
+                        "ranks per node as jump of CliqueReplication"
+                    )
         faults = transfer_parts(routes, self._folder, comm)
         with comm.local_phase("copying parts to other disks"):
             if faults:
                 raise StorageError("not all parts were copied: " + "; ".join(dict.fromkeys(faults.values())))
 
-    def _check_apart(self, routes: list[Route]) -> None:
-        """Raise if a part that this rank is to receive exists: then its sender uses the same disk."""
-        for route in routes:
-            if self._folder.path(route.part).exists():
-                raise CheckpointingException(
-                    f"ranks {route.source} and {route.target} are in one clique and have the same disk, "
-                    f"{self._folder.root}: pass a directory on each node's own disk as root, and the number of ranks "
-                    "per node as jump of CliqueReplication"
-                )
-
     def _plan_copies(self, save: SaveId) -> list[Route]:
         """Return which parts are copied to which ranks."""
         if self._replication is None:
             return []
-        cliques = [self._replication.clique_of(rank) for rank in range(save.world_size)]
         return [
             Route(PartId(save, rank), rank, other)
-            for rank, clique in enumerate(cliques)
-            for other in clique
+            for rank in range(save.world_size)
+            for other in self._replication.clique_of(rank)
             if other != rank
         ]
-
-    def _load_first(self, saves: list[SaveId], inventory: Inventory, comm: Comm) -> TensorAwareStateDict:
-        """Collective: return this rank's part of the first of the saves that can be loaded."""
-        reasons = []
-        for save in saves:
-            state, why = self._load(save, inventory, comm)
-            if state is not None:
-                return state
-            reasons.append(f"step {save.step} cannot be loaded: {why}")
-            if comm.is_main:
-                logger.warning("local checkpoints: %s", reasons[-1])
-        raise CorruptCheckpointError(
-            "; ".join(reasons) + "; load the last global checkpoint with dist_checkpointing.load()"
-        )
 
     def _load(self, save: SaveId, inventory: Inventory, comm: Comm) -> tuple[TensorAwareStateDict | None, str]:
         """Collective: load this rank's part, from another rank's disk if need be.
@@ -242,17 +237,14 @@ class LocalCheckpointManager:
                 return state, ""
             routes = [Route(PartId(save, rank), sources[rank].pop(0), rank) for rank in lacking]
             failed = transfer_parts(routes, self._folder, comm)
-            if fault:
-                state, fault = self._read_copy(next(r for r in routes if r.target == comm.rank), fault, failed)
-
-    def _read_copy(
-        self, route: Route, before: str, failed: dict[Route, str]
-    ) -> tuple[TensorAwareStateDict | None, str]:
-        """Return this rank's part after a copy of it was received, or why there is none."""
-        if route in failed:
-            return None, f"{before}; {failed[route]}"
-        logger.warning("rank %d has its part from rank %d: %s", route.target, route.source, before)
-        return self._read(route.part)
+            for route in routes:
+                if route.target != comm.rank:
+                    continue
+                if route in failed:
+                    fault = f"{fault}; {failed[route]}"
+                else:
+                    logger.warning("rank %d has its part from rank %d: %s", comm.rank, route.source, fault)
+                    state, fault = self._read(route.part)
 
     def _read(self, part: PartId) -> tuple[TensorAwareStateDict | None, str]:
         """Return a part on this rank's disk, or None and what is wrong with it."""
@@ -272,26 +264,3 @@ def _check(replication: CliqueReplication | None, keep: int, comm: Comm) -> None
             f"the cliques are of ranks {replication.members}, the manager is of {comm.members}: pass both the same "
             "process_group"
         )
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, TensorAwareStateDict):
-        raise CheckpointingException(
-            f"expected a TensorAwareStateDict, got a {type(state).__name__}: pass the first of the two values that "
-            "TensorAwareStateDict.from_state_dict returns"
-        )
-
-
-def _check_step(step: int) -> None:
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise CheckpointingException(f"step={step!r}: expected an integer from 0 to 10**18 - 1")
-
-
-def _make_stamp(step: int, inventory: Inventory) -> int:
-    """Return the time in ns, or more: above the stamps of all other saves of the step, even if the clock went back."""
-    return max(
-        time.time_ns(), *(save.stamp + 1 for save in (*inventory.saves, *inventory.foreign) if save.step == step), 0
-    )
-
-
-__all__ = ["LocalCheckpointManager"]

@@ -39,26 +39,22 @@ class _Tensor(NamedTuple):
 
 
 class _Inventory(NamedTuple):
-    """What a rank sends to the others: the tensors that it keeps, and those that it lacks, with their devices."""
+    """What a rank announces: the tensors that it keeps, and the kinds of device of those that it lacks."""
 
     kept: dict[ShardId, _Tensor]
     lacking: dict[ShardId, str]
 
 
 def keep_share(shards: Sequence[ShardedTensor], group: Comm, cached: KeptShards | None) -> KeptShards:
-    """Collective: assign each shard to one rank of the group, which keeps it; remove the data of its other copies.
+    """Collective: assign each shard to one rank of the group, which keeps it; return what this rank keeps.
 
-    Args:
-        shards: This rank's; ``data`` becomes None if another rank keeps the shard.
-        group: The ranks.
-        cached: What an earlier call returned; it is reused if all ranks have the same shards as then.
-
-    Returns:
-        What this rank keeps; ``cached`` itself if that was reused.
+    ``data`` of this rank's shards that another rank keeps becomes None. ``cached``, what an earlier call returned, is
+    reused if all ranks have the same shards as then.
     """
     with group.local_phase("comparing with the last assignment"):
         copies = [describe_copy(shard) for shard in shards]
         is_unchanged = cached is not None and cached.copies == copies
+    # all ranks reuse theirs or none does: assignments of different calls may leave a shard without a keeper
     if not group.all_true(is_unchanged) or cached is None:
         assigned = assign_shards(group.all_gather(copies), main_only=False)
         cached = KeptShards(copies, {shard for shard, found in assigned.items() if found.rank == group.rank})
@@ -75,9 +71,9 @@ def fetch_shards(
 
     Args:
         kept: The tensors that this rank keeps, by shard id.
-        lacking: The shards that this rank wants, by shard id; ``data`` is filled if it is plain and of the kept dtype.
+        lacking: The shards that this rank requests; ``data`` is filled if it is plain and of the kept dtype.
         group: The ranks.
-        algorithm: How ranks exchange shards; see :func:`shardckpt.parallel.transfers.exchange`.
+        algorithm: How ranks exchange shards.
 
     Returns:
         The tensor of every shard that this rank lacked: its data, or new memory if that was not filled.
@@ -99,25 +95,18 @@ def _plan_transfers(everyone: Sequence[_Inventory], group: Comm) -> dict[ShardId
         for shard, tensor in inventory.kept.items():
             sources.setdefault(shard, (rank, tensor))  # "atomic" keeps have several: the lowest rank sends
     targets = find_holders(inventory.lacking for inventory in everyone)
-    _check_kept(targets.keys() - sources.keys(), group)
+    lost = targets.keys() - sources.keys()
+    if lost:
+        named = sorted(repr(shard[1:4]) for shard in lost)
+        hint = "if they were made with algo='fully_parallel', pass that and the same group here, too; "
+        raise KeyMismatchError(
+            f"no rank of the group keeps these shards (key, offset, shape): {', '.join(named[:20])}; "
+            f"{hint if group.world_size == 1 else ''}shards must have the same offsets and shapes as when they were "
+            "kept"
+        )
     transfers = {}
     for shard, ranks in targets.items():
         source, tensor = sources[shard]
         device_types = {tensor.device_type, *(everyone[rank].lacking[shard] for rank in ranks)}
         transfers[shard] = Transfer(tensor.shape, tensor.dtype, source, ranks, choose_device(device_types, group))
     return transfers
-
-
-def _check_kept(lost: set[ShardId], group: Comm) -> None:
-    if lost:
-        named = sorted(repr(shard[1:4]) for shard in lost)
-        hint = "if they were made with algo='fully_parallel', pass that and the same group here, too; " * (
-            group.world_size == 1
-        )
-        raise KeyMismatchError(
-            f"no rank of the group keeps these shards (key, offset, shape): {', '.join(named[:20])}; {hint}shards "
-            "must have the same offsets and shapes as when they were kept"
-        )
-
-
-__all__ = ["KeptShards", "fetch_shards", "keep_share"]

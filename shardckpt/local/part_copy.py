@@ -5,19 +5,20 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.commit import publish_staging, staging_directory
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.local.chunks import Buffers, Chunk, list_chunks
+from shardckpt.local.chunks import Buffers, list_chunks
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
 from shardckpt.storage import (
     NewFile,
     check_file_name,
     close_file,
     digest_function,
+    make_folders,
     open_existing,
-    publish_staging,
     read_file,
     read_into,
-    staging_directory,
+    refuse_linked_folders,
 )
 from shardckpt.tensors import LARGE
 
@@ -26,31 +27,16 @@ if TYPE_CHECKING:
 
 
 class Head(NamedTuple):
-    """A checkpoint's JSON files.
+    """A checkpoint's JSON files."""
 
-    Attributes:
-        marker: Bytes of the manifest file, whose presence makes a directory a checkpoint.
-        record: Bytes of the record of its files and their digests.
-    """
-
+    #: The manifest file, whose presence makes a directory a checkpoint.
     marker: bytes
+    #: The record of its files and their digests.
     record: bytes
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Number of bytes of each."""
-        return len(self.marker), len(self.record)
 
 
 class Outgoing:
-    """A part on this rank's disk that is sent to other ranks.
-
-    Args:
-        path: The directory of the part.
-
-    Raises:
-        CorruptCheckpointError: the record is damaged.
-    """
+    """A part on this rank's disk, in the directory ``path``, that is sent to other ranks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,6 +48,7 @@ class Outgoing:
         """Read chunk ``number`` into the buffers."""
         chunk = self.chunks[number]
         path = self._path / check_file_name(chunk.name)
+        refuse_linked_folders(self._path, chunk.name)
         fd, _ = open_existing(path)
         try:
             read_into(fd, path, self.buffers.view(number), chunk.span.start)
@@ -72,13 +59,7 @@ class Outgoing:
 class Incoming:
     """A part that this rank receives: in a staging directory until it is complete and checked.
 
-    Args:
-        target: The directory that it is published as.
-        head: Its JSON files.
-        origin: The sender, for errors.
-
-    Raises:
-        CorruptCheckpointError: the record is damaged.
+    ``target`` is the directory that it is published as, and ``origin`` names the sender in errors.
     """
 
     def __init__(self, target: Path, head: Head, origin: str) -> None:
@@ -95,16 +76,17 @@ class Incoming:
         self._staging = self._stack.enter_context(staging_directory(target))
 
     def write(self, number: int) -> None:
-        """Check chunk ``number``, which is in the buffers, and write it; call it for the chunks in their order.
-
-        Raises:
-            CorruptCheckpointError: the bytes do not have their digests.
-        """
-        chunk = self.chunks[number]
-        self._check(chunk, self.buffers.view(number))
-        while self._file is None or self._file.path.name != chunk.name:
+        """Check chunk ``number``, which is in the buffers, and write it; call it for the chunks in their order."""
+        chunk, view = self.chunks[number], self.buffers.view(number)
+        for start, stop, digest in chunk.span.segments:
+            if self._digest(view[start - chunk.span.start : stop - chunk.span.start]) != digest:
+                raise CorruptCheckpointError(
+                    f"bytes {start} to {stop} of {self._target.name}/{chunk.name}, from {self._origin}, are not those "
+                    "that were written (digest differs): they were damaged on its disk, or in transit"
+                )
+        while self._file is None or self._file.path != self._staging / chunk.name:  # empty files have no chunk
             self._next_file()
-        self._file.write(self.buffers.view(number), chunk.span.start)
+        self._file.write(view, chunk.span.start)
 
     def complete(self) -> None:
         """Complete all files, and make them durable."""
@@ -137,17 +119,12 @@ class Incoming:
             self._file = None
         if self._waiting:
             record = self._waiting.pop(0)
-            self._file = NewFile(self._staging / check_file_name(record.name), record.size)
+            # another rank has sent the name: it must not leave the directory
+            path = self._staging / check_file_name(record.name)
+            make_folders(self._staging, record.name)
+            self._file = NewFile(path, record.size)
             if record.size >= LARGE:
                 self._file.reserve(record.size)
-
-    def _check(self, chunk: Chunk, view: memoryview) -> None:
-        for start, stop, digest in chunk.span.segments:
-            if self._digest(view[start - chunk.span.start : stop - chunk.span.start]) != digest:
-                raise CorruptCheckpointError(
-                    f"bytes {start} to {stop} of {self._target.name}/{chunk.name}, from {self._origin}, are not those "
-                    "that were written (digest differs): they were damaged on its disk, or in transit"
-                )
 
 
 def _parse_record(head: Head, origin: str) -> Record:
@@ -155,6 +132,3 @@ def _parse_record(head: Head, origin: str) -> Record:
         return Record.parse(head.record)
     except (ValueError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{RECORD_NAME} of {origin} is damaged: {exc!s:.500}") from exc
-
-
-__all__ = ["Head", "Incoming", "Outgoing"]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shardckpt.commit import is_free
 from shardckpt.errors import CheckpointingException
 from shardckpt.local.part_copy import Head, Incoming, Outgoing
-from shardckpt.storage import is_free
-from shardckpt.tensors import packed, view_tensor
+from shardckpt.tensors import pack_bytes, view_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardckpt.distributed import Comm
     from shardckpt.local.parts import PartFolder, PartId
@@ -23,13 +23,7 @@ _Tensors = list[tuple[torch.Tensor, int]]
 
 
 class Route(NamedTuple):
-    """The copy of a part from one rank's disk to another's.
-
-    Attributes:
-        part: The part.
-        source: The rank that has it.
-        target: The rank that receives it.
-    """
+    """The copy of a part from the disk of rank ``source`` to that of rank ``target``."""
 
     part: PartId
     source: int
@@ -46,9 +40,6 @@ def transfer_parts(routes: Sequence[Route], folder: PartFolder, comm: Comm) -> d
 
     Returns:
         The reason for each copy that failed; the same on every rank. All other copies are durable.
-
-    Raises:
-        CommunicationError: a rank died.
     """
     transfer = _PartTransfer(routes, folder, comm)
     try:
@@ -81,38 +72,42 @@ class _PartTransfer:
         """Collective: open the parts that this rank sends."""
         with self._comm.local_phase("opening parts to copy"):
             for part in {route.part for route in self._list_sent()}:
-                self._try(self._list_routes(part), partial(self._open, part))
+                with self._note_faults(self._list_routes(part)):
+                    self._outgoing[part] = Outgoing(self._folder.path(part))
         self._exchange_faults()
 
     def exchange_heads(self) -> None:
         """Collective: receive the JSON files of the parts, which list the files that follow."""
-        lengths: dict[PartId, tuple[int, int]] = {}
-        for found in self._comm.all_gather({part: out.head.lengths for part, out in self._outgoing.items()}):
+        lengths: dict[PartId, list[int]] = {}
+        for found in self._comm.all_gather({part: [*map(len, out.head)] for part, out in self._outgoing.items()}):
             lengths.update(found)
         arriving = {
             route: torch.empty(sum(lengths[route.part]), dtype=torch.uint8, device="cpu")
             for route in self._list_received()
         }
+        # to the ranks that receive the parts alone: a record has an entry for each tensor, and may be large
         self._comm.exchange(
-            [(packed(b"".join(self._outgoing[route.part].head)), route.target) for route in self._list_sent()],
+            [(pack_bytes(b"".join(self._outgoing[route.part].head)), route.target) for route in self._list_sent()],
             [(tensor, route.source) for route, tensor in arriving.items()],
         )
         for route, tensor in arriving.items():
-            length = lengths[route.part][0]
-            memory = view_tensor(tensor)
-            self._heads[route] = Head(bytes(memory[:length]), bytes(memory[length:]))
+            memory, length = bytes(view_tensor(tensor)), lengths[route.part][0]
+            self._heads[route] = Head(memory[:length], memory[length:])
 
     def begin(self) -> None:
         """Collective: create the staging directories of the parts that this rank receives."""
         with self._comm.local_phase("beginning copies"):
-            for route in list(self._list_received()):
-                self._try([route], partial(self._begin, route))
+            for route in self._list_received():
+                with self._note_faults([route]):
+                    target = self._folder.path(route.part)
+                    self._incoming[route] = Incoming(target, self._heads[route], f"rank {route.source}")
         self._exchange_faults()
 
     def stream(self) -> None:
         """Collective: send all chunks; while one is sent, the next is read and the one before is written."""
         own = [self._outgoing[route.part].chunks for route in self._list_sent()]
         own += [self._incoming[route].chunks for route in self._list_received()]
+        # every rank takes part in as many exchanges as the longest copy needs, also with nothing to send
         (rounds,) = self._comm.largest(max(map(len, own), default=0))
         with ThreadPoolExecutor(2, "shardckpt-copy") as pool:
             reading, writing = pool.submit(self._read, 0), None
@@ -128,8 +123,14 @@ class _PartTransfer:
     def finish(self) -> None:
         """Collective: make what was received durable, and publish it."""
         with self._comm.local_phase("finishing copies"):
-            for route in list(self._list_received()):
-                self._try([route], partial(self._publish, route))
+            for route in self._without_own_faults(self._list_received()):
+                with self._note_faults([route]):
+                    part = self._incoming[route]
+                    part.complete()
+                    # a damaged part is replaced only now, when the new one is complete and durable
+                    if not is_free(self._folder.path(route.part)):
+                        self._folder.remove([route.part])
+                    part.publish()
         self._exchange_faults()
 
     def close(self) -> None:
@@ -146,30 +147,23 @@ class _PartTransfer:
     def _list_routes(self, part: PartId) -> list[Route]:
         return [route for route in self._list_sent() if route.part == part]
 
-    def _open(self, part: PartId) -> None:
-        self._outgoing[part] = Outgoing(self._folder.path(part))
-
-    def _begin(self, route: Route) -> None:
-        self._incoming[route] = Incoming(self._folder.path(route.part), self._heads[route], f"rank {route.source}")
-
-    def _publish(self, route: Route) -> None:
-        part = self._incoming[route]
-        part.complete()
-        if not is_free(self._folder.path(route.part)):
-            self._folder.remove([route.part])
-        part.publish()
+    def _without_own_faults(self, routes: Iterable[Route]) -> list[Route]:
+        """Leave out the routes that have failed here: their ranks go on exchanging chunks until all know of it."""
+        return [route for route in routes if route not in self._own]
 
     def _read(self, number: int) -> None:
-        for part in {route.part for route in self._list_sent()}:
+        for part in {route.part for route in self._without_own_faults(self._list_sent())}:
             outgoing = self._outgoing[part]
             if number < len(outgoing.chunks):
-                self._try(self._list_routes(part), partial(outgoing.read, number))
+                with self._note_faults(self._list_routes(part)):
+                    outgoing.read(number)
 
     def _write(self, number: int) -> None:
-        for route in self._list_received():
+        for route in self._without_own_faults(self._list_received()):
             incoming = self._incoming[route]
             if number < len(incoming.chunks):
-                self._try([route], partial(incoming.write, number))
+                with self._note_faults([route]):
+                    incoming.write(number)
 
     def _list_messages(self, number: int) -> tuple[_Tensors, _Tensors]:
         """Return what this rank sends and receives of chunk ``number`` of every copy, with the other rank."""
@@ -180,12 +174,11 @@ class _PartTransfer:
             [(part.buffers.tensor(number), rank) for part, rank in received if number < len(part.chunks)],
         )
 
-    def _try(self, routes: list[Route], action: Callable[[], None]) -> None:
-        """Run an action for some routes, unless one of them has failed here; if it raises, they have failed."""
-        if any(route in self._own for route in routes):
-            return
+    @contextmanager
+    def _note_faults(self, routes: Iterable[Route]) -> Iterator[None]:
+        """Note an error of the block as the failure of some routes, so that the other copies go on."""
         try:
-            action()
+            yield
         except Exception as exc:  # noqa: BLE001 - all ranks get it by _exchange_faults
             text = str(exc) if isinstance(exc, CheckpointingException) else f"{type(exc).__name__}: {exc}"
             self._own.update(dict.fromkeys(routes, f"rank {self._comm.rank}: {text}"))
@@ -196,6 +189,3 @@ class _PartTransfer:
             for route, why in found.items():
                 before = self.faults.get(route, "")
                 self.faults[route] = before if why in before else f"{before}; {why}".removeprefix("; ")
-
-
-__all__ = ["Route", "transfer_parts"]

@@ -6,20 +6,11 @@ import logging
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
+from shardckpt.commit import STAGING, Leftover, clear_tombstones, make_tombstone, parse_temporary, remove_free, why_kept
+from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.plugins import get_plugin_manager, read_manifest
-from shardckpt.storage import (
-    STAGING,
-    Leftover,
-    clear_tombstones,
-    file_size,
-    make_tombstone,
-    naming,
-    parse_temporary,
-    remove_free,
-    why_kept,
-)
+from shardckpt.storage import file_size, wrap_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,26 +23,17 @@ _NAME = re.compile(rf"step-{_NUMBER}-([0-9a-f]{{16}})-rank-{_NUMBER}-of-{_NUMBER
 
 
 class SaveId(NamedTuple):
-    """One save of all ranks; a newer one compares greater.
-
-    Attributes:
-        step: Training step.
-        stamp: When the save began, in ns; above the stamps of earlier saves of the step.
-        world_size: Number of ranks that saved, and of parts.
-    """
+    """One save of all ranks; a newer one compares greater."""
 
     step: int
+    #: When the save began, in ns; above the stamps of earlier saves of the step.
     stamp: int
+    #: Number of ranks that saved, and of parts.
     world_size: int
 
 
 class PartId(NamedTuple):
-    """One rank's part of a save, on any disk.
-
-    Attributes:
-        save: The save.
-        rank: The rank that saved the part.
-    """
+    """The part of a save that one rank has saved, on any disk."""
 
     save: SaveId
     rank: int
@@ -73,23 +55,16 @@ class PartId(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a :class:`PartFolder` has.
+    """What a :class:`PartFolder` has."""
 
-    Attributes:
-        parts: The parts, with what is wrong with each; ``""`` for nothing.
-        leftovers: Staging directories of saves and copies that were interrupted, and that no living process uses.
-    """
-
+    #: The parts, with what is wrong with each; ``""`` for nothing.
     parts: dict[PartId, str]
+    #: Staging directories of saves and copies that were interrupted, and that no living process uses.
     leftovers: list[Leftover]
 
 
 class PartFolder:
-    """The parts on one disk. Other files in the directory are ignored.
-
-    Args:
-        root: The directory, which need not exist yet.
-    """
+    """The parts on one disk, in a directory that need not exist yet. Other files in it are ignored."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -101,27 +76,27 @@ class PartFolder:
     def list_parts(self) -> Listing:
         """Return the parts and leftovers on this disk; the sizes of files are checked, not their bytes."""
         listing = Listing({}, [])
-        with naming("list", self.root):
+        with wrap_os_errors("list", self.root):
             found = sorted(self.root.iterdir()) if self.root.exists() else []
         for path in found:
-            if path.is_symlink() or not path.is_dir():
+            if path.is_symlink() or not path.is_dir():  # a link may lead to another job's directory
                 continue
-            part = PartId.parse(path.name)
+            part, leftover = PartId.parse(path.name), parse_temporary(path)
             if part is not None:
-                fault = _fault(path)
+                fault = _find_fault(path)
                 if not fault or path.is_dir():  # else another rank of this node has just removed it
                     listing.parts[part] = fault
-            elif (leftover := _leftover(path)) is not None:
+            elif leftover and leftover.kind == STAGING and _is_part(leftover.stem) and not _why_kept(leftover):
                 listing.leftovers.append(leftover)
         return listing
 
     def remove(self, parts: Iterable[PartId]) -> None:
-        """Remove parts, each by one rename first, so that no crash leaves half a part; log what cannot be removed."""
+        """Remove parts; log what cannot be removed."""
         for part in parts:
             path = self.path(part)
             try:
                 if path.exists():
-                    make_tombstone(path)
+                    make_tombstone(path)  # one rename: no crash leaves half a part under its name
             except (OSError, StorageError) as exc:
                 if path.exists():  # else another rank of this node was first
                     logger.warning("cannot remove %s, which is no longer needed: %s", path, exc)
@@ -141,35 +116,23 @@ def _is_part(name: str) -> bool:
     return PartId.parse(name) is not None
 
 
-def _leftover(path: Path) -> Leftover | None:
-    """Return the leftover of a save or a copy of a part at a path, or None if it is none, or must stay."""
-    name = parse_temporary(path.name)
-    if name is None or name.kind != STAGING or not _is_part(name.stem):
-        return None
-    found = Leftover(path, *name)
-    return None if _why_kept(found) else found
-
-
 def _why_kept(leftover: Leftover) -> str:
     """Return why a leftover must stay, or ``""``."""
     # no grace period: the folder belongs to one job and one host, so no process of another host can use it
     return why_kept(leftover, hours=0)
 
 
-def _fault(path: Path) -> str:
+def _find_fault(path: Path) -> str:
     """Return what is wrong with a part, or ``""``."""
     try:
         record = read_manifest(path, get_plugin_manager()).record
         if record is None:
-            raise CorruptCheckpointError(f"{path} has no {RECORD_NAME}")
+            return f"{path} has no {RECORD_NAME}"
         for file in record.files:
-            with naming("find", path / file.name):
+            with wrap_os_errors("find", path / file.name):
                 size = file_size(path / file.name)
             if size != file.size:
-                raise CorruptCheckpointError(f"{path / file.name} has {size} bytes, {file.size} were written")
+                return f"{path / file.name} has {size} bytes, {file.size} were written"
     except CheckpointingException as exc:
         return str(exc)
     return ""
-
-
-__all__ = ["Listing", "PartFolder", "PartId", "SaveId"]

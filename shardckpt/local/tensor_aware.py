@@ -17,13 +17,14 @@ from shardckpt.validation import (
     StrictHandling,
     choose_main_replicas,
     compare_keys,
+    name_keys,
     parse_strict_flag,
     stored_key,
     validate_shards,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence, ValuesView
 
     import torch
     from torch.distributed import ProcessGroup
@@ -95,14 +96,18 @@ class TensorAwareStateDict:
             with comm.collective_phase("preparing the state dict"):
                 _check_algo(algo)
                 sharded, common = split_for_save(sharded_state_dict)
-                _check_filled(sharded)
+                for shard in _list_tensors(sharded):
+                    if shard.data is None:
+                        raise CheckpointingException(f"ShardedTensor {shard.key!r} has no data to keep")
             shards = iter(choose_main_replicas(list(nested_values(sharded)), comm, compare=False))
             sharded = dict_list_map_outplace(lambda _: next(shards), sharded)
             if not comm.all_true(cached_metadata is not None):  # validated when the cache was made
                 validate_shards(list(nested_values(sharded)), comm)
             if algo == "atomic":
                 return cls(common, sharded), None
-            comm.sync_errors()  # before the first collective of another group: see Comm
+            # before the first collective of another group, whose ranks would wait for one that failed
+            comm.sync_errors()
+            # two phases: ranks of other groups must learn of an error, too
             with comm.collective_phase("assigning the shards"):
                 group = Comm(parallelization_group)
                 with group.collective_phase("assigning the shards"):
@@ -153,27 +158,39 @@ class TensorAwareStateDict:
                 self._check_tensors("to_state_dict")
                 _check_algo(algo)
                 check_algorithm(exchange_algo)
-                template, mode = _make_template(sharded_state_dict), parse_strict_flag(strict)
+                template, mode = LoadTemplate(sharded_state_dict), parse_strict_flag(strict)
+                for shard in template.shards:
+                    shard.validate_metadata_integrity()
             template.shards = choose_main_replicas(template.shards, comm, compare=False)
             if validate_access_integrity:
                 validate_shards(template.shards, comm)
-            kept_keys = frozenset(map(stored_key, nested_values(self.sharded_state_dict)))
-            left_out = template.absent(kept_keys, stored_key)
+            kept_keys = name_keys(nested_values(self.sharded_state_dict))
+            left_out = template.find_absent(kept_keys, stored_key)
+            # ranks keep different shards: whether a shard is left over is asked of those of all ranks
+            everyone = comm.all_gather(kept_keys) if mode.checks_all else []
+            everywhere = {name: key for keys in everyone for name, key in keys.items()}
             wanted = [shard for number, shard in enumerate(template.shards) if number not in left_out]
-            mismatch = compare_keys(wanted, kept_keys, mode, comm)
-            available = [shard for shard in wanted if stored_key(shard) not in mismatch.unexpected]
+            mismatch = compare_keys(wanted, kept_keys, mode, comm, everywhere)
+            available = [shard for shard in wanted if stored_key(shard) not in mismatch.absent]
             with comm.collective_phase("comparing shapes"):
+                # of all this rank's shards: those whose tensors other ranks keep are still described here
                 described = list(self._described_tensors())
                 check_shapes(available, {shard.key: tuple(shard.global_shape) for shard in described})
                 check_dtypes(available, {shard.key: shard.dtype for shard in described}, allow_cast=allow_dtype_cast)
             with comm.collective_phase("collecting shards"):
                 group = Comm(parallelization_group) if algo == "fully_parallel" else Comm(alone=True)
                 with group.collective_phase("collecting shards"):
-                    collected = self._collect(available, group, exchange_algo)
+                    kept = {shard_id(shard): shard.data for shard in self._kept if shard.data is not None}
+                    tensors = {shard_id(shard): shard for shard in available if isinstance(shard, ShardedTensor)}
+                    lacking = {shard: tensor for shard, tensor in tensors.items() if shard not in kept}
+                    fetched = fetch_shards(kept, lacking, group, exchange_algo)
+                leaves = nested_values(self.sharded_state_dict)
+                objects = {shard_id(leaf): leaf.data for leaf in leaves if isinstance(leaf, ShardedObject)}
+                collected: dict[Any, Any] = {**objects, **kept, **fetched}
             with comm.collective_phase("assembling the state dict"):
                 found = iter([_fill_destination(shard, collected) for shard in available])
                 values = [
-                    MISSING if number in left_out or stored_key(shard) in mismatch.unexpected else next(found)
+                    MISSING if number in left_out or stored_key(shard) in mismatch.absent else next(found)
                     for number, shard in enumerate(template.shards)
                 ]
                 state_dict = template.fill(values, self.common)
@@ -183,6 +200,10 @@ class TensorAwareStateDict:
     def common_state_dict(self) -> StateDict:
         """The state that is not sharded."""
         return self.common
+
+    def values(self) -> ValuesView[Any]:
+        """Return the two parts: the common state, and the nested dict of shards."""
+        return {"common": self.common, "sharded_state_dict": self.sharded_state_dict}.values()
 
     @property
     def is_hollow(self) -> bool:
@@ -259,18 +280,6 @@ class TensorAwareStateDict:
             if shard.data is not None and shard.data.device.type != home:
                 shard.data = shard.data.to(home, non_blocking=non_blocking)
 
-    def _collect(self, wanted: Sequence[ShardedBase], group: Comm, algorithm: str) -> dict[Any, Any]:
-        """Collective: return the values of wanted shards, and of all that this rank keeps, by shard id."""
-        kept = {shard_id(shard): shard.data for shard in self._kept if shard.data is not None}
-        tensors = {shard_id(shard): shard for shard in wanted if isinstance(shard, ShardedTensor)}
-        lacking = {shard: tensor for shard, tensor in tensors.items() if shard not in kept}
-        objects = {
-            shard_id(leaf): leaf.data
-            for leaf in nested_values(self.sharded_state_dict)
-            if isinstance(leaf, ShardedObject)
-        }
-        return {**objects, **kept, **fetch_shards(kept, lacking, group, algorithm)}
-
     def _described_tensors(self) -> Iterator[ShardedTensor]:
         return _list_tensors(self.sharded_state_dict)
 
@@ -292,37 +301,17 @@ def _check_algo(algo: str) -> None:
         raise CheckpointingException(f"no algo {algo!r}: it is one of {', '.join(_ALGORITHMS)}")
 
 
-def _make_template(sharded_state_dict: ShardedStateDict) -> LoadTemplate:
-    template = LoadTemplate(sharded_state_dict)
-    for shard in template.shards:
-        shard.validate_metadata_integrity()
-    return template
-
-
-def _check_filled(sharded: ShardedStateDict) -> None:
-    for shard in _list_tensors(sharded):
-        if shard.data is None:
-            raise CheckpointingException(f"ShardedTensor {shard.key!r} has no data to keep")
-
-
 def _fill_destination(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
     """Return the value of a wanted shard, in the caller's own tensor if there is one."""
+    if shard_id(shard) not in collected:  # tensors that no rank keeps were found by fetch_shards
+        raise KeyMismatchError(
+            f"this rank keeps no object {stored_key(shard)!r}: it was not in the state dict when this object was made"
+        )
+    value = collected[shard_id(shard)]
     if not isinstance(shard, ShardedTensor):
-        return _find_object(shard, collected)
-    value: torch.Tensor = collected[shard_id(shard)]
+        return value
     if shard.data is None:
         return value.to(shard.dtype)
     if value is not shard.data:
         fill(shard.key, shard.data, value)
     return shard.data
-
-
-def _find_object(shard: ShardedBase, collected: dict[Any, Any]) -> Any:
-    if shard_id(shard) not in collected:
-        raise KeyMismatchError(
-            f"this rank keeps no object {stored_key(shard)!r}: it was not in the state dict when this object was made"
-        )
-    return collected[shard_id(shard)]
-
-
-__all__ = ["TensorAwareStateDict"]

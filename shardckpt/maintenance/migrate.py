@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import Identity, Operation, commit_files, locate
+from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate
 from shardckpt.errors import VersionTooOldError
 from shardckpt.plugins import StrategyAction, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, retry_if_replaced
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 
 def migrate_checkpoint(
-    old: str | os.PathLike[str], new: str | os.PathLike[str], to: int | None = None
+    old: str | os.PathLike[str], new: str | os.PathLike[str], to: int | None = None, *, overwrite: bool = False
 ) -> tuple[str, int, int]:
     """Write the checkpoint at ``old`` as a newer version at ``new``, completely or not at all. Not collective.
 
     Args:
-        old: The checkpoint's directory or URL; it is not changed.
-        new: Directory or URL of the rewritten checkpoint: absent or empty.
+        old: The checkpoint's directory or URL; it is not changed, unless it is ``new``, too.
+        new: Directory or URL of the rewritten checkpoint: absent or empty, or see ``overwrite``.
         to: Version to write; by default the newest to which there is a migration.
+        overwrite: Whether the checkpoint at ``new`` may be replaced: in one step, when the new one is complete and on
+            disk, as by :func:`shardckpt.dist_checkpointing.save`. Until then, and after any error, it is as it was. At
+            a URL, only what an interrupted save has left is replaced.
 
     Returns:
         The backend, the old version, and the new version.
@@ -35,42 +38,38 @@ def migrate_checkpoint(
         VersionTooOldError: no installed plugin has a migration from its version to ``to``.
         CheckpointingException: the old checkpoint cannot be read, or the new one not written.
     """
+    plugins = get_plugin_manager()
     return retry_if_replaced(
-        lambda: _migrate(
-            locate(old, get_plugin_manager()), locate(new, get_plugin_manager()), to, get_plugin_manager()
-        ),
-        old,
+        lambda: _migrate(locate(old, plugins), locate(new, plugins), to, plugins, overwrite=overwrite), old
     )
 
 
-def _migrate(source: Path, target: Path, to: int | None, plugins: PluginManager) -> tuple[str, int, int]:
+def _migrate(
+    source: Path, target: Path, to: int | None, plugins: PluginManager, *, overwrite: bool
+) -> tuple[str, int, int]:
     operation = Operation("migrate", target, Comm(alone=True), plugins)
     with operation.collective_span():
         place, manifest = hold_checkpoint(source, plugins)
         choices = plugins.registry.migrations(manifest.backend, manifest.version)
         chosen = next((m for m in choices if to in (None, m.to_version)), None)
         if chosen is None:
-            found = ", ".join(f"{manifest.version} to {m.to_version}" for m in choices) or "none"
+            every = plugins.registry.migrations(manifest.backend)
+            found = ", ".join(f"{m.from_version} to {m.to_version}" for m in every) or "none"
             raise VersionTooOldError(
                 f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}; no installed plugin "
-                f"has the requested migration (installed migrations: {found})"
+                f"has a migration from version {manifest.version}{'' if to is None else f' to {to}'} (installed "
+                f"migrations of {manifest.backend!r}: {found})"
             )
-        oldest = _reader_of(manifest.backend, chosen.to_version, plugins)
-        identity = Identity(manifest.backend, chosen.to_version, oldest)
+        entry = plugins.registry.find(StrategyAction.SAVE_SHARDED, manifest.backend, chosen.to_version)
+        oldest_reader = str(entry.create().reader) if entry else ""
+        header = CheckpointHeader(manifest.backend, chosen.to_version, oldest_reader)
         with CheckpointReader(place, manifest, verify=True) as reader:
 
             def write(writer: CheckpointWriter, _save_id: str) -> None:
-                chosen.create().migrate(reader, writer)
-                reader.check_unchanged()
+                migration = chosen.create()
+                operation.attribute_to(migration)
+                migration.migrate(reader, writer)
+                reader.check_unchanged()  # else the new checkpoint might be made of two saves, with correct digests
 
-            commit_files(operation, target, identity, write, overwrite=False)
+            commit_files(operation, target, header, write, overwrite=overwrite)
     return manifest.backend, manifest.version, chosen.to_version
-
-
-def _reader_of(backend: str, version: int, plugins: PluginManager) -> str:
-    """Return the oldest release that reads a version, according to its save strategy."""
-    entry = plugins.registry.find(StrategyAction.SAVE_SHARDED, backend, version)
-    return str(entry.create().reader) if entry else ""
-
-
-__all__ = ["migrate_checkpoint"]

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardckpt.commit import replace_target, staging_directory
 from shardckpt.engine import (
     ExpectedFile,
     Operation,
@@ -16,18 +17,15 @@ from shardckpt.engine import (
     read_integrity,
 )
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.maintenance.rewrite import rewrite_file
 from shardckpt.manifest import INTEGRITY_NAME, RECORD_NAME, Integrity
 from shardckpt.plugins import choose_reader, hold_checkpoint
 from shardckpt.storage import (
     CheckpointReader,
     CheckpointWriter,
-    allocated_bytes,
     is_there,
-    naming,
-    replace_target,
     retry_if_replaced,
-    rewrite_file,
-    staging_directory,
+    wrap_os_errors,
 )
 from shardckpt.strategy import RemovesKeys
 
@@ -95,13 +93,13 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
         clear_leftovers(directory, make_superseded_check(operation.plugins), restore=True)
     place, manifest = hold_checkpoint(directory, operation.plugins)
     strategy = choose_reader(directory, manifest, operation.plugins)
-    operation.dispatched(strategy)
+    operation.set_strategy(strategy)
     if not isinstance(strategy, RemovesKeys):
         raise CheckpointingException(
             f"{directory} is a {manifest.backend!r} checkpoint, and its {type(strategy).__name__} cannot remove "
             "keys: load what is to be kept, and save that"
         )
-    before = allocated_bytes(directory)
+    before = _allocated_bytes(directory)
     with CheckpointReader(place, manifest, verify=True) as reader:
         removal = strategy.remove(prefix, reader)
         if not removal.keys:
@@ -111,7 +109,7 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
             return RemovalReport(bytes_before=before, bytes_after=before)
         if not dry_run:
             _replace(directory, reader, removal)
-    after = before + _growth(directory, removal) if dry_run else allocated_bytes(directory)
+    after = before + _growth(directory, removal) if dry_run else _allocated_bytes(directory)
     report = RemovalReport(
         tuple(sorted(removal.keys)), tuple(sorted(removal.dropped)), tuple(sorted(removal.rewritten)), before, after
     )
@@ -120,12 +118,27 @@ def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool
     return report
 
 
+def _allocated_bytes(directory: Path) -> int:
+    """Return the disk space in bytes of a local directory and its content, as ``du`` counts it: hard links once."""
+    with wrap_os_errors("look at", directory):
+        found = {}
+        for folder, _, names in os.walk(directory, onerror=_raise):
+            for name in (".", *names):
+                info = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - one call for "." and names
+                found[info.st_dev, info.st_ino] = info.st_blocks * 512
+    return sum(found.values())
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _growth(directory: Path, removal: Removal) -> int:
     """Return how many bytes the directory would grow on disk, if the files with digests keep their size."""
     new = {name: len(content) for name, content in removal.renewed.items()}
     new |= {name: items[-1].to + items[-1].nbytes for name, items in removal.rewritten.items()}
     growth = 0
-    with naming("look at", directory):
+    with wrap_os_errors("look at", directory):
         block = os.statvfs(directory).f_frsize
         for name in {*new, *removal.dropped}:
             path = directory / name
@@ -176,6 +189,3 @@ def _write(writer: CheckpointWriter, record: Record | None, integrity: Integrity
     if integrity is not None:
         kept = {name: digest for name, digest in integrity.files.items() if name not in removal.dropped}
         writer.write(INTEGRITY_NAME, Integrity(files={**kept, **writer.sha256}).dump(), keys=0)
-
-
-__all__ = ["RemovalReport", "remove_keys"]

@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.engine import find_faults, is_damage, list_digested_files, locate
-from shardckpt.errors import CannotLoadError, CheckpointingException
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME
-from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
-from shardckpt.storage import CheckpointReader, file_size, naming, retry_if_replaced
+from shardckpt.errors import CannotLoadError, CheckpointingException, StorageError
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, find_folders
+from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint, name_origin
+from shardckpt.storage import (
+    CheckpointReader,
+    file_size,
+    refuse_linked_folders,
+    retry_if_replaced,
+    wrap_os_errors,
+)
 from shardckpt.strategy import ChecksFiles
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from shardckpt.manifest import Manifest
@@ -73,18 +79,42 @@ def _verify(directory: Path) -> list[FileResult]:
     if digested is not None:
         for file, error in zip(digested, find_faults(path, manifest, digested), strict=True):
             found[file.name] = _make_result(file.name, file.nbytes, error, "digests")
+    # Files that their digests prove damaged are not parsed as well.
     if manifest.record is None and not any(result.fault for result in found.values()):
         for result in _check_structure(path, manifest, has_digests=digested is not None):
             before = found.get(result.name)
             if before is None or result.fault:
                 found[result.name] = result
-    known = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, *found}
-    with naming("list", path):
-        extra = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
     return [
         *(found[name] for name in sorted(found)),
-        *(FileResult(name, 0, "", foreign=True) for name in extra),
+        *(FileResult(name, 0, "", foreign=True) for name in _list_foreign(path, manifest, found)),
     ]
+
+
+def _list_foreign(path: Path, manifest: Manifest, found: Collection[str]) -> list[str]:
+    """Return what is in the checkpoint's directory, or in its folders, beside the checkpoint's files, sorted."""
+    folders = find_folders(found)
+    known = {MARKER_NAME, RECORD_NAME, INTEGRITY_NAME, *found, *folders}
+    foreign = []
+    with wrap_os_errors("list", path):
+        # what another library writes into its own folders is its own, whether it checks that or not
+        for folder in ("", *folders) if manifest.record is not None else ("",):
+            foreign += [name for name in _list_folder(path, folder) if name not in known]
+    return sorted(foreign)
+
+
+def _list_folder(path: Path, folder: str) -> list[str]:
+    """Return the paths of what is directly in a folder of the checkpoint; ``""`` is the checkpoint's directory."""
+    if not folder:
+        return [entry.name for entry in path.iterdir()]
+    try:
+        refuse_linked_folders(path, f"{folder}/")
+    except StorageError:
+        return []  # its files are not read, which is their fault already
+    try:
+        return [f"{folder}/{entry.name}" for entry in (path / folder).iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []  # its files are missing
 
 
 def get_exit_code(results: Sequence[FileResult]) -> int:
@@ -115,7 +145,7 @@ def _check_structure(path: Path, manifest: Manifest, *, has_digests: bool) -> li
             f"{path} was saved without digests: it has neither {RECORD_NAME} nor {INTEGRITY_NAME}, and its reader, "
             f"{type(strategy).__name__}, cannot check files without; load it and save it again"
         )
-    with CheckpointReader(path, manifest, verify=True) as reader:
+    with CheckpointReader(path, manifest, verify=True) as reader, name_origin(get_plugin_manager(), strategy):
         errors = strategy.check_files(reader)
     if manifest.recognised_as is None:
         errors[MARKER_NAME] = None
@@ -135,14 +165,3 @@ def _size(path: Path) -> int:
         return file_size(path)
     except OSError:
         return 0
-
-
-__all__ = [
-    "DAMAGED",
-    "INTACT",
-    "INTACT_WITHOUT_DIGESTS",
-    "NO_ANSWER",
-    "FileResult",
-    "get_exit_code",
-    "verify_checkpoint",
-]

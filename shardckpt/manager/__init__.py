@@ -8,10 +8,16 @@ from shardckpt.manager.plain_state import describe_form, describe_tensors, merge
 from shardckpt.manager.replicas import FaultTolerance, ReplicaManager
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepPinned, RetentionPolicy
 from shardckpt.manager.rng import RandomState
+from shardckpt.manager.states import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
 from shardckpt.manager.steps import CONTENT_KEY
 
 __all__ = [
     "CONTENT_KEY",
+    "DATALOADER",
+    "LR_SCHEDULER",
+    "MODEL",
+    "OPTIMIZER",
+    "TRAIN_STATE",
     "AsyncMode",
     "CheckpointConfig",
     "CheckpointManager",

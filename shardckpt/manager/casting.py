@@ -29,7 +29,7 @@ def cast_shards(described: ShardedStateDict, dtype_name: str | None) -> ShardedS
     dtype = parse_dtype(dtype_name)
     if dtype is None:
         return described
-    copied = dict_list_map_outplace(lambda leaf: leaf, described)
+    copied = dict_list_map_outplace(lambda leaf: leaf, described)  # applying factories changes the dict
     apply_factories(copied)
     return dict_list_map_outplace(lambda leaf: _cast(leaf, dtype), copied)  # type: ignore[no-any-return]
 
@@ -39,6 +39,3 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
         return leaf
     target = cast_to(leaf.dtype, dtype)
     return leaf if target == leaf.dtype else dataclasses.replace(leaf, data=leaf.data.to(target), dtype=target)
-
-
-__all__ = ["cast_shards"]

@@ -13,13 +13,13 @@ from shardckpt.manager.retention import KeepLatest
 from shardckpt.manager.steps import STEPS, StepFolder, StepNames
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import has_local_files, naming
+from shardckpt.storage import has_local_files, wrap_os_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's.
-_NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"))
+#: How trainers name the steps' directories: ours, transformers', Megatron's, VeOmni's; and those of epochs.
+_NAMINGS = (STEPS, StepNames("checkpoint-"), StepNames("iter_", 7), StepNames("global_step_"), StepNames("epoch_"))
 #: The arguments that may name the output folder, each with the folders below it that may have the checkpoints.
 #: ``output_dir`` is MindSpeed's FSDP2 and transformers' (which has them in the folder itself), ``save`` is Megatron's.
 _FOLDER_ARGUMENTS: dict[str, tuple[str, ...]] = {"output_dir": ("checkpoints",), "save": ()}
@@ -40,9 +40,9 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
 
     Steps are ordered by number, never by time. Only complete checkpoints that can be loaded here are counted and
     removed: no save under way, no damaged checkpoint, no other name, no link, and never the newest one. Directories
-    named ``step-<n>``, ``checkpoint-<n>``, ``iter_<n>`` and ``global_step_<n>`` are counted separately. A warning
-    names, once in a process, every directory that is kept for another reason than the limit, with the reason, and a
-    folder without a checkpoint. Another names what cannot be removed; the next call retries.
+    named ``step-<n>``, ``checkpoint-<n>``, ``iter_<n>``, ``global_step_<n>`` and ``epoch_<n>`` are counted separately.
+    A warning names, once in a process, every directory that is kept for another reason than the limit, with the
+    reason, and a folder without a checkpoint. Another names what cannot be removed; the next call retries.
 
     Args:
         training_args: An object with ``save_total_limit`` (missing, None, or at most 0 keeps all), and with
@@ -57,14 +57,10 @@ def cleanup_old_checkpoints(training_args: Any, shared_file_system: bool = True)
     limit = getattr(training_args, "save_total_limit", None) or 0
     comm.agree(save_total_limit=limit, shared_file_system=shared_file_system)
     with comm.collective_phase("removing old checkpoints"):
-        _check_limit(limit)
+        if not isinstance(limit, int):
+            raise CheckpointingException(f"save_total_limit is {limit!r}: expected a whole number, or None")
         if limit > 0 and _removes(comm, shared_file_system):
             _clean(_find_folders(training_args), limit)
-
-
-def _check_limit(limit: Any) -> None:
-    if not isinstance(limit, int):
-        raise CheckpointingException(f"save_total_limit is {limit!r}: expected a whole number, or None")
 
 
 def _removes(comm: Comm, shared_file_system: bool) -> bool:
@@ -157,9 +153,6 @@ def _read_tracker(place: Path) -> set[int]:
     tracker = place / _TRACKER
     if not has_local_files(place) or not tracker.is_file():
         return set()
-    with naming("read", tracker):
+    with wrap_os_errors("read", tracker):
         text = tracker.read_text(errors="replace").strip()
     return {int(text)} if text.isascii() and text.isdecimal() else set()
-
-
-__all__ = ["cleanup_old_checkpoints"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,15 +37,17 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class AsyncMode(str, Enum):
-    """Who writes a checkpoint.
-
-    ``disabled``: the training process, in ``save``. ``async``: a thread of it. ``async_with_pinned_mem``: another
-    process, which reads from pinned, shared memory.
-    """
+    """Who writes a checkpoint: see :class:`CheckpointConfig`."""
 
     DISABLED = "disabled"
     ASYNC = "async"
     ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"
+
+    @classmethod
+    def _missing_(cls, value: object) -> AsyncMode | None:
+        """Accept any case, as torchtitan does."""
+        name = value.lower() if isinstance(value, str) else None
+        return next((mode for mode in cls if mode.value == name), None)
 
 
 class CheckpointConfig(BaseModel):
@@ -54,8 +57,8 @@ class CheckpointConfig(BaseModel):
         enable_checkpoint: If False, the manager's methods do nothing.
         folder: The parent of the directories ``step-<n>``: a directory that all ranks share, or a URL.
         interval: Steps between two saves.
-        keep_latest_k: How many of the newest checkpoints to keep; 0 keeps all. 1 is an error with an async mode: while
-            the next checkpoint is written, one must remain to fall back on.
+        keep_latest_k: How many of the newest checkpoints to keep; 0 keeps all. 1 is an error with an async mode: there
+            must be one to fall back on if the newest proves damaged.
         keep_every_n_steps: Also keep the steps that are multiples of this; 0 for none.
         keep_best_k: Also keep this many checkpoints with the best ``best_metric``; 0 for none.
         best_metric: A name among the ``metrics`` that ``save`` is given. A checkpoint without it is never a best one.
@@ -64,7 +67,8 @@ class CheckpointConfig(BaseModel):
             :class:`KeepBest`, :class:`KeepPinned`, or a function that takes the metrics by step and returns the steps
             to keep. A checkpoint is kept if any policy keeps it or if it is the newest. Only the main rank calls the
             policies, in a background thread.
-        async_mode: See :class:`AsyncMode`.
+        async_mode: Who writes a checkpoint. ``disabled``: the training process, in ``save``. ``async``: a thread of
+            it. ``async_with_pinned_mem``: another process, which reads from pinned, shared memory. In any case.
         on_busy: What ``save`` does while the previous checkpoint is still being written: ``wait`` for it, or ``skip``
             the step.
         last_save_model_only: Whether the last step saves the model alone. torchtitan's older name
@@ -74,6 +78,9 @@ class CheckpointConfig(BaseModel):
         hf_assets_path: A folder with the model's other files (config, tokenizer), which an export copies.
         export_dtype: The dtype to which floating-point tensors are cast when the model is saved alone or exported;
             None keeps theirs.
+        exclude_from_last_save: Names of tensors of the model that are left out where the model is saved alone, and of
+            its export: ``("freqs_cis",)``. A name is a tensor's full name or its end after a dot. A load into the model
+            leaves these tensors as they are where the checkpoint lacks them.
         exclude_from_loading: Names of states that ``load`` does not change.
         initial_load_path: A checkpoint to start from if ``folder`` has none.
         initial_load_model_only: Whether only the model of ``initial_load_path`` is loaded.
@@ -95,7 +102,7 @@ class CheckpointConfig(BaseModel):
             ranks a step. See ``CheckpointManager.preempted``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_enum_values=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enable_checkpoint: bool = True
     folder: Annotated[str, Field(min_length=1)] = "checkpoint"
@@ -105,14 +112,17 @@ class CheckpointConfig(BaseModel):
     keep_best_k: _Count = 0
     best_metric: str = ""
     best_mode: Literal["min", "max"] = "min"
-    retention: tuple[Annotated[RetentionPolicy, WithJsonSchema({})], ...] = ()
-    async_mode: AsyncMode = AsyncMode.DISABLED
+    # Any: a type checker takes the items of a list of policies and functions for objects. `parse_policy` checks them.
+    retention: Annotated[Sequence[Any], WithJsonSchema({"type": "array", "items": {}})] = ()
+    # The texts, too: tyro, with which torchtitan reads command lines, knows an enum by the names of its members only.
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] | AsyncMode = AsyncMode.DISABLED
     on_busy: Literal["wait", "skip"] = "wait"
     last_save_model_only: bool = True
     last_save_in_hf: bool = False
     hf_mapping: str | None = None
     hf_assets_path: str | None = None
     export_dtype: str | None = None
+    exclude_from_last_save: tuple[str, ...] = ()
     exclude_from_loading: tuple[str, ...] = ()
     initial_load_path: str | None = None
     initial_load_model_only: bool = True
@@ -140,7 +150,7 @@ class CheckpointConfig(BaseModel):
     def _as_text(cls, path: Any) -> Any:
         return path.__fspath__() if hasattr(path, "__fspath__") else path
 
-    @field_validator("exclude_from_loading", mode="before")
+    @field_validator("exclude_from_last_save", "exclude_from_loading", mode="before")
     @classmethod
     def _as_names(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
@@ -156,26 +166,25 @@ class CheckpointConfig(BaseModel):
         found = parse_dtype(dtype)
         return None if found is None else str(found).removeprefix("torch.")
 
-    @model_validator(mode="after")
-    def _check(self) -> CheckpointConfig:
-        for wrong, why in self._contradictions():
-            if wrong:
-                raise ValueError(why)
-        return self
+    @field_validator("async_mode", mode="before")
+    @classmethod
+    def _in_lower_case(cls, mode: Any) -> Any:
+        return mode.lower() if isinstance(mode, str) else mode
 
-    @field_serializer("async_mode")
-    def _mode_name(self, mode: AsyncMode) -> str:
-        return mode.value
+    @field_validator("async_mode")
+    @classmethod
+    def _as_mode(cls, mode: str) -> AsyncMode:
+        return AsyncMode(mode)
 
     @field_serializer("retention")
-    def _policy_descriptions(self, policies: tuple[RetentionPolicy, ...]) -> list[Any]:
+    def _policy_descriptions(self, policies: Sequence[RetentionPolicy]) -> list[Any]:
         return [describe_policy(policy) for policy in policies]
 
     @property
     def retention_policies(self) -> tuple[RetentionPolicy, ...]:
         """The policies of ``retention``, else those of the ``keep_`` options; empty if all checkpoints are kept."""
         if self.retention or not self.keep_latest_k:
-            return self.retention
+            return tuple(self.retention)
         policies: list[RetentionPolicy] = [KeepLatest(self.keep_latest_k)]
         if self.keep_every_n_steps:
             policies.append(KeepEvery(self.keep_every_n_steps))
@@ -216,33 +225,35 @@ class CheckpointConfig(BaseModel):
         paths = {name: getattr(self, name) for name in ("folder", "initial_load_path", "hf_assets_path")}
         return self.model_dump(mode="json") | {name: path and mask_password(path) for name, path in paths.items()}
 
-    def _contradictions(self) -> list[tuple[bool, str]]:
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
         is_async = self.async_mode is not AsyncMode.DISABLED
         excluded = set(self.exclude_from_loading)
         replaced = ("keep_latest_k", "keep_every_n_steps", "keep_best_k", "best_metric", "best_mode")
         given = [name for name in replaced if getattr(self, name) != type(self).model_fields[name].default]
-        return [
-            (
-                bool(self.retention and given),
-                f"retention takes the place of {', '.join(given)}: give KeepLatest, KeepEvery, KeepBest instead",
+        contradictions = {
+            f"retention takes the place of {', '.join(given)}: give KeepLatest, KeepEvery, KeepBest instead": (
+                self.retention and given
             ),
-            (
-                (self.keep_latest_k == 1 or KeepLatest(1) in self.retention) and is_async,
-                "keep_latest_k=1 with an async_mode: there must be one to fall back on; keep 2 or more, or 0 for all",
+            # Checked, though the newest complete checkpoint always stays: with one more, a damaged newest is no loss.
+            "keep_latest_k=1 with an async_mode: there must be one to fall back on; keep 2 or more, or 0 for all": (
+                is_async and (self.keep_latest_k == 1 or KeepLatest(1) in self.retention)
             ),
-            (bool(self.keep_best_k) != bool(self.best_metric), "keep_best_k and best_metric go together"),
-            ("model" in excluded, "exclude_from_loading: a load without the model would train a fresh one"),
-            (
-                "optimizer" in excluded and "lr_scheduler" not in excluded,
-                "exclude_from_loading has optimizer, whose state the lr_scheduler sets: exclude lr_scheduler, too",
+            "keep_best_k and best_metric go together": bool(self.keep_best_k) != bool(self.best_metric),
+            "exclude_from_last_save: an export has what the last save has; leave last_save_model_only True": (
+                self.exclude_from_last_save and self.last_save_in_hf and not self.last_save_model_only
             ),
-            (self.initial_load_in_hf and not self.initial_load_path, "initial_load_in_hf needs an initial_load_path"),
-            (
-                self.initial_load_in_hf and not self.initial_load_model_only,
-                "initial_load_in_hf: a Hugging Face folder has the model only; leave initial_load_model_only True",
+            "exclude_from_loading: a load without the model would train a fresh one": "model" in excluded,
+            "exclude_from_loading has optimizer, whose state the lr_scheduler sets: exclude lr_scheduler, too": (
+                "optimizer" in excluded and "lr_scheduler" not in excluded
             ),
-            (self.load_only and self.create_seed_checkpoint, "load_only saves nothing, no seed checkpoint either"),
-        ]
-
-
-__all__ = ["AsyncMode", "CheckpointConfig"]
+            "initial_load_in_hf needs an initial_load_path": self.initial_load_in_hf and not self.initial_load_path,
+            "initial_load_in_hf: a Hugging Face folder has the model only; leave initial_load_model_only True": (
+                self.initial_load_in_hf and not self.initial_load_model_only
+            ),
+            "load_only saves nothing, no seed checkpoint either": self.load_only and self.create_seed_checkpoint,
+        }
+        for why, is_wrong in contradictions.items():
+            if is_wrong:
+                raise ValueError(why)
+        return self

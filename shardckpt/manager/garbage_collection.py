@@ -11,31 +11,23 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
+from shardckpt.commit import delete_checkpoint, find_leftovers, is_half_deleted, make_tombstone, remove_free
 from shardckpt.engine import explain_kept_leftover, make_superseded_check
 from shardckpt.errors import CheckpointingException, StorageError
 from shardckpt.manager.retention import steps_to_remove
-from shardckpt.storage import (
-    ListsFolders,
-    can_rename,
-    delete_checkpoint,
-    find_leftovers,
-    is_half_deleted,
-    make_tombstone,
-    on_store,
-    remove_free,
-)
+from shardckpt.storage import ListsFolders, can_rename, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
+    from pathlib import Path
 
     from shardckpt.manager.retention import RetentionPolicy, StepMetrics
     from shardckpt.manager.steps import StepFolder
-    from shardckpt.storage import RemoteFolder
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that ``close`` waits for removals before it leaves the rest to the next collection.
-CLOSE_TIMEOUT = 600.0
+#: Seconds after which :meth:`GarbageCollector.wait` says in a warning what it waits for.
+_PATIENCE = 5.0
 
 
 def collect_garbage(
@@ -79,7 +71,10 @@ def remove_steps(folder: StepFolder, choose: Callable[[StepMetrics], Iterable[in
         StorageError: the folder cannot be listed.
     """
     found = [folder.inspect_step(step) for step in folder.steps()]
-    removable = {each.step: each.metrics for each in found if each.is_loadable and not _is_link(folder, each.step)}
+    # No link: the rename would make a tombstone of the link, and leave the files where they are.
+    removable = {
+        each.step: each.metrics for each in found if each.is_loadable and not _place(folder, each.step).is_symlink()
+    }
     removed = [step for step in choose(removable) if _try_to_remove(folder, step)]
     for each in found:
         # A removal that was killed on a store without rename leaves a checkpoint without some of its objects.
@@ -105,11 +100,7 @@ class GarbageCollector:
         self._closed = False
 
     def submit(self, protected: Iterable[int] = ()) -> None:
-        """Start a collection in the thread, and return at once; called when a save is durable.
-
-        Args:
-            protected: As for :func:`collect_garbage`.
-        """
+        """Start a collection in the thread, and return at once; ``protected`` is as for :func:`collect_garbage`."""
         if self._closed:
             raise CheckpointingException(f"the garbage collector of {self._folder} is closed")
         self._queue.put(frozenset(protected))
@@ -119,10 +110,22 @@ class GarbageCollector:
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all submitted collections are done."""
-        self._queue.join()
+        """Wait until all submitted collections are done; a warning says so if it takes longer than a few seconds."""
+        # Only the main rank has a collector. The others cannot wait by themselves: they stand in their next collective,
+        # and if a file system hangs, its timeout ends the job. The warning is then what names the cause.
+        text = (
+            "still waiting for old checkpoints in %s to be removed; all ranks wait, at most until the process group's "
+            "timeout: does the file system answer?"
+        )
+        warning = threading.Timer(_PATIENCE, logger.warning, (text, self._folder))
+        warning.daemon = True
+        warning.start()
+        try:
+            self._queue.join()
+        finally:
+            warning.cancel()
 
-    def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
+    def close(self, timeout: float = 600.0) -> None:
         """Finish the submitted collections, and end the thread.
 
         Args:
@@ -138,15 +141,12 @@ class GarbageCollector:
 
     def _run(self) -> None:
         for protected in iter(self._queue.get, None):
-            self._collect(protected)
+            try:
+                collect_garbage(self._folder, self._policies, protected)
+            except Exception:  # no error here may end the training or the thread: the next collection retries
+                logger.warning("cannot remove old checkpoints from %s", self._folder, exc_info=True)
             self._queue.task_done()
         self._queue.task_done()  # of the None that ends the loop, so that a later `wait` returns
-
-    def _collect(self, protected: Collection[int]) -> None:
-        try:
-            collect_garbage(self._folder, self._policies, protected)
-        except Exception:  # no error here may end the training or the thread: the next collection retries
-            logger.warning("cannot remove old checkpoints from %s", self._folder, exc_info=True)
 
 
 def _remove_leftovers(folder: StepFolder) -> None:
@@ -154,41 +154,35 @@ def _remove_leftovers(folder: StepFolder) -> None:
     place = folder.place
     if not can_rename(place):
         return
-    leftovers = find_leftovers(place, lambda stem: _is_step(stem, folder))
+
+    def is_step(stem: str) -> bool:
+        # Older releases made tombstones of staging directories, too: their stem is `.step-1.shardckpt-...`.
+        return folder.names.parse(stem.removeprefix(".").partition(".shardckpt-")[0]) is not None
+
     is_superseded = make_superseded_check(folder.plugins)
-    remove_free(leftovers, lambda leftover: explain_kept_leftover(leftover, place / leftover.stem, is_superseded))
+    remove_free(
+        find_leftovers(place, is_step),
+        lambda leftover: explain_kept_leftover(leftover, place / leftover.stem, is_superseded),
+    )
 
 
-def _is_step(stem: str, folder: StepFolder) -> bool:
-    # Older releases made tombstones of staging directories, too: their stem is `.step-1.shardckpt-...`.
-    return folder.names.parse(stem.removeprefix(".").partition(".shardckpt-")[0]) is not None
-
-
-def _is_link(folder: StepFolder, step: int) -> bool:
-    return (folder.place / folder.names.name(step)).is_symlink()
+def _place(folder: StepFolder, step: int) -> Path:
+    """Return a step's directory or URL; a symbolic link itself."""
+    return folder.place / folder.names.name(step)
 
 
 def _try_to_remove(folder: StepFolder, step: int) -> bool:
     """Turn a checkpoint into a tombstone, or delete it on a store; False, after a warning, if that fails."""
     try:
-        remote = on_store(folder.place)
-        if remote is None:
-            make_tombstone(folder.place / folder.names.name(step))
+        parent, remote = on_store(folder.place), on_store(folder.path(step))
+        if parent is None or remote is None:
+            make_tombstone(_place(folder, step))
         else:
-            _delete(folder, remote.folder, step)
+            delete_checkpoint(remote.folder)
+            if isinstance(parent.folder, ListsFolders):  # its folders outlive their objects
+                parent.folder.remove_folder(folder.names.name(step))
     except StorageError as exc:
         logger.warning("step %d in %s is to be removed, and stays for now: %s", step, folder, exc)
         return False
     logger.info("removed step %d from %s", step, folder)
     return True
-
-
-def _delete(folder: StepFolder, parent: RemoteFolder, step: int) -> None:
-    remote = on_store(folder.path(step))
-    if remote is not None:
-        delete_checkpoint(remote.folder)
-    if isinstance(parent, ListsFolders):
-        parent.remove_folder(folder.names.name(step))
-
-
-__all__ = ["CLOSE_TIMEOUT", "GarbageCollector", "collect_garbage", "remove_steps"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed import Comm, replace_text
 from shardckpt.engine import locate
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError
 from shardckpt.huggingface import load_from_huggingface
+from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.states import MODEL
 from shardckpt.plugins import get_plugin_manager
 
@@ -37,30 +38,22 @@ def load_initial(
     if path is None:
         return False
     if config.initial_load_in_hf:
-        _load_weights(path, config.hf_mapping, states, process_group)
+        comm = Comm(process_group)
+        with comm.local_phase("describing the model"):
+            requested, is_partial = leave_out(states.describe([MODEL], comm)[MODEL], config.exclude_from_last_save)
+        loaded = load_from_huggingface(
+            requested, path, mapping=config.hf_mapping, prefix=f"{MODEL}.", process_group=process_group
+        )
+        with comm.collective_phase("restoring the model"):
+            states.restore_model(loaded, strict=not is_partial)
     else:
-        _load_checkpoint(path, reader, model_only=config.initial_load_model_only)
+        try:
+            reader.read(locate(path, get_plugin_manager()), model_only=config.initial_load_model_only)
+        except (NotACheckpointError, IncompleteCheckpointError) as exc:
+            raise replace_text(
+                exc,
+                f"initial_load_path: {exc}; for a Hugging Face folder, set initial_load_in_hf=True; for a folder of "
+                "steps, give one of them: <folder>/step-<n>",
+            ) from exc
     logger.info("loaded initial_load_path %s", path)
     return True
-
-
-def _load_weights(path: str, mapping: str | None, states: TrainingStates, process_group: ProcessGroup | None) -> None:
-    comm = Comm(process_group)
-    with comm.local_phase("describing the model"):
-        wanted = states.describe([MODEL], comm)[MODEL]
-    loaded = load_from_huggingface(wanted, path, mapping=mapping, prefix=f"{MODEL}.", process_group=process_group)
-    with comm.collective_phase("restoring the model"):
-        states.restore_model(loaded)
-
-
-def _load_checkpoint(path: str, reader: StepReader, *, model_only: bool) -> None:
-    try:
-        reader.read(locate(path, get_plugin_manager()), model_only=model_only)
-    except (NotACheckpointError, IncompleteCheckpointError) as exc:
-        raise type(exc)(
-            f"initial_load_path: {exc}; for a Hugging Face folder, set initial_load_in_hf=True; for a folder of steps, "
-            "give one of them: <folder>/step-<n>"
-        ) from exc
-
-
-__all__ = ["load_initial"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager.casting import cast_shards
 from shardckpt.manager.config import CheckpointConfig
+from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.initial import load_initial
 from shardckpt.manager.metrics import parse_metrics
 from shardckpt.manager.parts import make_parts
@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves the states of a training at intervals, loads the newest checkpoint, and removes old checkpoints.
 
-    Every rank makes one and calls each of its methods with the same arguments: all of them are collective. It is a
-    context manager, and closes at the end of the block. If the block raises, other ranks may not get there: it then
-    waits for none of them, and discards an uncommitted save that needs them.
+    Every rank makes one and calls each of its methods with the same arguments: all of them are collective, and a rank
+    that waits long for the others says so. It is a context manager, and closes at the end of the block. If the block
+    raises, other ranks may not get there: it then waits for none of them, and discards an uncommitted save that needs
+    them.
 
     Example::
 
@@ -55,9 +56,10 @@ class CheckpointManager:
         config: When, how and where to save.
         states: What to save, by name. Under ``model`` a module, or a list of those that this rank has (stages,
             chunks); under ``optimizer`` its optimizers. Under other names: modules; a :class:`PerRank`; an object with
-            ``state_dict`` and ``load_state_dict`` whose state is the same on all ranks; or an object with
-            ``load_state_dict`` and ``sharded_state_dict()``, which returns what
-            :func:`shardckpt.dist_checkpointing.save` takes. The states of the random generators are added as ``rng``.
+            ``state_dict`` and ``load_state_dict`` whose state is the same on all ranks, or a list of such objects with
+            equal states (schedulers); or an object with ``load_state_dict`` and ``sharded_state_dict()``, which returns
+            what :func:`shardckpt.dist_checkpointing.save` takes. The states of the random generators are added as
+            ``rng``.
         process_group: The ranks; by default all of them, or this process alone without torch.distributed.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.save` and ``load``.
         fault_tolerance: Given if these ranks are one of several replicas that torchft or a similar library manages.
@@ -104,7 +106,11 @@ class CheckpointManager:
         #: Names of the states that parts save and load themselves.
         self._part_states = {name for part in self._parts for name in part.own_states}
         self._reader = StepReader(
-            self._states, process_group, allow_globals, {*config.exclude_from_loading, *self._part_states}
+            self._states,
+            process_group,
+            allow_globals,
+            {*config.exclude_from_loading, *self._part_states},
+            config.exclude_from_last_save,
         )
 
     def save(
@@ -142,8 +148,8 @@ class CheckpointManager:
         self._advance(self._writer)
         forced = self._is_preempted() or force or last_step
         due = forced or self.config.is_due(step)
-        # A list, not `all(... for ...)`, which stops at the first False: the hooks are collective, and a rank that
-        # skips one hangs the others. `_is_preempted` does the same.
+        # Lists, here and in `_is_preempted`, not `all(... for ...)`, which stops at the first False: the hooks are
+        # collective, and a rank that skips one hangs the others.
         joined = [part.joins_step(step, due=due) for part in self._parts]
         if not (due and all(joined)) or (step == self._last and not last_step):
             return False
@@ -173,6 +179,8 @@ class CheckpointManager:
         if not self.config.enable_checkpoint:
             return False
         self._check_open("load")
+        if step < -1:
+            raise CheckpointingException(f"load: there is no step {step}; -1 is the newest")
         self.wait()  # for removals, too: a step that is being removed must not be chosen
         step = step if step >= 0 else self.config.load_step
         found = read_step(self._folder, self._reader, Comm(self._group), step)
@@ -198,6 +206,8 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Collective: find the steps that have a complete checkpoint that can be loaded here.
+
+        The main rank alone looks: on shared file systems others may see less, and ranks must not choose other steps.
 
         Returns:
             Their numbers, in ascending order.
@@ -261,10 +271,6 @@ class CheckpointManager:
             self._last = None
             raise
 
-    def _committed(self, step: int) -> None:
-        for part in self._parts:
-            part.after_commit(step)
-
     def _check_open(self, action: str) -> None:
         if self._closed:
             raise CheckpointingException(f"{action}: the CheckpointManager is closed")
@@ -282,22 +288,19 @@ class CheckpointManager:
         self._preempted = any(preempted)
         return self._preempted
 
-    def _saves_model_only(self, step: int, *, last_step: bool) -> bool:
-        if not (last_step and self.config.last_save_model_only) and not self.config.is_seed(step):
-            return False
-        if MODEL not in self._states.names:
-            logger.warning("no state is named %r: all states are saved, not the model alone", MODEL)
-            return False
-        return True
-
     def _save(self, writer: StepWriter, step: int, metrics: Mapping[str, float], *, last_step: bool) -> None:
         config = self.config
-        model_only = self._saves_model_only(step, last_step=last_step)
+        model_only = (last_step and config.last_save_model_only) or config.is_seed(step)
+        if model_only and MODEL not in self._states.names:
+            logger.warning("no state is named %r: all states are saved, not the model alone", MODEL)
+            model_only = False
         names = [MODEL] if model_only else [name for name in self._states.names if name not in self._part_states]
         comm = Comm(self._group)
         with comm.local_phase("describing the states"):
             state = self._states.describe(names, comm)
             if model_only:
+                if last_step:
+                    state, _ = leave_out(state, config.exclude_from_last_save)
                 state = cast_shards(state, config.export_dtype)
             numbers = parse_metrics(metrics)
             content = {
@@ -309,9 +312,10 @@ class CheckpointManager:
             }
             for part in self._parts:
                 part.before_save(step, numbers)
-        on_commit = functools.partial(self._committed, step)
+
+        def on_commit() -> None:
+            for part in self._parts:
+                part.after_commit(step)
+
         writer.write(state, self._folder.location(step), {CONTENT_KEY: content}, on_commit, background=not last_step)
         self._last = step
-
-
-__all__ = ["CheckpointManager"]

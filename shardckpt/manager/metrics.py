@@ -23,15 +23,11 @@ def parse_metrics(metrics: Any) -> dict[str, float | None]:
     """
     if not isinstance(metrics, Mapping):
         raise CheckpointingException(f"metrics={metrics!r:.100}: give them by name, {{'loss': 0.25}}")
-    return {str(name): _number(str(name), value) for name, value in metrics.items()}
-
-
-def _number(name: str, value: Any) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise CheckpointingException(f"the metric {name!r} is {value!r:.100}: give one number") from exc
-    return number if math.isfinite(number) else None
-
-
-__all__ = ["parse_metrics"]
+    numbers: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise CheckpointingException(f"the metric {str(name)!r} is {value!r:.100}: give one number") from exc
+        numbers[str(name)] = number if math.isfinite(number) else None
+    return numbers

@@ -62,6 +62,3 @@ class ManagerPart:
             error: The error that ended the training, if one did. Then the hook must not wait for other ranks, which may
                 still be training.
         """
-
-
-__all__ = ["ManagerPart"]

@@ -136,13 +136,10 @@ class HuggingFaceExport(ManagerPart):
         export_to_huggingface(
             path,
             f"{path}-hf",
-            prefix=f"{MODEL}." if self._states.has_modules else None,
+            prefix=f"{MODEL}." if MODEL in self._states.modules else None,
             mapping=self._config.hf_mapping,
             dtype=self._config.export_dtype,
             assets=self._config.hf_assets_path,
             overwrite=True,
             process_group=self._group,
         )
-
-
-__all__ = ["HuggingFaceExport", "Retention", "make_parts"]

@@ -62,8 +62,7 @@ class PerRank:
 
     def restore(self, loaded: list[Any], rank: int, world_size: int, saved_world_size: int) -> None:
         """Set the state to what was loaded for :meth:`request`."""
-        fits = saved_world_size == world_size or self.reshard is None
-        self.state.load_state_dict(loaded[0] if fits else self.reshard(loaded, rank, world_size))  # type: ignore[misc]
-
-
-__all__ = ["PerRank", "Stateful"]
+        if saved_world_size != world_size and self.reshard is not None:
+            self.state.load_state_dict(self.reshard(loaded, rank, world_size))
+        else:
+            self.state.load_state_dict(loaded[0])

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.adapters import describe_leaf, describe_object
-from shardckpt.state_dict import dict_list_map_outplace, nested_items
+from shardckpt.adapters import describe_leaf, describe_object, describe_plain_object
+from shardckpt.state_dict import dict_list_map_outplace, nested_items, of_type
 
 if TYPE_CHECKING:
-    from shardckpt.mapping import Replicated, ShardedStateDict
+    from collections.abc import Iterator
+
+    from shardckpt.mapping import PlainObject, Replicated, ShardedStateDict
 
 #: The first item of a placeholder, ``(this text, dtype name, shape)``, which replaces a tensor in a stored form. It is
 #: part of the checkpoint format.
 _PLACEHOLDER = "shardckpt: a tensor"
+_MOST_VALUES = 1000
 
 
 def describe_form(name: str, state: Any, replicated: Replicated) -> Any:
@@ -45,8 +48,31 @@ def describe_tensors(name: str, state: Any, replicated: Replicated) -> ShardedSt
     """
     return {
         str(number): describe_leaf(leaf, _make_key(name, path), replicated)
-        for number, (path, leaf) in enumerate(_find_leaves(state, lambda leaf: isinstance(leaf, torch.Tensor)))
+        for number, (path, leaf) in enumerate(
+            (path, leaf) for path, leaf in nested_items(state) if isinstance(leaf, torch.Tensor)
+        )
     }
+
+
+def describe_values(name: str, state: Any, taken: set[str]) -> dict[str, PlainObject]:
+    """Describe the values of a state that are not tensors once more, one by one, as stock ``dcp.load`` asks for them.
+
+    Args:
+        name: The first part of their keys; DCP's dotted paths follow.
+        state: Nested dicts and lists.
+        taken: The keys of all else that is saved, of which none is used again; those of the values are added.
+
+    Returns:
+        The descriptions by key; none for a state of more than 1,000 values, which would take long to store twice.
+    """
+    values = {_make_key(name, path): value for path, value in _find_dcp_values(state, ())}
+    if len(values) > _MOST_VALUES:
+        return {}
+    # The values are stored in their state, too: one whose dotted path is the key of something else may go without its
+    # own entry, and so may one that has the form of a key of Megatron's objects.
+    free = {key: value for key, value in values.items() if key not in taken and "/shard_" not in key}
+    taken.update(free)
+    return {key: describe_plain_object(value, key) for key, value in free.items()}
 
 
 def request_tensors(name: str, form: Any, live: Any, taken: set[int]) -> ShardedStateDict:
@@ -65,7 +91,9 @@ def request_tensors(name: str, form: Any, live: Any, taken: set[int]) -> Sharded
     live_leaves = dict(nested_items(live))
     return {
         str(number): _request_tensor(_make_key(name, path), placeholder, live_leaves.get(path), taken)
-        for number, (path, placeholder) in enumerate(_find_leaves(form, _is_placeholder))
+        for number, (path, placeholder) in enumerate(
+            (path, leaf) for path, leaf in nested_items(form) if _is_placeholder(leaf)
+        )
     }
 
 
@@ -81,19 +109,45 @@ def merge_tensors(form: Any, tensors: dict[str, Any]) -> Any:
     return dict_list_map_outplace(lambda leaf: next(ordered) if _is_placeholder(leaf) else leaf, form)
 
 
-def memory_of(value: Any) -> int | None:
-    """Return the address of a tensor's storage, of a DTensor the local one's.
+def restore_keys(loaded: Any, live: Any) -> Any:
+    """Return a state that DCP stored, with the keys and containers of the live one: DCP makes every key of a dict text.
 
-    Returns:
-        The address; None for another value, or a tensor subclass that wraps other tensors.
+    ``MultiStepLR.milestones`` is a Counter of integers: as a dict of text it would never match an epoch.
+
+    Args:
+        loaded: Nested dicts and lists.
+        live: The state now.
     """
+    if isinstance(loaded, dict) and isinstance(live, dict):
+        keys = {str(key): key for key in live}
+        found = {keys.get(key, key): restore_keys(value, live.get(keys.get(key, key))) for key, value in loaded.items()}
+        return of_type(live, found)
+    if isinstance(loaded, list) and isinstance(live, list) and len(loaded) == len(live):
+        return [restore_keys(*pair) for pair in zip(loaded, live, strict=True)]
+    return loaded
+
+
+def memory_of(value: Any) -> int | None:
+    """Return the address of a tensor's storage, or of a DTensor's local one; None for other values and subclasses."""
     local = value.detach() if isinstance(value, torch.Tensor) else value
     local = local.to_local() if isinstance(local, DTensor) else local
     return local.untyped_storage().data_ptr() if type(local) is torch.Tensor else None
 
 
-def _find_leaves(state: Any, matches: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    return [(path, leaf) for path, leaf in nested_items(state) if matches(leaf)]
+def _find_dcp_values(state: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the values that are not tensors, with their paths, as DCP flattens a state dict."""
+    if isinstance(state, dict) or _is_branch(state):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _find_dcp_values(value, (*path, key))
+    elif not isinstance(state, torch.Tensor):
+        yield path, state
+
+
+def _is_branch(state: Any) -> bool:
+    """Return whether DCP flattens a list: only if a dict or a tensor is in it."""
+    return isinstance(state, (list, tuple)) and any(
+        isinstance(item, (dict, torch.Tensor)) or _is_branch(item) for item in state
+    )
 
 
 def _replace_tensor(leaf: Any) -> Any:
@@ -112,20 +166,13 @@ def _request_tensor(key: str, placeholder: tuple[str, str, tuple[int, ...]], liv
     fits = isinstance(live, torch.Tensor) and tuple(live.shape) == tuple(shape) and live.dtype == dtype
     if not fits or live.is_meta or live.layout != torch.strided:
         return describe_leaf(torch.empty(shape, dtype=dtype), key, "unchecked")
-    return describe_leaf(_choose_destination(live, taken), key, "unchecked")
-
-
-def _choose_destination(live: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """Return the tensor, or a new one like it if its storage is taken or its elements may share memory."""
     memory = memory_of(live)
-    if memory in taken or not live.is_contiguous():
-        return torch.empty_like(live, memory_format=torch.contiguous_format)
-    taken.update([] if memory is None else [memory])
-    return live
+    if memory in taken or not live.is_contiguous():  # of a tensor with other strides, elements may share memory
+        live = torch.empty_like(live, memory_format=torch.contiguous_format)
+    elif memory is not None:
+        taken.add(memory)
+    return describe_leaf(live, key, "unchecked")
 
 
 def _make_key(name: str, path: tuple[Any, ...]) -> str:
     return ".".join(map(str, (name, *path)))
-
-
-__all__ = ["describe_form", "describe_tensors", "memory_of", "merge_tensors", "request_tensors"]

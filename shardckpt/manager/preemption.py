@@ -33,7 +33,7 @@ class Preemption(ManagerPart):
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointingException("save_on_sigterm: make the CheckpointManager in the main thread")
-        self.received = False
+        self.received = False  # set by the handler: a collective there could interrupt another one
         self._group = process_group
         self._closed = False
         self._before: Any = signal.signal(signal.SIGTERM, self._take)
@@ -67,6 +67,3 @@ class Preemption(ManagerPart):
         elif self._before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-
-
-__all__ = ["Preemption"]

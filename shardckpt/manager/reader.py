@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardckpt.distributed import Comm
+from shardckpt.distributed import Comm, replace_text
 from shardckpt.engine import LoadOptions, load_checkpoint, open_checkpoint
 from shardckpt.errors import (
     CannotLoadError,
@@ -12,17 +12,20 @@ from shardckpt.errors import (
     DtypeMismatchError,
     KeyMismatchError,
     ShapeMismatchError,
+    listed,
 )
+from shardckpt.manager.exclusion import leave_out
 from shardckpt.manager.rng import RNG
-from shardckpt.manager.states import MODEL, Ranks
+from shardckpt.manager.states import FORMS, MODEL, Ranks
 from shardckpt.manager.steps import CONTENT_KEY
+from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.plugins import get_plugin_manager
 from shardckpt.state_dict import nested_values
 from shardckpt.storage import retry_if_replaced
-from shardckpt.validation import StrictHandling
+from shardckpt.validation import StrictHandling, stored_key, use_bare_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
@@ -33,22 +36,29 @@ if TYPE_CHECKING:
 
 
 class Fetched(NamedTuple):
-    """A checkpoint that was read but not restored: the arguments of :meth:`TrainingStates.restore`."""
+    """A checkpoint that was read but not restored: what :meth:`TrainingStates.restore` takes."""
 
     names: list[str]
     objects: StateDict
     tensors: StateDict
     ranks: Ranks
+    #: Whether tensors of the model were left out of the checkpoint (``exclude_from_last_save``), and keep their values.
+    is_partial: bool = False
+
+    def restore(self, states: TrainingStates) -> None:
+        """Set the states to what was read."""
+        states.restore(self.names, self.objects, self.tensors, self.ranks, strict=not self.is_partial)
 
 
 class StepReader:
-    """Loads checkpoints into the states of a training.
+    """Reads checkpoints.
 
     Args:
         states: The states of the training.
         process_group: The ranks.
         allow_globals: As for :func:`shardckpt.dist_checkpointing.load`.
         excluded: Names of states that are not loaded.
+        left_out: Names of tensors of the model that a checkpoint may lack.
     """
 
     def __init__(
@@ -57,11 +67,13 @@ class StepReader:
         process_group: ProcessGroup | None,
         allow_globals: Iterable[Any],
         excluded: Collection[str],
+        left_out: Collection[str] = (),
     ) -> None:
         self._states = states
         self._group = process_group
         self._options = LoadOptions(allow_globals=tuple(allow_globals))
         self._excluded = frozenset(excluded)
+        self._left_out = frozenset(left_out)
 
     def read(self, path: Path, *, model_only: bool = False) -> None:
         """Collective: load all states that are not excluded.
@@ -77,20 +89,18 @@ class StepReader:
         try:
             fetched = self.fetch(path, model_only=model_only)
         except (DtypeMismatchError, KeyMismatchError, ShapeMismatchError) as exc:
-            raise type(exc)(
+            raise replace_text(
+                exc,
                 f"{path} does not fit the states: {exc}\nBuild the states as they were when it was saved, or put "
-                "those that need not be loaded into exclude_from_loading"
+                "those that need not be loaded into exclude_from_loading",
             ) from exc
         with Comm(self._group).collective_phase("restoring the states"):
-            self._states.restore(*fetched)
+            fetched.restore(self._states)
 
     def fetch(self, path: Path, *, model_only: bool = False) -> Fetched:
-        """Collective: read what :meth:`read` restores, but do not restore it.
+        """Collective: return what :meth:`read` restores, read but not restored.
 
         Tensors are read into the memory of the live ones where they fit: these are changed already.
-
-        Returns:
-            The arguments of :meth:`TrainingStates.restore`.
         """
         comm = Comm(self._group)
         return retry_if_replaced(lambda: self._fetch(path, comm, model_only=model_only), path)
@@ -99,27 +109,51 @@ class StepReader:
         with open_checkpoint(path, comm, get_plugin_manager(), self._options) as checkpoint:
             record = checkpoint.context.reader.manifest.record
             content = (record.content_metadata or {}) if record is not None else {}
-            ranks = Ranks.of(comm, None if record is None else record.world_size)
+            is_foreign, saved = CONTENT_KEY not in content, content.get(CONTENT_KEY) or {}
+            ranks = Ranks(comm.rank, comm.world_size, comm.world_size if record is None else record.world_size)
+            stored = frozenset(map(stored_key, checkpoint.index()))
+            common = checkpoint.common() if is_foreign else {}
             # Two loads: the objects say which tensors a plain state had. Only then is each tensor requested.
             with comm.local_phase("choosing states"):
-                names = self._choose_names(path, content.get(CONTENT_KEY) or {}, model_only)
-                requested = self._states.request_objects(names, ranks)
+                names = self._choose_names(path, saved, model_only)
+                in_common: list[str] = []
+                if is_foreign:
+                    names, in_common = self._choose_foreign_names(path, names, checkpoint, stored, common)
+                requested = self._states.request_objects([name for name in names if name not in in_common], ranks)
             objects = _load(requested, checkpoint, validate=False)
+            objects.setdefault(FORMS, {}).update({name: common[name] for name in in_common})
             with comm.local_phase("describing the states"):
+                if is_foreign:
+                    self._states.restore_keys(objects)
                 requested = self._states.request_tensors(names, objects)
+                model = [leaf for leaf in nested_values(requested.get(MODEL, {})) if isinstance(leaf, ShardedBase)]
+                use_bare_keys(model, stored, f"{MODEL}.")
+                left_out = {*self._left_out, *(saved.get("config") or {}).get("exclude_from_last_save", ())}
+                is_partial = False
+                if MODEL in requested:
+                    requested[MODEL], is_partial = leave_out(requested[MODEL], left_out, stored)
             tensors = _load(requested, checkpoint, validate=True)
-        return Fetched(names, objects, tensors, ranks)
+        return Fetched(names, objects, tensors, ranks, is_partial)
 
     def _choose_names(self, path: Path, content: dict[str, Any], model_only: bool) -> list[str]:
         """Choose the states to load from a checkpoint, by the ``content`` that the manager stored in it."""
         requested = [name for name in self._states.names if name not in self._excluded]
         if model_only or (content.get("model_only") and not content.get("step")):
-            self._check_model(path)
+            if MODEL not in self._states.names:  # nothing would be loaded, and the training would start from scratch
+                raise CheckpointingException(
+                    f"{path}: only the model is to be loaded, and no state is named {MODEL!r} (there are "
+                    f"{', '.join(map(repr, self._states.names))}): give the model as {MODEL!r}, or set "
+                    "initial_load_model_only=False"
+                )
             return [MODEL]
-        if content.get("model_only"):
-            self._refuse_more(path, requested)
+        if content.get("model_only") and set(requested) - {MODEL, RNG}:
+            raise CannotLoadError(
+                f"{path} has the model alone (last_save_model_only): the training that saved it was over. To start a "
+                "training from its weights, give it as initial_load_path with another folder; to continue that "
+                "training, give load_step=<an earlier step>"
+            )
         stored = content.get("states")
-        if stored is None:  # not saved by a CheckpointManager: the keys are checked when they are loaded
+        if stored is None:  # not saved by a CheckpointManager
             return requested
         missing = [name for name in requested if name not in stored and name != RNG]
         if missing:
@@ -129,24 +163,38 @@ class StepReader:
             )
         return [name for name in requested if name in stored]
 
-    def _check_model(self, path: Path) -> None:
-        """Raise if no state is the model: nothing would be loaded, and the training would start from scratch."""
-        if MODEL not in self._states.names:
-            raise CheckpointingException(
-                f"{path}: only the model is to be loaded, and no state is named {MODEL!r} (there are "
-                f"{', '.join(map(repr, self._states.names))}): give the model as {MODEL!r}, or set "
-                "initial_load_model_only=False"
-            )
+    def _choose_foreign_names(
+        self, path: Path, names: list[str], checkpoint: OpenCheckpoint, stored: frozenset[str], common: StateDict
+    ) -> tuple[list[str], list[str]]:
+        """Return the states to load from what another library saved: all, but random generators only if they are there.
 
-    @staticmethod
-    def _refuse_more(path: Path, requested: Sequence[str]) -> None:
-        """Raise if more than the model is requested from a checkpoint that has only the model."""
-        if set(requested) - {MODEL, RNG}:
-            raise CannotLoadError(
-                f"{path} has the model alone (last_save_model_only): the training that saved it was over. To start a "
-                "training from its weights, give it as initial_load_path with another folder; to continue that "
-                "training, give load_step=<an earlier step>"
+        Returns:
+            The names of all, and of those whose state is in the common state: what ``dist_checkpointing.save``, here or
+            in Megatron, was given as a plain dict.
+
+        Raises:
+            CheckpointingException: the checkpoint has nothing of a state.
+        """
+        single = [name for name in names if name in self._states.plain or name in self._states.per_rank]
+        wanted = [ShardedObject(name, None, (1,), (0,)) for name in single]
+        built = checkpoint.find_buildable(wanted, stored)
+        absent = {
+            shard.key
+            for shard in wanted
+            if shard.unique_key not in built and not any(key.startswith(f"{shard.key}/shard_") for key in stored)
+        }
+        in_common = [
+            name for name in names if name in absent & self._states.plain.keys() and isinstance(common.get(name), dict)
+        ]
+        absent.difference_update(in_common)
+        if absent - {RNG}:
+            found = {key.partition("/")[0].partition(".")[0] for key in stored} | set(map(str, common))
+            raise CheckpointingException(
+                f"{path} has no state {', '.join(map(repr, sorted(absent - {RNG})))}; its names begin with "
+                f"{listed(sorted(found))}. Put states that it does not have into exclude_from_loading: the training "
+                "then starts with them as they are"
             )
+        return [name for name in names if name not in absent], in_common
 
 
 def _load(requested: ShardedStateDict, checkpoint: OpenCheckpoint, *, validate: bool) -> StateDict:
@@ -154,8 +202,7 @@ def _load(requested: ShardedStateDict, checkpoint: OpenCheckpoint, *, validate: 
     comm = checkpoint.context.comm
     if not comm.largest(any(True for _ in nested_values(requested)))[0]:
         return {}
-    loaded, _ = load_checkpoint(requested, checkpoint, validate=validate, strict=StrictHandling.RAISE_UNEXPECTED)
+    loaded, _ = load_checkpoint(
+        requested, checkpoint, validate=validate, strict=StrictHandling.RAISE_UNEXPECTED, advise=False
+    )
     return loaded
-
-
-__all__ = ["Fetched", "StepReader"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
 from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 
 from shardckpt.errors import CheckpointingException
@@ -20,6 +20,7 @@ StepMetrics = Mapping[int, Mapping[str, Any]]
 RetentionPolicy = Callable[[StepMetrics], Iterable[int]]
 
 _Count = Annotated[int, Field(ge=1)]
+_Steps = tuple[Annotated[int, Field(ge=0)], ...]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -85,7 +86,8 @@ class KeepPinned:
         steps: Their numbers.
     """
 
-    steps: tuple[Annotated[int, Field(ge=0)], ...]
+    # Any collection, a list most often; a tuple of it is kept.
+    steps: Annotated[Collection[int], GetPydanticSchema(lambda _, handler: handler.generate_schema(_Steps))]
 
     def __call__(self, steps: StepMetrics) -> list[int]:
         """Return the pinned steps that exist."""
@@ -164,16 +166,3 @@ def _kept_by(policy: RetentionPolicy, steps: StepMetrics) -> set[int]:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
-__all__ = [
-    "KeepBest",
-    "KeepEvery",
-    "KeepLatest",
-    "KeepPinned",
-    "RetentionPolicy",
-    "StepMetrics",
-    "describe_policy",
-    "parse_policy",
-    "steps_to_remove",
-]

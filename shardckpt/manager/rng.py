@@ -28,12 +28,12 @@ class RandomState:
             state[device] = torch.get_device_module(device).get_rng_state()
         if "numpy" in sys.modules:
             kind, keys, *rest = sys.modules["numpy"].random.get_state()
-            state["numpy"] = (kind, keys.tobytes(), *rest)
+            state["numpy"] = (kind, keys.tobytes(), *rest)  # bytes: an array could not be read without NumPy
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the generators to their states; those that are not in ``state`` are not changed."""
-        if not state:
+        if not state:  # of a rank that the saving job did not have: see `reshard_random_state`
             return
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
@@ -59,6 +59,3 @@ def reshard_random_state(states: list[Any], rank: int, _: int) -> Any:
 def _device_type() -> str | None:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if accelerator is None else accelerator.type
-
-
-__all__ = ["RNG", "RandomState", "add_random_state"]

@@ -8,12 +8,22 @@ import torch
 
 from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
+from shardckpt.manager.equal_states import EqualStates
 from shardckpt.manager.per_rank import PerRank, Stateful
-from shardckpt.manager.plain_state import describe_form, describe_tensors, memory_of, merge_tensors, request_tensors
+from shardckpt.manager.plain_state import (
+    describe_form,
+    describe_tensors,
+    describe_values,
+    memory_of,
+    merge_tensors,
+    request_tensors,
+    restore_keys,
+)
+from shardckpt.mapping import ShardedBase
 from shardckpt.state_dict import nested_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from shardckpt.distributed import Comm
     from shardckpt.mapping import Replicated, ShardedStateDict, StateDict
@@ -21,9 +31,13 @@ if TYPE_CHECKING:
 #: These two are described together: the keys of optimizer state contain the names of the model's parameters.
 MODEL = "model"
 OPTIMIZER = "optimizer"
+#: torchtitan's names of further states; no state must be named so.
+LR_SCHEDULER = "lr_scheduler"
+DATALOADER = "dataloader"
+TRAIN_STATE = "train_state"
 
 #: Keys of a checkpoint: the forms of plain states, the states of each rank, the tensors of plain states.
-_FORMS = "forms"
+FORMS = "forms"
 _RANKS = "ranks"
 _TENSORS = "tensors"
 
@@ -35,11 +49,6 @@ class Ranks(NamedTuple):
     world_size: int
     saved_world_size: int
 
-    @classmethod
-    def of(cls, comm: Comm, saved_world_size: int | None = None) -> Ranks:
-        """Return the ranks of a Comm; without a saved world size, as if as many had saved."""
-        return cls(comm.rank, comm.world_size, comm.world_size if saved_world_size is None else saved_world_size)
-
 
 class TrainingStates:
     """The states by name, sorted by kind.
@@ -47,21 +56,30 @@ class TrainingStates:
     Args:
         states: Modules (or lists of the stages that this rank has), optimizers (under the name ``optimizer``, one or a
             list, of the modules under ``model``), :class:`PerRank` states, objects with ``sharded_state_dict()`` and
-            ``load_state_dict``, and objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks.
+            ``load_state_dict``, and objects with ``state_dict`` and ``load_state_dict`` that are the same on all ranks,
+            or lists of those whose states are equal.
         check_replicas: Whether a save compares values that several ranks hold.
+
+    Attributes:
+        names: The names of all states, in the order in which they were given.
+        modules: The modules by name.
+        optimizers: The optimizers of the model.
+        sharded: The states with ``sharded_state_dict()``, by name.
+        per_rank: The states that differ from rank to rank, by name.
+        plain: The states that are the same on all ranks, by name.
     """
 
     def __init__(self, states: Mapping[str, Any], *, check_replicas: bool = True) -> None:
         self._replicated: Replicated = True if check_replicas else "unchecked"
         self._check_replicas = check_replicas
-        self._modules: dict[str, list[torch.nn.Module]] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._sharded: dict[str, Any] = {}
-        self._per_rank: dict[str, PerRank] = {}
-        self._plain: dict[str, Stateful] = {}
+        self.modules: dict[str, list[torch.nn.Module]] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.sharded: dict[str, Any] = {}
+        self.per_rank: dict[str, PerRank] = {}
+        self.plain: dict[str, Stateful] = {}
         for name, value in states.items():
-            self._sort(_check_name(name), value)
-        if self._optimizers and MODEL not in self._modules:
+            self._sort(name, value)
+        if self.optimizers and MODEL not in self.modules:
             raise CheckpointingException(
                 f"the state {OPTIMIZER!r} is an optimizer: it goes with modules under the name {MODEL!r}, by whose "
                 "parameters its state is named"
@@ -79,24 +97,35 @@ class TrainingStates:
             A sharded state dict. Modules, optimizers and sharded states stand under their names; plain and per-rank
             states under the keys ``forms``, ``tensors`` and ``ranks``, then by name.
         """
-        ranks = Ranks.of(comm)
-        plain = {name: state.state_dict() for name, state in self._select(self._plain, names)}
-        per_rank = self._select(self._per_rank, names)
-        return {
-            **self._describe_modules(names),
-            **{name: state.sharded_state_dict() for name, state in self._select(self._sharded, names)},
-            _FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
+        plain = {name: state.state_dict() for name, state in self._select(self.plain, names)}
+        per_rank = self._select(self.per_rank, names)
+        described = {
+            **self._describe_sharded(names),
+            FORMS: {name: describe_form(name, state, self._replicated) for name, state in plain.items()},
             _TENSORS: {name: describe_tensors(name, state, self._replicated) for name, state in plain.items()},
-            _RANKS: {name: state.describe(name, ranks.rank, ranks.world_size) for name, state in per_rank},
+            _RANKS: {name: state.describe(name, comm.rank, comm.world_size) for name, state in per_rank},
         }
+        if not self.sharded:  # Megatron refuses to list a checkpoint that has plain objects
+            taken = {leaf.key for leaf in nested_values(described) if isinstance(leaf, ShardedBase)}
+            for name, state in plain.items():
+                described[_TENSORS][name].update(describe_values(name, state, taken))
+        return described
 
     def request_objects(self, names: Collection[str], ranks: Ranks) -> ShardedStateDict:
-        """Describe what is loaded first: the objects, which say what tensors there are."""
-        forms = self._select(self._plain, names)
+        """Return a sharded state dict of what is loaded first: the objects, which say what tensors there are."""
         return {
-            _FORMS: {name: describe_form(name, None, "unchecked") for name, _ in forms},
-            _RANKS: {name: state.request(name, *ranks) for name, state in self._select(self._per_rank, names)},
+            FORMS: {name: describe_form(name, None, "unchecked") for name, _ in self._select(self.plain, names)},
+            _RANKS: {name: state.request(name, *ranks) for name, state in self._select(self.per_rank, names)},
         }
+
+    def restore_keys(self, objects: StateDict) -> None:
+        """Give plain states that another library stored the keys of the live ones, in place; see the function.
+
+        Args:
+            objects: What was loaded for :meth:`request_objects`.
+        """
+        forms = objects.get(FORMS, {})
+        forms.update({name: restore_keys(form, self.plain[name].state_dict()) for name, form in forms.items()})
 
     def request_tensors(self, names: Collection[str], objects: StateDict) -> ShardedStateDict:
         """Describe what is loaded second: the tensors, into the live ones where they fit.
@@ -104,12 +133,12 @@ class TrainingStates:
         Args:
             names: The states to load.
             objects: What was loaded for :meth:`request_objects`.
+
+        Returns:
+            A sharded state dict.
         """
-        forms = objects.get(_FORMS, {})
-        described = {
-            **self._describe_modules(names),
-            **{name: state.sharded_state_dict() for name, state in self._select(self._sharded, names)},
-        }
+        forms = objects.get(FORMS, {})
+        described = self._describe_sharded(names)
         # Storage that a module or optimizer is loaded into. A plain state (an EMA that shares the weights) must not be
         # loaded into it as well: the last one read would win.
         taken = {memory for leaf in nested_values(described) if (memory := memory_of(getattr(leaf, "data", None)))}
@@ -117,11 +146,13 @@ class TrainingStates:
             **described,
             _TENSORS: {
                 name: request_tensors(name, forms[name], state.state_dict(), taken)
-                for name, state in self._select(self._plain, names)
+                for name, state in self._select(self.plain, names)
             },
         }
 
-    def restore(self, names: Collection[str], objects: StateDict, tensors: StateDict, ranks: Ranks) -> None:
+    def restore(
+        self, names: Collection[str], objects: StateDict, tensors: StateDict, ranks: Ranks, *, strict: bool = True
+    ) -> None:
         """Set the states to what was loaded.
 
         Args:
@@ -129,100 +160,71 @@ class TrainingStates:
             objects: What was loaded for :meth:`request_objects`.
             tensors: What was loaded for :meth:`request_tensors`.
             ranks: The ranks that were given to :meth:`request_objects`.
+            strict: Whether everything in the model must have been loaded; if False, the rest keeps its values.
         """
-        for name, parts in self._select(self._modules, names):
+        for name, parts in self._select(self.modules, names):
             if name != MODEL or not self._with_optimizers(names):
-                load_into(tensors[name], parts)
+                load_into(tensors[name], parts, strict=strict or name != MODEL)
         if self._with_optimizers(names):
             both = {MODEL: tensors[MODEL], OPTIMIZER: tensors[OPTIMIZER]}
-            load_into(both, self._modules[MODEL], *self._optimizers)
-        for name, sharded in self._select(self._sharded, names):
+            load_into(both, self.modules[MODEL], *self.optimizers, strict=strict)
+        for name, sharded in self._select(self.sharded, names):
             sharded.load_state_dict(tensors[name])
-        for name, plain in self._select(self._plain, names):
+        for name, plain in self._select(self.plain, names):
             own_tensors = tensors.get(_TENSORS, {}).get(name, {})
-            plain.load_state_dict(merge_tensors(objects[_FORMS][name], own_tensors))
-        for name, per_rank in self._select(self._per_rank, names):
+            plain.load_state_dict(merge_tensors(objects[FORMS][name], own_tensors))
+        for name, per_rank in self._select(self.per_rank, names):
             per_rank.restore(objects[_RANKS][name], *ranks)
 
-    def restore_model(self, loaded: StateDict) -> None:
+    def restore_model(self, loaded: StateDict, *, strict: bool = True) -> None:
         """Set the modules under ``model`` to what was loaded for them, and nothing else."""
-        load_into(loaded, self._modules[MODEL])
+        load_into(loaded, self.modules[MODEL], strict=strict)
 
-    @property
-    def modules(self) -> Mapping[str, list[torch.nn.Module]]:
-        """The modules by name."""
-        return self._modules
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers of the model."""
-        return self._optimizers
-
-    @property
-    def sharded(self) -> Mapping[str, Any]:
-        """The states with ``sharded_state_dict()``, by name."""
-        return self._sharded
-
-    @property
-    def plain(self) -> Mapping[str, Stateful]:
-        """The states that are the same on all ranks, by name."""
-        return self._plain
-
-    @property
-    def per_rank(self) -> Mapping[str, PerRank]:
-        """The states that differ from rank to rank, by name."""
-        return self._per_rank
-
-    @property
-    def has_modules(self) -> bool:
-        """Whether the model consists of modules, so that its keys begin with ``model.``."""
-        return MODEL in self._modules
-
-    def _sort(self, name: str, value: Any) -> None:
+    def _sort(self, name: Any, value: Any) -> None:
+        if not isinstance(name, str) or not name or name in (FORMS, _RANKS, _TENSORS):
+            raise CheckpointingException(f"{name!r} cannot be the name of a state: give another one")
         items = list(value) if isinstance(value, (list, tuple)) else [value]
         items = [inner for item in items for inner in _unpack_optimizers(item)]
         if callable(getattr(value, "sharded_state_dict", None)):
-            self._sharded[name] = value
+            self.sharded[name] = value
         elif isinstance(value, PerRank):
-            self._per_rank[name] = value
+            self.per_rank[name] = value
         elif items and all(isinstance(item, torch.nn.Module) for item in items):
-            self._modules[name] = items
+            self.modules[name] = items
         elif items and all(isinstance(item, torch.optim.Optimizer) for item in items):
             if name != OPTIMIZER:
                 raise CheckpointingException(
                     f"the state {name!r} is an optimizer: give optimizers as {OPTIMIZER!r}, all in one list; where "
                     f"several models have one each, give these as one torch.nn.ModuleDict under {MODEL!r}"
                 )
-            self._optimizers = items
+            self.optimizers = items
         elif isinstance(value, Stateful):
-            self._plain[name] = value
+            self.plain[name] = value
+        elif items and all(isinstance(item, Stateful) for item in items):
+            self.plain[name] = EqualStates(name, items)
         else:
             raise CheckpointingException(
                 f"the state {name!r} is of type {type(value).__name__}: expected modules, optimizers, or something "
-                "with state_dict and load_state_dict"
+                "with state_dict and load_state_dict, or a list of such with equal states"
             )
 
-    def _describe_modules(self, names: Collection[str]) -> ShardedStateDict:
+    def _describe_sharded(self, names: Collection[str]) -> ShardedStateDict:
         found: ShardedStateDict = {}
-        for name, parts in self._select(self._modules, names):
+        for name, parts in self._select(self.modules, names):
             if name != MODEL or not self._with_optimizers(names):
                 found[name] = to_sharded_state_dict(parts, prefix=f"{name}.", check_replicas=self._check_replicas)
         if self._with_optimizers(names):
-            found |= to_sharded_state_dict(self._modules[MODEL], *self._optimizers, check_replicas=self._check_replicas)
+            found |= to_sharded_state_dict(self.modules[MODEL], *self.optimizers, check_replicas=self._check_replicas)
+        for name, state in self._select(self.sharded, names):
+            found[name] = state.sharded_state_dict()
         return found
 
     def _with_optimizers(self, names: Collection[str]) -> bool:
-        return OPTIMIZER in names and bool(self._optimizers)
+        return OPTIMIZER in names and bool(self.optimizers)
 
     @staticmethod
     def _select(states: Mapping[str, Any], names: Collection[str]) -> list[tuple[str, Any]]:
         return [(name, state) for name, state in states.items() if name in names]
-
-
-def _check_name(name: Any) -> str:
-    if not isinstance(name, str) or not name or name in (_FORMS, _RANKS, _TENSORS):
-        raise CheckpointingException(f"{name!r} cannot be the name of a state: give another one")
-    return name
 
 
 def _unpack_optimizers(value: Any) -> list[Any]:
@@ -235,6 +237,3 @@ def _unpack_optimizers(value: Any) -> list[Any]:
     if isinstance(inner, (list, tuple)):
         return [each for item in inner for each in _unpack_optimizers(item)]
     return [value]
-
-
-__all__ = ["MODEL", "OPTIMIZER", "Ranks", "TrainingStates"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.engine import list_recorded_files, locate
 from shardckpt.errors import (
@@ -24,9 +23,9 @@ from shardckpt.storage import (
     detect_replacement,
     file_size,
     has_local_files,
-    naming,
     on_store,
     retry_if_replaced,
+    wrap_os_errors,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from shardckpt.manifest import Manifest
     from shardckpt.plugins import PluginManager
 
-logger = logging.getLogger(__name__)
+_E = TypeVar("_E", bound=CheckpointingException)
 
 #: The manager's key in ``content_metadata``.
 CONTENT_KEY = "shardckpt_manager"
@@ -98,11 +97,6 @@ class StepCheckpoint:
         return self.error is None and self.refusal is None
 
     @property
-    def fault(self) -> str:
-        """Why it is not a complete checkpoint; ``""`` if it is."""
-        return "" if self.error is None else str(self.error)
-
-    @property
     def is_damaged(self) -> bool:
         """Whether it was a complete checkpoint once; False also for a save that was never committed."""
         return self.error is not None and not isinstance(self.error, CannotLoadError)
@@ -110,8 +104,8 @@ class StepCheckpoint:
     @property
     def content(self) -> dict[str, Any]:
         """The ``content_metadata`` that it was saved with, or an empty dict."""
-        record = None if self.manifest is None else self.manifest.record
-        content = None if record is None else record.content_metadata
+        record = self.manifest and self.manifest.record
+        content = record and record.content_metadata
         return content if isinstance(content, dict) else {}
 
     @property
@@ -146,8 +140,7 @@ class StepFolder:
 
     def location(self, step: int) -> str:
         """Return a step's directory or URL for ``save`` and ``load``; a URL contains its password."""
-        path = self.place / self.names.name(step)
-        remote = on_store(path)
+        remote = on_store(path := self.place / self.names.name(step))
         return str(path) if remote is None else remote.url
 
     def path(self, step: int) -> Path:
@@ -156,8 +149,14 @@ class StepFolder:
 
     def directories(self) -> list[str]:
         """Return the names of all directories in the folder, of steps or not; none if the folder does not exist."""
-        remote = on_store(self.place)
-        return _directories(self.place) if remote is None else _folders(remote)
+        if (remote := on_store(self.place)) is not None:
+            return _list_folders(remote)
+        with wrap_os_errors("list", self.place):
+            try:
+                with os.scandir(self.place) as entries:
+                    return [entry.name for entry in entries if entry.is_dir()]  # links to directories, too
+            except FileNotFoundError:
+                return []
 
     def steps(self) -> list[int]:
         """Return all steps that have a directory, in ascending order, whatever the directory contains."""
@@ -185,18 +184,18 @@ class StepFolder:
             return manifest
 
         try:
-            with naming("inspect", directory):
+            with wrap_os_errors("inspect", directory):
                 found = retry_if_replaced(check, directory)
             choose_reader(directory, found, self.plugins)
         except (StorageError, CorruptCheckpointError) as exc:
             no_answer = not has_local_files(directory) and isinstance(exc, StorageError)
             if no_answer or isinstance(exc, CheckpointReplacedError):
                 raise
-            return StepCheckpoint(step, manifest, error=_copy(exc))
+            return StepCheckpoint(step, manifest, error=_without_frames(exc))
         except CannotLoadError as exc:
             if manifest is None:
-                return StepCheckpoint(step, error=_copy(exc))
-            return StepCheckpoint(step, manifest, refusal=_copy(exc))
+                return StepCheckpoint(step, error=_without_frames(exc))
+            return StepCheckpoint(step, manifest, refusal=_without_frames(exc))
         return StepCheckpoint(step, manifest)
 
     def committed(self) -> list[StepCheckpoint]:
@@ -207,18 +206,7 @@ class StepFolder:
         return str(self.place)
 
 
-def _directories(folder: Path) -> list[str]:
-    """Return the names of the directories in a directory, and of links to directories."""
-    with naming("list", folder):
-        try:
-            with os.scandir(folder) as entries:
-                return [entry.name for entry in entries if entry.is_dir()]
-        except FileNotFoundError:
-            return []
-
-
-def _folders(place: RemotePath) -> list[str]:
-    """Return the names of the folders directly below a URL."""
+def _list_folders(place: RemotePath) -> list[str]:
     folder = place.folder
     if not isinstance(folder, ListsFolders):
         raise StorageError(
@@ -232,22 +220,20 @@ def _folders(place: RemotePath) -> list[str]:
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Raise unless every file that the checkpoint names exists with the size that it states."""
     expected = list_recorded_files(directory, manifest)
-    faults = [fault for name, size in expected.items() if (fault := _file_fault(directory / name, size))]
+    faults = [fault for name, size in expected.items() if (fault := _file_fault(directory, name, size))]
     if faults:
         raise CorruptCheckpointError(f"{directory}: of {len(expected)} files: {listed(faults, '; ', limit=6)}")
 
 
-def _file_fault(path: Path, size: int | None) -> str:
+def _file_fault(directory: Path, name: str, size: int | None) -> str:
     try:
-        found = file_size(path)
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    return f"{path.name} has {found} bytes, {size} were written" if size not in (None, found) else ""
+        found = file_size(directory / name)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{name} is missing"
+    return f"{name} has {found} bytes, {size} were written" if size not in (None, found) else ""
 
 
-def _copy(error: Any) -> Any:
-    # An error that is kept must not keep the traceback, whose frames hold file contents and buffers.
-    return type(error)(*error.args)
-
-
-__all__ = ["CONTENT_KEY", "STEPS", "StepCheckpoint", "StepFolder", "StepNames"]
+def _without_frames(error: _E) -> _E:
+    # An error that is kept must not keep tracebacks, its own or its causes': their frames hold file contents.
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

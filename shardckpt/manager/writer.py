@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt import dist_checkpointing
 from shardckpt.async_save import AsyncCallsQueue
+from shardckpt.commit import delete_checkpoint
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate
 from shardckpt.manager.config import AsyncMode
 from shardckpt.manager.part import ManagerPart
 from shardckpt.manifest import MARKER_NAME
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import RemotePath, delete_checkpoint, on_store
+from shardckpt.storage import RemotePath, on_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -82,6 +83,7 @@ class StepWriter(ManagerPart):
         comm = Comm(self._group)
         with comm.local_phase("finding the target"):
             path = locate(target, get_plugin_manager())
+        # Before the save, which writes to the same folder: if it were killed, the old marker would stand for a mixture.
         if (remote := on_store(path)) is not None:
             comm.main_runs("deleting the old checkpoint", functools.partial(_delete_existing, remote))
         queue = self._queue if background else None
@@ -131,6 +133,3 @@ def _delete_existing(path: RemotePath) -> None:
     if (path / MARKER_NAME).is_file():
         logger.warning("%s is saved a second time: the checkpoint that is there is deleted first", path)
         delete_checkpoint(path.folder)
-
-
-__all__ = ["StepWriter"]

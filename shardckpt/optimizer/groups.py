@@ -7,11 +7,6 @@ from typing import Any
 import torch
 
 
-def merge_tensor_options(groups: list[dict[str, Any]], tensors: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups that were stored by number, with the options that were stored apart, as tensors."""
-    return [{**group, **tensors.get(number, {})} for number, group in enumerate(groups)]
-
-
 def group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[dict[str, Any]]:
     """Group parameters whose options were stored by parameter.
 
@@ -25,8 +20,7 @@ def group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[di
     """
     groups: list[dict[str, Any]] = []
     for name, values in options.items():
-        # the key params only makes both dicts have the same keys: its value is not compared
-        same = None if apart else next((group for group in groups if _is_equal(group, {**values, "params": 0})), None)
+        same = None if apart else next((group for group in groups if _has_options(group, values)), None)
         if same is None:
             groups.append({**values, "params": [name]})
         else:
@@ -34,15 +28,13 @@ def group_options(options: dict[str, dict[str, Any]], *, apart: bool) -> list[di
     return groups
 
 
-def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two groups have the same options."""
-    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one if key != "params")
+def _has_options(group: dict[str, Any], options: dict[str, Any]) -> bool:
+    """Return whether the options of a group are these."""
+    return group.keys() - {"params"} == options.keys() and all(_same(group[key], options[key]) for key in options)
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    tensors = isinstance(one, torch.Tensor), isinstance(other, torch.Tensor)
+    if any(tensors):
+        return all(tensors) and torch.equal(one, other)  # == of tensors of several elements is no boolean
     return bool(one == other)
-
-
-__all__ = ["group_options", "merge_tensor_options"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import combinations
-from operator import ne
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardckpt.adapters import get_dtensor_splits
-from shardckpt.errors import ShardingError
+from shardckpt.errors import ShapeMismatchError, ShardingError
 from shardckpt.planning import compute_local_shape
 from shardckpt.tensors import empty_sharded_tensor_like, is_sharded_tensor, move_placement
 
@@ -27,9 +26,14 @@ _Axes: TypeAlias = dict[int, int]
 
 
 def empty_state_tensor(
-    stored: ShardedTensor, slot: str, param: torch.Tensor, *, shard_factored: bool = False
+    stored: ShardedTensor,
+    slot: str,
+    param: torch.Tensor,
+    *,
+    shard_factored: bool = False,
+    param_shape: Ints | None = None,
 ) -> torch.Tensor:
-    """Allocate an uninitialized tensor for stored state of a parameter; each rank allocates only its part.
+    """Return uninitialized memory for stored state of a parameter; each rank allocates only its part.
 
     State of the parameter's shape gets the parameter's layout: a DTensor of the same mesh and placements, a
     ShardedTensor of the same shards (nested where the parameter's are), a plain tensor on the same device. A single
@@ -40,44 +44,46 @@ def empty_state_tensor(
     dropped or reduced to 1, the axes that remain are sharded as the parameter's are; if the shape matches in two ways
     that differ in placements, it is replicated. Other state of other tensors is a plain tensor of the global shape.
 
-    Args:
-        stored: The stored state, without data: its global shape and dtype.
-        slot: The name of the state, such as ``"exp_avg"``.
-        param: The parameter.
-        shard_factored: Whether factored state is sharded; see above.
-
-    Returns:
-        The tensor, of the stored dtype.
+    ``slot`` is the name of the state, such as ``"exp_avg"``. The tensor has the stored dtype. ``param_shape`` is the
+    global shape of the parameter in the same checkpoint, if it is there.
 
     Raises:
-        ShardingError: the parameter is on the meta device, has placements that cannot be stored, or seems to be this
-            rank's part of a larger parameter.
+        ShapeMismatchError: the state is that of a parameter of another shape.
+        ShardingError: the parameter is on the meta device, or has placements that cannot be stored.
     """
     shape, own = tuple(stored.global_shape), tuple(param.size())
     if math.prod(shape) == 1 and (shape != own or slot == "step"):
         return torch.empty(shape, dtype=stored.dtype, device="cpu")
     if _device(param).type == "meta":
         raise ShardingError(f"{stored.key!r}: its parameter is on the meta device: give it memory (to_empty) first")
+    if shape != own and _has_param_shape(shape, own, param_shape):
+        raise ShapeMismatchError(
+            f"{stored.key!r} has the shape {shape}, its parameter {own}: the optimizer would fail at its first step. "
+            "Build the model as it was when it was saved. If the parameter is this rank's part of a larger one "
+            "(experts of expert parallelism), make it a DTensor of the global shape, or load it and its state by "
+            "dist_checkpointing.load"
+        )
     if isinstance(param, DTensor):
         return _as_dtensor(stored, shape, param, shard_factored=shard_factored)
     if is_sharded_tensor(param) and shape == own:
         return empty_sharded_tensor_like(param, stored.dtype)  # type: ignore[no-any-return]
-    if len(shape) == len(own) > 2 and sum(map(ne, shape, own)) == 1 and not match_axes(shape, own):  # noqa: PLR2004
-        raise ShardingError(
-            f"{stored.key!r} has the shape {shape}, its parameter {own}: if the parameter is this rank's part of a "
-            "larger one (experts of expert parallelism), make it a DTensor of the global shape, or load it and its "
-            "state by dist_checkpointing.load"
-        )
     return torch.empty(shape, dtype=stored.dtype, device=_device(param))
 
 
-def match_axes(shape: Ints, own: Ints) -> list[_Axes]:
-    """Return every way to get a shape from a parameter's by dropping axes, or reducing them to 1.
+def _has_param_shape(shape: Ints, own: Ints, param_shape: Ints | None) -> bool:
+    """Return whether state that lacks its parameter's shape had it when it was saved, and is not factored or the like.
 
-    Args:
-        shape: Shape of the state.
-        own: Shape of the parameter.
+    If the checkpoint does not have the parameter, this is so for state of as many axes, two or more, that is neither
+    the parameter's with axes reduced to 1 nor a square (a preconditioner of one axis).
     """
+    if param_shape is not None:
+        return tuple(shape) == tuple(param_shape)
+    is_square = len(set(shape)) == 1 and shape[0] in own
+    return len(shape) == len(own) > 1 and not match_axes(shape, own) and not is_square
+
+
+def match_axes(shape: Ints, own: Ints) -> list[_Axes]:
+    """Return every way to get a state's shape from its parameter's by dropping axes, or reducing them to 1."""
     found = []
     for chosen in combinations(range(len(own)), len(shape)):
         pairs = list(zip(chosen, shape, strict=True))
@@ -87,12 +93,17 @@ def match_axes(shape: Ints, own: Ints) -> list[_Axes]:
 
 
 def _as_dtensor(stored: ShardedTensor, shape: Ints, param: DTensor, *, shard_factored: bool) -> DTensor:
+    """Allocate state of a DTensor; see :func:`empty_state_tensor`. A rank outside the mesh allocates nothing."""
     is_member = param.device_mesh.get_coordinate() is not None
+    # before the shapes are compared: placements that cannot be stored raise for any state
     splits = get_dtensor_splits(stored.key, param) if is_member else []
     if shape == tuple(param.shape):
         like = param.detach()
         return torch.empty_like(like, dtype=stored.dtype, memory_format=torch.contiguous_format)  # type: ignore[return-value]
-    axes = _unambiguous_axes(match_axes(shape, tuple(param.shape)) if shard_factored else [], param.placements)
+    matches = match_axes(shape, tuple(param.shape)) if shard_factored else []
+    # replicated if the matches differ in placements
+    is_clear = len({_move_placements(param.placements, match) for match in matches}) == 1
+    axes = matches[0] if is_clear else {}
     kept = [replace(split, dim=axes[split.dim]) for split in splits if split.dim in axes]
     local = compute_local_shape(shape, kept) if is_member else (0,)
     return DTensor.from_local(
@@ -103,13 +114,6 @@ def _as_dtensor(stored: ShardedTensor, shape: Ints, param: DTensor, *, shard_fac
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
-
-
-def _unambiguous_axes(matches: list[_Axes], placements: Iterable[Any]) -> _Axes:
-    """Return the axes of the first match if all matches give the same placements; else none."""
-    kept = tuple(placements)
-    results = {_move_placements(kept, axes) for axes in matches}
-    return matches[0] if len(results) == 1 else {}
 
 
 def _move_placements(placements: Iterable[Any], axes: Mapping[int, int]) -> tuple[Any, ...]:
@@ -123,6 +127,3 @@ def _device(param: Any) -> torch.device:
     if not is_sharded_tensor(param):
         return param.device  # type: ignore[no-any-return]
     return next((_device(shard.tensor) for shard in param.local_shards()), torch.device("cpu"))
-
-
-__all__ = ["empty_state_tensor", "match_axes"]

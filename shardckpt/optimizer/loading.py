@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.distributed import Comm
 from shardckpt.engine import LoadOptions, LoadTemplate, locate, open_checkpoint
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, listed
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, listed
 from shardckpt.mapping import ShardedBase, ShardedTensor
-from shardckpt.optimizer.arguments import get_location, get_parameters, refuse_planner
-from shardckpt.optimizer.groups import group_options, merge_tensor_options
+from shardckpt.optimizer.groups import group_options
 from shardckpt.optimizer.layout import empty_state_tensor
 from shardckpt.optimizer.names import GROUPS, STATE, StateName
 from shardckpt.optimizer.stored import find_stored_state
@@ -20,15 +23,14 @@ from shardckpt.state_dict import merge
 from shardckpt.storage import retry_if_replaced
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-    import torch
     from torch.distributed import ProcessGroup
 
     from shardckpt.engine import OpenCheckpoint
     from shardckpt.mapping import StateDict
     from shardckpt.optimizer.stored import StoredState
+    from shardckpt.planning import Ints
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 def load_sharded_optimizer_state_dict(
     model_state_dict: Mapping[str, Any],
     optimizer_key: str,
-    checkpoint_or_reader: str | os.PathLike[str] | Any,
+    storage_reader: str | os.PathLike[str] | Any,
     planner: Any = None,
     *,
     process_group: ProcessGroup | None = None,
@@ -45,7 +47,7 @@ def load_sharded_optimizer_state_dict(
 ) -> StateDict:
     """Collective: load an optimizer's state, sharded as the model's parameters are, without an optimizer.
 
-    Takes torch's arguments in torch's order; each rank passes its own part of the model. No rank holds a full tensor
+    Takes torch's arguments by torch's names; each rank passes its own part of the model. No rank holds a full tensor
     of sharded state.
 
     torch's function cuts every tensor in rows over all ranks. Here state has the layout of its parameter: state of a
@@ -65,7 +67,7 @@ def load_sharded_optimizer_state_dict(
     Args:
         model_state_dict: The model's tensors by full name, as ``get_model_state_dict`` gives them; they do not change.
         optimizer_key: The part of the keys before ``.state``: ``"optimizer"``.
-        checkpoint_or_reader: A checkpoint's directory or URL, or torch's FileSystemReader of it.
+        storage_reader: A checkpoint's directory or URL, or torch's FileSystemReader of it.
         planner: None or torch's DefaultLoadPlanner, which changes nothing; any other is refused.
         process_group: The ranks that load; by default all, or this process alone without torch.distributed.
         allow_globals: Classes and functions that legacy pickles in the checkpoint may name besides the plain ones.
@@ -82,25 +84,54 @@ def load_sharded_optimizer_state_dict(
 
     Raises:
         KeyMismatchError: nothing is stored under ``optimizer_key``, or state of none of the model's parameters.
+        ShapeMismatchError: state was saved for a parameter of another shape.
         CheckpointingException: any other failure; the same on every rank.
     """
     comm = Comm(process_group)
     with comm.collective_phase("reading the arguments"):
-        refuse_planner(planner)
-        directory, params = (
-            locate(get_location(checkpoint_or_reader), get_plugin_manager()),
-            get_parameters(model_state_dict),
-        )
+        _refuse_planner(planner)
+        directory = locate(_get_location(storage_reader), get_plugin_manager())
+        if not isinstance(model_state_dict, Mapping):
+            raise CheckpointingException(
+                f"expected the model's state dict (get_model_state_dict), got a {type(model_state_dict).__name__}"
+            )
+        params = {name: value for name, value in model_state_dict.items() if isinstance(value, torch.Tensor)}
     comm.agree(optimizer_key=optimizer_key, shard_factored=shard_factored)
 
     def attempt() -> StateDict:
         # opened in each attempt: another save may have replaced the checkpoint
-        with open_checkpoint(
-            directory, comm, get_plugin_manager(), LoadOptions(allow_globals=tuple(allow_globals))
-        ) as checkpoint:
+        options = LoadOptions(allow_globals=tuple(allow_globals))
+        with open_checkpoint(directory, comm, get_plugin_manager(), options) as checkpoint:
             return {optimizer_key: _load(optimizer_key, params, checkpoint, shard_factored=shard_factored)}
 
     return retry_if_replaced(attempt, directory)
+
+
+def _get_location(source: Any) -> str | os.PathLike[str]:
+    """Return the directory or URL of a checkpoint, or of torch's FileSystemReader (FsspecReader) of it."""
+    if isinstance(source, (str, os.PathLike)):
+        return source
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # slow to import
+
+    if isinstance(source, FileSystemReader):
+        return source.path
+    raise CheckpointingException(
+        f"cannot load through a {type(source).__name__}: give the checkpoint's directory or URL, or torch's "
+        "FileSystemReader of it (plugins read remote stores: shardckpt_filesystem)"
+    )
+
+
+def _refuse_planner(planner: Any) -> None:
+    """Raise unless the planner is None or torch's default one, which changes nothing: no planner is called."""
+    if planner is None:
+        return
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # slow to import
+
+    if type(planner) is not DefaultLoadPlanner or not planner.flatten_state_dict:
+        raise CheckpointingException(
+            f"the planner {type(planner).__module__}.{type(planner).__qualname__} would not be called: the model's "
+            "state dict decides what is read; leave it out, or use torch's own load_sharded_optimizer_state_dict"
+        )
 
 
 def _load(
@@ -112,7 +143,8 @@ def _load(
         names = stored.parse_names(params)
     _report_unclaimed(stored, names, params, checkpoint.context.comm)
     with checkpoint.operation.local_phase("laying out the optimizer's state"):
-        template = LoadTemplate(_load_template(stored, names, params, shard_factored=shard_factored))
+        shapes = {shard.key: shard.global_shape for shard in index if isinstance(shard, ShardedTensor)}
+        template = LoadTemplate(_load_template(stored, names, params, shapes, shard_factored=shard_factored))
     values = checkpoint.values(template.shards)
     with checkpoint.operation.local_phase("assembling the optimizer's state"):
         loaded = template.fill(values, {})
@@ -121,14 +153,34 @@ def _load(
 
 
 def _load_template(
-    stored: StoredState, names: Mapping[str, StateName], params: Mapping[str, torch.Tensor], *, shard_factored: bool
+    stored: StoredState,
+    names: Mapping[str, StateName],
+    params: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, Ints],
+    *,
+    shard_factored: bool,
 ) -> StateDict:
-    """Return load templates for the entries that are not in the common state."""
+    """Return load templates for the entries that are not in the common state.
+
+    Args:
+        stored: The state.
+        names: The parsed names of the entries to load.
+        params: The model's parameters.
+        shapes: The global shapes of all stored tensors by key.
+        shard_factored: As for :func:`load_sharded_optimizer_state_dict`.
+    """
     template: StateDict = {}
     for name, parsed in names.items():
         entry = stored.entries[name]
         if isinstance(entry, ShardedTensor) and parsed.kind == STATE:
-            tensor = empty_state_tensor(entry, parsed.slot, params[str(parsed.owner)], shard_factored=shard_factored)
+            owner = str(parsed.owner)
+            tensor = empty_state_tensor(
+                entry,
+                parsed.slot,
+                params[owner],
+                shard_factored=shard_factored,
+                param_shape=shapes.get(f"model.{owner}", shapes.get(owner)),
+            )
             template[name] = to_sharded_state_dict({entry.key: tensor})[entry.key]
         elif isinstance(entry, ShardedBase):
             template[name] = entry
@@ -171,22 +223,16 @@ def _assemble(
     rest: StateDict = {}
     for name, (kind, owner, path) in names.items():
         target = rest if owner is None else (state if kind == STATE else options).setdefault(owner, {})
-        _put(name, target, path, found[name])
+        nested = found[name]
+        for part in reversed(path):
+            nested = {part: nested}
+        try:
+            merge(target, nested)
+        except ValueError as exc:
+            raise CorruptCheckpointError(f"{name} contradicts other stored values of the optimizer: {exc}") from exc
     state = {name: slots for name, slots in state.items() if slots}
     given = {name: values for name, values in options.items() if values}
-    gathered = group_options(given, apart=bool(state)) if groups is None else merge_tensor_options(groups, given)
-    return {**rest, STATE: state, GROUPS: gathered}
-
-
-def _put(name: str, target: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Merge a value into a dict at a path."""
-    nested = value
-    for part in reversed(path):
-        nested = {part: nested}
-    try:
-        merge(target, nested)
-    except ValueError as exc:
-        raise CorruptCheckpointError(f"{name} contradicts other stored values of the optimizer: {exc}") from exc
-
-
-__all__ = ["load_sharded_optimizer_state_dict"]
+    if groups is None:
+        return {**rest, STATE: state, GROUPS: group_options(given, apart=bool(state))}
+    # options that are tensors are stored apart, by the group's number
+    return {**rest, STATE: state, GROUPS: [{**group, **given.get(n, {})} for n, group in enumerate(groups)]}

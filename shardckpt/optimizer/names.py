@@ -47,25 +47,14 @@ def parse_name(name: str, params: Collection[str], groups: int | None) -> StateN
         return StateName("", None, tuple(name.split(".")))
     if kind == GROUPS and groups is not None:
         number, _, option = rest.partition(".")
-        return (
-            StateName(kind, int(number), (option,)) if number.isdecimal() and int(number) < groups and option else None
-        )
-    owner = longest_prefix(rest, params)
-    if owner is None:
-        return None
+        is_option = number.isdecimal() and int(number) < groups and option
+        return StateName(kind, int(number), (option,)) if is_option else None
+    owner = rest
+    while owner not in params:
+        owner, dot, _ = owner.rpartition(".")
+        if not dot:
+            return None
     slot = rest[len(owner) + 1 :]
     if kind == GROUPS:
         return StateName(kind, owner, (slot,) if slot else ())
     return StateName(kind, owner, tuple(slot.split("."))) if slot else None
-
-
-def longest_prefix(text: str, params: Collection[str]) -> str | None:
-    """Return the longest parameter name that equals the text, or begins it before a dot."""
-    while text not in params:
-        text, dot, _ = text.rpartition(".")
-        if not dot:
-            return None
-    return text
-
-
-__all__ = ["GROUPS", "STATE", "StateName", "longest_prefix", "parse_name"]

@@ -46,6 +46,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict
     """
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
+        # the optimizer numbers a parameter where it first meets it
         numbers.setdefault(id(_local(param)), number)
     return numbers
 
@@ -166,7 +167,10 @@ def _describe_shared_value(param: ShardedParam, value: Any, key: str) -> Sharded
 
     The shard with the parameter's first element is the main replica.
     """
-    first = _first_shard(param)
+    shards = [leaf for leaf in nested_values({"built": build_copy(param)}) if isinstance(leaf, ShardedTensor)]
+    if not shards:
+        raise ShardingError(f"the factory {param.key!r} builds no ShardedTensor: name its state in exclude_keys")
+    first = min(shards, key=lambda shard: tuple(shard.global_offset))
     layers = first.prepend_axis_num
     offset, shape = first.global_offset[:layers], first.global_shape[:layers]
     copies = first.replica_id if isinstance(first.replica_id, tuple) else (first.replica_id,)
@@ -177,14 +181,6 @@ def _describe_shared_value(param: ShardedParam, value: Any, key: str) -> Sharded
     if isinstance(value, torch.Tensor):
         return ShardedTensor(key, value, value.dtype, (), shape, offset, shape, replica, layers, replicated=shared)
     return ShardedObject(key, value, shape or (1,), offset or (0,), replica, replicated=shared)
-
-
-def _first_shard(param: ShardedParam) -> ShardedTensor:
-    """Return the shard itself; of the shards that a factory builds, the one with the lowest offset."""
-    shards = [leaf for leaf in nested_values({"built": build_copy(param)}) if isinstance(leaf, ShardedTensor)]
-    if not shards:
-        raise ShardingError(f"the factory {param.key!r} builds no ShardedTensor: name its state in exclude_keys")
-    return min(shards, key=lambda shard: tuple(shard.global_offset))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,12 +197,3 @@ def _memory_key(tensor: Any) -> tuple[Any, ...] | None:
     if not plain or tensor.device.type == "meta" or not tensor.numel():
         return None
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-__all__ = [
-    "KEEP_VARS_HINT",
-    "get_optim_param_to_id_map",
-    "get_param_id_to_sharded_param_map",
-    "make_sharded_optimizer_tensor",
-    "optim_state_to_sharding_state",
-]

@@ -35,21 +35,19 @@ class StoredState:
 
 
 def find_stored_state(key: str, index: Iterable[ShardedBase], common: StateDict) -> StoredState:
-    """Find the shards whose keys begin with ``<key>.``, and the values at that path of the common state.
-
-    Args:
-        key: The optimizer's key.
-        index: All stored shards, without data.
-        common: The common state.
+    """Return the stored shards whose keys begin with ``<key>.``, and the values at that path of the common state.
 
     Raises:
-        KeyMismatchError: names are none.
+        KeyMismatchError: there are none.
     """
-    shards = list(index)
-    entries: dict[str, Any] = {
-        s.key[len(key) + 1 :]: s for s in shards if s.key.startswith(f"{key}.") and _is_only_shard(s)
-    }
-    values = _dict_at(common, key.split("."))
+    shards, prefix = list(index), f"{key}."
+    # objects of a grid of several belong to no single parameter
+    single = (s for s in shards if not isinstance(s, ShardedObject) or set(s.global_shape) <= {1})
+    entries: dict[str, Any] = {s.key[len(prefix) :]: s for s in single if s.key.startswith(prefix)}
+    found: Any = common
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    values: StateDict = found if isinstance(found, dict) else {}
     groups = values[GROUPS] if isinstance(values.get(GROUPS), list) else None
     entries.update(_flatten({name: value for name, value in values.items() if groups is None or name != GROUPS}))
     # groups alone are enough: plain SGD has no state
@@ -62,19 +60,6 @@ def find_stored_state(key: str, index: Iterable[ShardedBase], common: StateDict)
     return StoredState(entries, groups)
 
 
-def _is_only_shard(shard: ShardedBase) -> bool:
-    """Return whether the shard is the only one of its key: objects of a grid belong to no single parameter."""
-    return not isinstance(shard, ShardedObject) or set(shard.global_shape) <= {1}
-
-
-def _dict_at(common: StateDict, path: list[str]) -> StateDict:
-    """Return the dict at a path of the common state; an empty one if names is none."""
-    found: Any = common
-    for part in path:
-        found = found.get(part) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
 def _flatten(values: StateDict) -> Iterator[tuple[str, Any]]:
     """Yield values of the common state with their names; state and options of a parameter one by one."""
     for name, value in values.items():
@@ -82,10 +67,7 @@ def _flatten(values: StateDict) -> Iterator[tuple[str, Any]]:
             yield str(name), value
             continue
         for param, content in value.items():
-            slots = (
-                {f".{slot}": inner for slot, inner in content.items()} if isinstance(content, dict) else {"": content}
-            )
-            yield from ((f"{name}.{param}{slot}", inner) for slot, inner in slots.items())
-
-
-__all__ = ["StoredState", "find_stored_state"]
+            if isinstance(content, dict):
+                yield from ((f"{name}.{param}.{slot}", inner) for slot, inner in content.items())
+            else:
+                yield f"{name}.{param}", content

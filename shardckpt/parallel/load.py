@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from shardckpt.distributed import Comm
-from shardckpt.engine import PlanCache
-from shardckpt.errors import CheckpointingException, PluginError
+from shardckpt.engine import PlanCache, check_values
+from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel.transfers import (
     ROUND_BYTES,
@@ -17,9 +17,10 @@ from shardckpt.parallel.transfers import (
     check_algorithm,
     choose_device,
     exchange_shards,
-    is_plain,
+    is_fillable,
 )
 from shardckpt.planning import assign_holders, find_holders, shard_id, shard_nbytes
+from shardckpt.plugins import get_plugin_manager
 from shardckpt.strategy import LoadStrategy, OwnsFiles, Recognises
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
         self._settings = (exchange_algo, round_bytes)
+        #: Of this instance, as Megatron has it, and not the engine's: see :class:`shardckpt.engine.PlanCache`.
         self._cache: PlanCache[_Plan] = PlanCache(int(do_cache_distribution))
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
@@ -150,7 +152,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
             The value of every wanted shard, in their order.
 
         Raises:
-            PluginError: on every rank: the wrapped strategy returned something else than a tensor of the right shape.
+            PluginError: on every rank: the wrapped strategy did not return a fitting value for each shard.
         """
         # two phases: the ranks of the group share an error first, then all ranks that load
         with context.comm.collective_phase("assigning the reading"):
@@ -159,7 +161,9 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
                 plan = self._plan(wanted, group)
         values: list[Any] = [None] * len(wanted)
         with context.comm.collective_phase("reading this rank's part"):
-            read = self._strategy.load([wanted[number] for number in plan.reads], context)
+            mine = [wanted[number] for number in plan.reads]
+            # before it is sent to others: with another shape they would wait for more bytes
+            read = check_values(self._strategy, mine, self._strategy.load(mine, context), get_plugin_manager(), dict)
             for number, value in zip(plan.reads, read, strict=True):
                 values[number] = value
         with context.comm.collective_phase("sharing what was read"), group.collective_phase("sharing what was read"):
@@ -169,6 +173,7 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
     def _plan(self, wanted: Sequence[ShardedBase], group: Comm) -> _Plan:
         with group.collective_phase("listing what this rank wants"):
             wants = [_describe_want(shard, (group.rank, number)) for number, shard in enumerate(wanted)]
+        # with "direct" nothing is shared: only the settings travel, to be compared
         described = (self._settings, [] if self._settings[0] == "direct" else wants)
         key = (self._settings, wants)
         return self._cache.find_or_plan(key, group, lambda: _plan_together(wants, group.all_gather(described), group))
@@ -176,24 +181,29 @@ class FullyParallelLoadStrategyWrapper(LoadStrategy):
     def _share(self, wanted: Sequence[ShardedBase], values: list[Any], plan: _Plan, group: Comm) -> None:
         """Collective: add to ``values`` what other ranks of the group have read."""
         shards = {shard: cast("ShardedTensor", wanted[position]) for shard, position in plan.positions.items()}
-        with group.local_phase("checking what was read"):
+        with group.local_phase("casting what was read"):
             for shard, position in plan.positions.items():
                 if plan.transfers[shard].source == group.rank:
-                    values[position] = _check_value(shards[shard], values[position])
+                    values[position] = values[position].to(shards[shard].dtype)
         loaded = {shard: values[position] for shard, position in plan.positions.items()}
         received = exchange_shards(plan.transfers, loaded, shards, group, *self._settings)
         for shard, value in received.items():
             values[plan.positions[shard]] = value
+        # last: the first of the two may have come from another rank
         with group.collective_phase("copying shards that are wanted twice"):
-            for position, first in plan.repeats:
-                values[position] = _copy_to(wanted[position], values[first])
+            for position, first in plan.repeats:  # tensors: no object is wanted twice, since each has an id of its own
+                values[position] = cast("ShardedTensor", wanted[position]).data
+                if values[position] is None:
+                    values[position] = values[first].clone()
+                else:
+                    values[position].detach().copy_(values[first])
 
 
 def _describe_want(shard: ShardedBase, own: tuple[int, int]) -> _Want:
     """Describe a shard for the other ranks; ``own`` is its id if it cannot be shared with them."""
     if not isinstance(shard, ShardedTensor):
         return _Want(own, (), torch.uint8, shard_nbytes(shard), "cpu")
-    if shard.data is not None and not is_plain(shard.data):
+    if shard.data is not None and not is_fillable(shard.data):
         return _Want(own, shard.data_shape, shard.dtype, shard_nbytes(shard), "cpu")
     # besides the id, all that decides what a load writes into the shard's memory
     reading = (tuple(shard.global_shape), shard.prepend_axis_num, shard.allow_shape_mismatch, shard.dtype)
@@ -210,52 +220,26 @@ def _plan_together(mine: list[_Want], everyone: list[tuple[tuple[str, int], list
                     f"ranks disagree on exchange_algo and round_bytes: {everyone[0][0]} on rank 0, {settings} on rank "
                     f"{rank} of the group; pass the same on every rank"
                 )
-        plan = _make_plan(mine, [wants for _, wants in everyone], group)
+        holders = find_holders([want.shard for want in wants] for _, wants in everyone)
+        copies: dict[Hashable, list[_Want]] = {}
+        for want in itertools.chain.from_iterable(wants for _, wants in everyone):
+            copies.setdefault(want.shard, []).append(want)
+        sizes = [copies[shard][0].nbytes for shard in holders]
+        sources = dict(zip(holders, assign_holders(list(holders.values()), sizes), strict=True))
+        transfers: dict[Hashable, Transfer] = {}
+        for shard, ranks in holders.items():
+            if len(ranks) > 1:
+                one, source = copies[shard][0], sources[shard]
+                device_type = choose_device({copy.device_type for copy in copies[shard]}, group)
+                targets = tuple(rank for rank in ranks if rank != source)
+                transfers[shard] = Transfer(one.shape, one.dtype, source, targets, device_type)
+        # the position at which this rank wants each shard first: reversed, so that the first one is written last
+        first = {want.shard: position for position, want in reversed(list(enumerate(mine)))}
+        plan = _Plan(
+            # with "direct" the ranks did not say what they want: each reads all of its own
+            reads=sorted(position for shard, position in first.items() if sources.get(shard, group.rank) == group.rank),
+            transfers=transfers,
+            positions={shard: first[shard] for shard in transfers if shard in first},
+            repeats=[(number, first[want.shard]) for number, want in enumerate(mine) if first[want.shard] != number],
+        )
     return plan
-
-
-def _make_plan(mine: list[_Want], everyone: list[list[_Want]], group: Comm) -> _Plan:
-    holders = find_holders([want.shard for want in wants] for wants in everyone)
-    copies: dict[Hashable, list[_Want]] = {}
-    for want in itertools.chain.from_iterable(everyone):
-        copies.setdefault(want.shard, []).append(want)
-    sizes = [copies[shard][0].nbytes for shard in holders]
-    sources = dict(zip(holders, assign_holders(list(holders.values()), sizes), strict=True))
-    # the position at which this rank wants each shard first: reversed, so that the first one is written last
-    first = {want.shard: position for position, want in reversed(list(enumerate(mine)))}
-    transfers = {
-        shard: _plan_transfer(copies[shard], sources[shard], ranks, group)
-        for shard, ranks in holders.items()
-        if len(ranks) > 1
-    }
-    return _Plan(
-        reads=sorted(position for shard, position in first.items() if sources.get(shard, group.rank) == group.rank),
-        transfers=transfers,
-        positions={shard: first[shard] for shard in transfers if shard in first},
-        repeats=[(position, first[want.shard]) for position, want in enumerate(mine) if first[want.shard] != position],
-    )
-
-
-def _plan_transfer(copies: list[_Want], source: int, ranks: tuple[int, ...], group: Comm) -> Transfer:
-    targets = tuple(rank for rank in ranks if rank != source)
-    device_type = choose_device({copy.device_type for copy in copies}, group)
-    return Transfer(copies[0].shape, copies[0].dtype, source, targets, device_type)
-
-
-def _check_value(shard: ShardedTensor, value: Any) -> torch.Tensor:
-    """Return a value that the strategy has read in the shard's dtype; raise if it does not have its shape."""
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shard.data_shape:
-        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise PluginError(f"{shard.key!r}: the strategy gave {given}, not a tensor of shape {shard.data_shape}")
-    return value.to(shard.dtype)
-
-
-def _copy_to(shard: ShardedBase, value: torch.Tensor) -> torch.Tensor:
-    """Copy values into the shard's own memory, or into new memory; return it."""
-    if not isinstance(shard, ShardedTensor) or shard.data is None:
-        return value.clone()
-    shard.data.detach().copy_(value)
-    return shard.data
-
-
-__all__ = ["FullyParallelLoadStrategyWrapper"]

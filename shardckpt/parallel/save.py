@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class _ParallelPlan(NamedTuple):
-    """The plan of a save through the wrapper.
-
-    Attributes:
-        replica_ids: Those that this rank's shards were assigned, in their order.
-        plan: The wrapped strategy's plan for the shards with these ids.
-    """
+    """The replica ids that this rank's shards were assigned, in order, and the wrapped strategy's plan for them."""
 
     replica_ids: list[ReplicaId]
     plan: Any
@@ -84,11 +79,13 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
             )
         self._strategy = strategy
         self._group = parallelization_group if group is None else group
+        #: For strategies whose plans the engine does not cache; see :class:`shardckpt.engine.PlanCache`.
         self._cache: PlanCache[set[Hashable]] = PlanCache(int(do_cache_distribution))
         self.backend = strategy.backend  # type: ignore[misc]
         self.version = strategy.version  # type: ignore[misc]
         self.reader = strategy.reader  # type: ignore[misc]
         self.writes = strategy.writes  # type: ignore[misc]
+        self.stores_plain_objects = strategy.stores_plain_objects  # type: ignore[misc]
 
     def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
         """Collective: assign the shards to ranks, and save through the wrapped strategy."""
@@ -140,6 +137,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveStrategy):
         return type(self), group, strategy_key
 
     def _assign(self, shards: Sequence[ShardedBase], context: PlanContext) -> list[ShardedBase]:
+        # two phases: the ranks of the group share an error first, then all ranks that save
         with context.comm.collective_phase("assigning shards"):
             group = context.comm if self._group is None else Comm(self._group)
             with group.collective_phase("assigning shards"):
@@ -169,16 +167,9 @@ def assign_main_replicas(
 
     cache = PlanCache(0) if cache is None else cache
     mine = set(cache.find_or_plan(copies, group, assign))
-    return [_renumber(shard, mine) for shard in shards]
-
-
-def _renumber(shard: ShardedBase, mine: set[Hashable]) -> ShardedBase:
-    """Return a copy of the shard with replica id 0 if its id is in ``mine``, from which it is removed, else 1."""
-    renumbered = copy.copy(shard)
-    key = shard_id(shard)
-    renumbered.replica_id = 0 if key in mine else 1
-    mine.discard(key)  # a rank that has the shard twice writes it once
+    renumbered = list(map(copy.copy, shards))
+    for shard in renumbered:
+        key = shard_id(shard)
+        shard.replica_id = 0 if key in mine else 1
+        mine.discard(key)  # a rank that has the shard twice writes it once
     return renumbered
-
-
-__all__ = ["FullyParallelSaveStrategyWrapper", "assign_main_replicas"]

@@ -48,12 +48,7 @@ class Transfer(NamedTuple):
 
 
 class _Parcel(NamedTuple):
-    """A piece of a transfer.
-
-    Attributes:
-        transfer: What it is a piece of.
-        piece: The tensor to send from or to fill; on the meta device on ranks that neither send nor receive it.
-    """
+    """A transfer, and a piece of its tensor; on the meta device on ranks that neither send nor receive it."""
 
     transfer: Transfer
     piece: torch.Tensor
@@ -123,7 +118,7 @@ def exchange_shards(
     return received
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_fillable(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is plain memory that can be filled: no subclass, quantized, sparse or meta tensor."""
     kinds = (torch.Tensor, torch.nn.Parameter)
     return (
@@ -153,7 +148,7 @@ def _find_destination(shard: _K, transfer: Transfer, unloaded: Mapping[_K, Shard
     if wanted.data_shape != transfer.shape:
         raise _make_mismatch(shard, transfer, wanted.data_shape, wanted.dtype)
     data = wanted.data
-    if data is not None and data.dtype == transfer.dtype and is_plain(data):
+    if data is not None and data.dtype == transfer.dtype and is_fillable(data):
         return data
     return torch.empty(transfer.shape, dtype=transfer.dtype, device="cpu" if data is None else data.device)
 
@@ -194,15 +189,20 @@ def exchange(
                 if transfer.device_type == device_type
             ]
             for batch in _plan_rounds(parcels, round_bytes):
-                _run_round(batch, group, algorithm, device_type)
+                if algorithm == "gather_object":
+                    _exchange_pickles(batch, group)
+                else:
+                    _run_round(batch, group, device_type, broadcasts=algorithm == "broadcast")
 
 
 def _split_transfer(
     transfer: Transfer, tensor: torch.Tensor | None, round_bytes: int, world_size: int
 ) -> list[_Parcel]:
     """Split a transfer into pieces that are small enough for all ranks to send in the same round."""
+    # a round has room for a piece of every rank, unless the pieces would become so small that messages dominate
     limit = max(round_bytes // world_size, min(round_bytes, _PIECE_BYTES))
     if tensor is None:
+        # without memory: every rank must cut the same pieces, and plan the same rounds, also those of others
         tensor = torch.empty(transfer.shape, dtype=transfer.dtype, device="meta")
     return [_Parcel(transfer, piece) for piece in _split_tensor(tensor.detach(), limit) if piece.numel()]
 
@@ -223,6 +223,7 @@ def _plan_rounds(transfers: Sequence[list[_Parcel]], round_bytes: int) -> Iterat
             queues.setdefault(parcel.transfer.source, []).append(parcel)
     batch: list[_Parcel] = []
     load: Counter[tuple[str, int]] = Counter()
+    # in turns: one source's shards after another's would leave all other ranks idle
     for parcel in itertools.chain.from_iterable(itertools.zip_longest(*queues.values())):
         if parcel is None:
             continue
@@ -237,57 +238,41 @@ def _plan_rounds(transfers: Sequence[list[_Parcel]], round_bytes: int) -> Iterat
         yield batch
 
 
-def _run_round(batch: list[_Parcel], group: Comm, algorithm: str, device_type: str) -> None:
-    if algorithm == "gather_object":
-        _exchange_pickles(batch, group)
-        return
-    for_all = [parcel for parcel in batch if algorithm == "broadcast" and _is_for_all(parcel, group)]
-    if for_all:
-        _broadcast(for_all, group, device_type)
-        batch = [parcel for parcel in batch if not _is_for_all(parcel, group)]
-    if batch:
-        _send_and_receive(batch, group, device_type)
-
-
-def _is_for_all(parcel: _Parcel, group: Comm) -> bool:
-    """Return whether all other ranks of the group receive the parcel, and these are more than one."""
-    count = len(parcel.transfer.targets)
-    return count > 1 and count + 1 == group.world_size
-
-
-def _send_and_receive(batch: list[_Parcel], group: Comm, device_type: str) -> None:
+def _run_round(batch: list[_Parcel], group: Comm, device_type: str, *, broadcasts: bool) -> None:
+    """Collective: send and receive the parcels, which are on such devices; broadcast those that all ranks want."""
+    routes: list[tuple[torch.Tensor, int]] = []
     sends: list[tuple[torch.Tensor, int]] = []
     receives: list[tuple[torch.Tensor, int]] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for transfer, piece in batch:
-        if group.rank == transfer.source:
-            buffer = _fill_buffer(piece, device_type)
-            sends.extend((buffer, rank) for rank in transfer.targets)
-        elif group.rank in transfer.targets:
-            buffer = _find_buffer(piece, device_type)
-            receives.append((buffer, transfer.source))
+        source, targets = transfer.source, transfer.targets
+        if group.rank != source and group.rank not in targets:
+            continue
+        buffer = _find_buffer(piece, device_type)
+        if buffer is not piece and group.rank == source:
+            buffer.copy_(piece)
+        elif buffer is not piece:
             arriving.append((buffer, piece))
-    group.exchange(sends, receives, device_type)
-    _copy_received(arriving)
-
-
-def _broadcast(batch: list[_Parcel], group: Comm, device_type: str) -> None:
-    routes: list[tuple[torch.Tensor, int]] = []
-    arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for transfer, piece in batch:
-        if group.rank == transfer.source:
-            buffer = _fill_buffer(piece, device_type)
+        if broadcasts and 1 < len(targets) == group.world_size - 1:
+            routes.append((buffer, source))
+        elif group.rank == source:
+            sends.extend((buffer, rank) for rank in targets)
         else:
-            buffer = _find_buffer(piece, device_type)
-            arriving.append((buffer, piece))
-        routes.append((buffer, transfer.source))
-    group.broadcast_tensors(routes, device_type)
-    _copy_received(arriving)
+            receives.append((buffer, source))
+    # Every rank has a part in each broadcast, so all have the same number of routes, and call the same two collectives.
+    if routes:
+        group.broadcast_tensors(routes, device_type)
+    if len(routes) < len(batch):
+        group.exchange(sends, receives, device_type)
+    for buffer, piece in arriving:
+        piece.copy_(buffer)
 
 
 def _exchange_pickles(batch: list[_Parcel], group: Comm) -> None:
+    """Collective: send the parcels of all ranks to all ranks, as uint8 tensors in pickles."""
+    # copied: a pickled view has all the memory of its base
     mine = {
-        number: _fill_buffer(piece, "cpu").clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        number: torch.empty(piece.shape, dtype=piece.dtype, device="cpu").copy_(piece).view(-1).view(torch.uint8)
         for number, (transfer, piece) in enumerate(batch)
         if transfer.source == group.rank
     }
@@ -295,12 +280,6 @@ def _exchange_pickles(batch: list[_Parcel], group: Comm) -> None:
     for number, (transfer, piece) in enumerate(batch):
         if group.rank in transfer.targets:
             piece.copy_(by_rank[transfer.source][number].view(piece.dtype).view(piece.shape))
-
-
-def _fill_buffer(piece: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return the piece's values in contiguous memory on such a device: the piece itself if it is that already."""
-    buffer = _find_buffer(piece, device_type)
-    return buffer if buffer is piece else buffer.copy_(piece)
 
 
 def _find_buffer(piece: torch.Tensor, device_type: str) -> torch.Tensor:
@@ -311,15 +290,5 @@ def _find_buffer(piece: torch.Tensor, device_type: str) -> torch.Tensor:
     return torch.empty(piece.shape, dtype=piece.dtype, device=piece.device if here else device_type)
 
 
-def _copy_received(arriving: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy what was received in new memory to its destination."""
-    for buffer, piece in arriving:
-        if buffer is not piece:
-            piece.copy_(buffer)
-
-
 def _nbytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.element_size()
-
-
-__all__ = ["ALGORITHMS", "ROUND_BYTES", "Transfer", "check_algorithm", "exchange"]

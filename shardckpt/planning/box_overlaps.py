@@ -98,14 +98,9 @@ def _match_equal(wanted: Table, stored: Table) -> torch.Tensor:
 def _compare_all(
     wanted: Table, rows: torch.Tensor, stored: Table, first: torch.Tensor, counts: torch.Tensor
 ) -> Iterator[Overlaps]:
-    """Yield the overlaps of some wanted boxes with all stored boxes of their tensors, at most _PAIRS pairs at a time.
+    """Yield the overlaps of some rows of ``wanted`` with all stored boxes of their tensors.
 
-    Args:
-        wanted: Boxes.
-        rows: int64 of shape (n,): rows of the wanted boxes to compare.
-        stored: Boxes.
-        first: int64 of shape (n,): for each of these rows, the first stored row of its tensor.
-        counts: int64 of shape (n,): for each of these rows, the number of stored boxes of its tensor.
+    Those of ``rows[n]`` are the ``counts[n]`` rows of ``stored`` from ``first[n]`` on; all are int64 of the same shape.
     """
     ends = counts.cumsum(0)
     shift = first - ends + counts
@@ -123,6 +118,3 @@ def _compare_all(
         hit = (extent > 0).all(1).nonzero().view(-1)
         yield Overlaps(one[hit], other[hit], low[hit], extent[hit])
         start, before = stop, before + len(number)
-
-
-__all__ = ["Overlaps", "find_overlaps", "list_rows"]

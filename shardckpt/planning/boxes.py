@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.tensors import dequantized, is_quantized
+from shardckpt.tensors import dequantize, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import ShardedTensor
 
+#: A shape or an offset: one number per axis.
 Ints = tuple[int, ...]
 
 
@@ -157,10 +158,7 @@ def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
     if shard.flattened_range is None and not shard.prepend_axis_num:
         return data
     if is_quantized(data):
-        data = dequantized(data)
+        data = dequantize(data)
     if shard.flattened_range is not None:
         return data[part.start : part.start + part.box.volume].view(part.box.shape)
     return data.view(part.box.shape) if data.is_contiguous() else data[(None,) * shard.prepend_axis_num]
-
-
-__all__ = ["Box", "FlatPart", "Ints", "cut_flat_range", "intersect", "part_view", "shard_parts", "unflattened_box"]

@@ -31,8 +31,13 @@ def find_overlap(boxes: Sequence[Box]) -> Overlap | None:
     filled = [number for number, box in enumerate(boxes) if box.volume]
     if len(filled) <= 1:
         return None
-    if _is_grid([boxes[number] for number in filled]):
-        return _find_overlap_in_grid(boxes, filled)
+    if _is_grid([boxes[number] for number in filled]):  # as most tensors are cut: one lookup a box
+        seen: dict[Ints, int] = {}
+        for number in filled:
+            first = seen.setdefault(boxes[number].offset, number)
+            if first != number:
+                return Overlap(first, number, boxes[number])
+        return None
     return _find_overlap_by_sweep(boxes, filled)
 
 
@@ -51,13 +56,15 @@ def find_hole(shape: Ints, boxes: Sequence[Box]) -> Box | None:
         return None
     filled = [box for box in boxes if box.volume]
     if filled and _is_grid([*filled, Box(tuple(shape), filled[0].shape)]):
-        return _find_hole_in_grid(full.shape, filled)
+        have, steps = {box.offset for box in filled}, filled[0].shape
+        corners = product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True)))
+        return next((Box(corner, steps) for corner in corners if corner not in have), None)
     return find_uncovered(full, BoxFinder(filled))
 
 
 def find_uncovered(wanted: Box, finder: BoxFinder) -> Box | None:
     """Return a box of elements of the wanted box that no box of the finder has, or None; its boxes may overlap."""
-    left = [wanted]
+    left = [wanted]  # what is still to be found; each hit leaves at most two parts per axis of it
     while left:
         part = left.pop()
         hit = next(finder.touching(part), None)
@@ -75,29 +82,13 @@ def _is_grid(boxes: Sequence[Box]) -> bool:
     )
 
 
-def _find_overlap_in_grid(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
-    seen: dict[Ints, int] = {}
-    for number in filled:
-        first = seen.setdefault(boxes[number].offset, number)
-        if first != number:
-            return Overlap(first, number, boxes[number])
-    return None
-
-
-def _find_hole_in_grid(shape: Ints, boxes: Sequence[Box]) -> Box | None:
-    """Return the first cell of the grid that is not among the boxes."""
-    have = {box.offset for box in boxes}
-    steps = boxes[0].shape
-    corners = product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True)))
-    return next((Box(corner, steps) for corner in corners if corner not in have), None)
-
-
 def _find_overlap_by_sweep(boxes: Sequence[Box], filled: Sequence[int]) -> Overlap | None:
     """Compare each box with those that contain its start along one axis: the axis with the most different starts."""
     axis = max(range(len(boxes[0].shape)), key=lambda a: len({boxes[number].offset[a] for number in filled}))
     live: list[int] = []
     for number in sorted(filled, key=lambda n: boxes[n].offset[axis]):
         box = boxes[number]
+        # boxes that end before this one starts cannot overlap it, nor any that follows
         live = [other for other in live if boxes[other].end[axis] > box.offset[axis]]
         for other in live:
             common = intersect(boxes[other], box)
@@ -118,6 +109,3 @@ def _subtract(part: Box, taken: Box) -> Iterator[Box]:
         if after:
             yield Box((*low[:axis], taken.end[axis], *low[axis + 1 :]), (*size[:axis], after, *size[axis + 1 :]))
         low[axis], size[axis] = taken.offset[axis], taken.shape[axis]
-
-
-__all__ = ["Overlap", "find_hole", "find_overlap", "find_uncovered"]

@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 Casts: TypeAlias = "dict[tuple[torch.dtype, torch.dtype], list[str]]"
 
 
-def check_dtypes(wanted: Iterable[ShardedBase], stored: Mapping[str, torch.dtype], *, allow_cast: bool) -> Casts:
+def check_dtypes(
+    wanted: Iterable[ShardedBase], stored: Mapping[str, torch.dtype], *, allow_cast: bool, advise: bool = True
+) -> Casts:
     """Compare the dtypes of wanted tensors with those that are stored.
 
     Args:
         wanted: Shards.
         stored: Dtype by key; shards of other keys are not checked.
         allow_cast: Whether a cast may lose more than precision.
+        advise: Whether the error may name the argument that allows it: whether the caller can pass it.
 
     Returns:
         The casts that a load has to make: keys by stored and wanted dtype.
@@ -45,15 +48,16 @@ def check_dtypes(wanted: Iterable[ShardedBase], stored: Mapping[str, torch.dtype
         raise DtypeMismatchError(
             "stored values do not fit the dtypes that are wanted, and would be cut or wrapped around:\n  "
             + listed(shown, "\n  ")
-            + "\nGive these tensors the stored dtype, or pass allow_dtype_cast=True to load them as torch casts them"
+            + "\nGive these tensors the stored dtype"
+            + (", or load them as torch casts them: dist_checkpointing.load(..., allow_dtype_cast=True)" * advise)
         )
     return dict(casts)
 
 
 def refuse_cast(key: str, stored: torch.dtype, wanted: torch.dtype) -> None:
     """Raise :class:`DtypeMismatchError` if a cast of one tensor would lose more than precision."""
-    if stored is not wanted:
-        check_dtypes([ShardedTensor.whole(key, wanted, ())], {key: stored}, allow_cast=False)
+    if stored is not wanted:  # a shard of any shape will do: its key and dtype alone are compared
+        check_dtypes([ShardedTensor.from_global_shape(key, wanted, ())], {key: stored}, allow_cast=False)
 
 
 def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -67,7 +71,13 @@ def keeps_meaning(stored: torch.dtype, wanted: torch.dtype) -> bool:
         return False
     if wanted.is_floating_point:
         return True
-    return not stored.is_floating_point and _holds_all(wanted, stored)
+    if stored.is_floating_point:
+        return False
+    try:
+        outer, inner = torch.iinfo(wanted), torch.iinfo(stored)
+    except TypeError:  # bits and packed dtypes, of which torch knows no range
+        return False
+    return outer.min <= inner.min and inner.max <= outer.max
 
 
 def is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -85,14 +95,3 @@ def describe_casts(casts: Casts) -> str:
     """Return casts as text for a log: the dtypes, the number of tensors, and the first of them."""
     found = sorted((str(stored), str(wanted), keys) for (stored, wanted), keys in casts.items())
     return ", ".join(f"{stored} to {wanted} ({len(set(keys))}: {min(keys)!r}, ...)" for stored, wanted, keys in found)
-
-
-def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
-    try:
-        outer, inner = torch.iinfo(wanted), torch.iinfo(stored)
-    except TypeError:  # bits and packed dtypes, of which torch knows no range
-        return False
-    return outer.min <= inner.min and inner.max <= outer.max
-
-
-__all__ = ["Casts", "check_dtypes", "describe_casts", "is_exact", "keeps_meaning", "refuse_cast"]

@@ -21,6 +21,7 @@ class BoxFinder:
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
         self._exact = {box: number for number, box in enumerate(boxes)}
+        # most different offsets: then the fewest boxes share a range with a wanted one
         axes = range(len(boxes[0].shape)) if boxes else range(0)
         self._axis = max(axes, key=lambda axis: len({box.offset[axis] for box in boxes}), default=None)
         if self._axis is None:
@@ -48,12 +49,10 @@ class BoxFinder:
             return
         if self._axis is None:
             return
+        # a box that starts further than the longest box before the wanted one ends before it
         first = bisect_left(self._starts, wanted.offset[self._axis] - self._longest + 1)
         last = bisect_left(self._starts, wanted.end[self._axis])
         for number in self._order[first:last]:
             common = intersect(self._boxes[number], wanted)
             if common is not None:
                 yield number, common
-
-
-__all__ = ["BoxFinder"]

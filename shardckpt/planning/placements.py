@@ -75,12 +75,14 @@ def compute_local_shape(shape: Sequence[int], splits: Iterable[Split]) -> Ints:
 
 def list_held_boxes(shape: Sequence[int], splits: Iterable[Split]) -> list[HeldBox]:
     """Return the boxes that a rank's local tensor consists of, in the order of its elements; none if it is empty."""
-    axes = [list(_with_starts(runs)) for runs in find_held_runs(shape, splits)]
+    axes = []
+    for runs in find_held_runs(shape, splits):
+        places = accumulate((stop - start for start, stop in runs), initial=0)  # where each run starts locally
+        axes.append([(start, stop - start, place) for (start, stop), place in zip(runs, places, strict=False)])
     found = []
     for corner in product(*axes):
-        start = tuple(run[0] for run, _ in corner)
-        extent = tuple(run[1] - run[0] for run, _ in corner)
-        found.append(HeldBox(Box(start, extent), tuple(place for _, place in corner)))
+        start, extent, place = zip(*corner, strict=True) if corner else ((), (), ())
+        found.append(HeldBox(Box(start, extent), place))
     return found
 
 
@@ -108,7 +110,7 @@ def _split(runs: Sequence[Run], split: Split) -> Iterator[Run]:
 def _chunk(span: Run, count: int, index: int) -> Run:
     """Return a chunk of a range as torch.chunk cuts: full chunks first, the last ones short or empty."""
     start, stop = span
-    step = -(-(stop - start) // count)
+    step = -(-(stop - start) // count)  # rounded up
     return min(start + index * step, stop), min(start + (index + 1) * step, stop)
 
 
@@ -132,14 +134,5 @@ def _merge(runs: Iterable[Run]) -> list[Run]:
     return found
 
 
-def _with_starts(runs: Sequence[Run]) -> Iterator[tuple[Run, int]]:
-    """Return every range with the local index at which it starts."""
-    ends = accumulate((stop - start for start, stop in runs), initial=0)
-    return zip(runs, ends, strict=False)
-
-
 def _count(runs: Iterable[Run]) -> int:
     return sum(stop - start for start, stop in runs)
-
-
-__all__ = ["HeldBox", "Run", "Split", "compute_local_shape", "find_held_runs", "list_held_boxes", "make_empty_box"]

@@ -15,43 +15,40 @@ if TYPE_CHECKING:
     from shardckpt.planning.boxes import Ints
 
 
-def check_shapes(wanted: Iterable[ShardedBase], stored: Mapping[str, Ints]) -> None:
+def check_shapes(wanted: Iterable[ShardedBase], stored: Mapping[str, Ints], *, advise: bool = True) -> None:
     """Compare the global shapes of wanted tensors with those that are stored.
 
     Args:
         wanted: Shards; tensors with ``allow_shape_mismatch`` need the same number of axes only.
         stored: Global shape by key; shards of other keys are not checked.
+        advise: Whether hints may name arguments of ShardedTensor: whether the caller has made the shards.
 
     Raises:
         ShapeMismatchError: some shapes differ; it names all such tensors, with both shapes and a hint.
     """
-    faults = {
-        f"{shard.key!r}: stored {stored[shard.key]}, wanted {tuple(shard.global_shape)}"
-        f"{_hint(stored[shard.key], tuple(shard.global_shape), shard.prepend_axis_num)}"
-        for shard in wanted
-        if isinstance(shard, ShardedTensor) and shard.key in stored and not _fits(shard, stored[shard.key])
-    }
+    faults = set()
+    for shard in wanted:
+        if not isinstance(shard, ShardedTensor) or shard.key not in stored:
+            continue
+        found, asked = stored[shard.key], tuple(shard.global_shape)
+        if found != asked and not (shard.allow_shape_mismatch and len(found) == len(asked)):
+            hint = _guess_reason(found, asked, shard.prepend_axis_num, advise=advise)
+            faults.add(f"{shard.key!r}: stored {found}, wanted {asked}{hint}")
     if faults:
-        raise ShapeMismatchError("global shapes differ from those in the checkpoint:\n  " + "\n  ".join(sorted(faults)))
+        # Megatron's term, for which its callers look
+        raise ShapeMismatchError("Global shape mismatch with the checkpoint:\n  " + "\n  ".join(sorted(faults)))
 
 
-def _fits(shard: ShardedTensor, stored: Ints) -> bool:
-    wanted = tuple(shard.global_shape)
-    return stored == wanted or (shard.allow_shape_mismatch and len(stored) == len(wanted))
-
-
-def _hint(stored: Ints, wanted: Ints, prepended: int) -> str:
+def _guess_reason(stored: Ints, wanted: Ints, prepended: int, *, advise: bool) -> str:
     if len(stored) > len(wanted) and stored[len(stored) - len(wanted) :] == wanted:
-        return f" (stored with {len(stored) - len(wanted)} prepended axes: prepend_axis_num)"
+        return f" (stored with {len(stored) - len(wanted)} prepended axes{': prepend_axis_num' if advise else ''})"
     if len(wanted) > len(stored) and wanted[len(wanted) - len(stored) :] == stored:
-        return f" (stored without prepended axes; wanted with prepend_axis_num={prepended})"
+        return " (stored without prepended axes" + (f"; wanted with prepend_axis_num={prepended})" if advise else ")")
     if len(stored) > 1 and stored[::-1] == wanted:
         return " (transposed?)"
     if len(stored) == len(wanted) > 2 and sum(map(ne, stored, wanted)) == 1:  # noqa: PLR2004 - experts, layers, heads
         return " (is it one rank's part? Describe it as a shard: a DTensor, or a layout of experts)"
     if len(stored) == len(wanted) and stored[1:] == wanted[1:]:
-        return " (another padding of the vocabulary? allow_shape_mismatch=True loads the common rows)"
+        advice = " ShardedTensor(..., allow_shape_mismatch=True) loads the common rows" if advise else ""
+        return f" (another padding of the vocabulary?{advice})"
     return ""
-
-
-__all__ = ["check_shapes"]

@@ -222,10 +222,8 @@ def _pad_column(column: torch.Tensor, axes: int, filler: int) -> torch.Tensor:
 
 def _full_boxes(shapes: list[Ints]) -> Table:
     """Return one box per tensor, which fills it."""
-    boxes = Boxes()
-    for number, shape in enumerate(shapes):
-        boxes.add(number, (0,) * len(shape), shape)
-    return boxes.table()
+    extent = make_matrix(shapes, max(map(len, shapes), default=0), 1)
+    return Table(torch.arange(len(shapes), device="cpu"), torch.zeros_like(extent), extent)
 
 
 def _products(table: Table) -> torch.Tensor:
@@ -266,23 +264,3 @@ def _mix(values: torch.Tensor) -> torch.Tensor:
 
 def _empty(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int64, device="cpu")
-
-
-__all__ = [
-    "LANES",
-    "PRIME",
-    "Boxes",
-    "Table",
-    "TensorSpec",
-    "are_equal_in_field",
-    "compute_weights",
-    "concat_tables",
-    "find_untiled",
-    "fingerprint",
-    "fingerprint_specs",
-    "make_column",
-    "make_matrix",
-    "number_groups",
-    "repeat_values",
-    "sort_unique",
-]

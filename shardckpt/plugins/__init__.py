@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
     from shardckpt.plugins.entries import StrategyAction
     from shardckpt.plugins.hookspecs import Event, hookimpl
     from shardckpt.plugins.key_mapping import Identity, KeyMapEntry, KeyMapping, get_key_map_entries
     from shardckpt.plugins.manager import PluginManager, get_plugin_manager
+    from shardckpt.plugins.origin import describe_origin, describe_strategy, name_origin
     from shardckpt.plugins.registry import StrategyRegistry, parse_key
     from shardckpt.plugins.resolver import Accept, choose_reader, hold_checkpoint, hold_same, parse_file, read_manifest
 
-#: The module of each name, imported at first use: ``shardckpt.hookimpl`` must not import torch.
-_MODULES = {
-    "Accept": "resolver",
-    "Event": "hookspecs",
-    "Identity": "key_mapping",
-    "KeyMapping": "key_mapping",
-    "KeyMapEntry": "key_mapping",
-    "PluginManager": "manager",
-    "StrategyAction": "entries",
-    "StrategyRegistry": "registry",
-    "choose_reader": "resolver",
-    "hold_checkpoint": "resolver",
-    "hold_same": "resolver",
-    "hookimpl": "hookspecs",
-    "get_plugin_manager": "manager",
-    "get_key_map_entries": "key_mapping",
-    "parse_file": "resolver",
-    "parse_key": "registry",
-    "read_manifest": "resolver",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
+# lazy: ``shardckpt.hookimpl`` must not import torch
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "entries": ("StrategyAction",),
+        "hookspecs": ("Event", "hookimpl"),
+        "key_mapping": ("Identity", "KeyMapEntry", "KeyMapping", "get_key_map_entries"),
+        "manager": ("PluginManager", "get_plugin_manager"),
+        "origin": ("describe_origin", "describe_strategy", "name_origin"),
+        "registry": ("StrategyRegistry", "parse_key"),
+        "resolver": ("Accept", "choose_reader", "hold_checkpoint", "hold_same", "parse_file", "read_manifest"),
+    },
+)
 
 __all__ = [
     "Accept",
@@ -51,11 +39,14 @@ __all__ = [
     "StrategyAction",
     "StrategyRegistry",
     "choose_reader",
+    "describe_origin",
+    "describe_strategy",
     "get_key_map_entries",
     "get_plugin_manager",
     "hold_checkpoint",
     "hold_same",
     "hookimpl",
+    "name_origin",
     "parse_file",
     "parse_key",
     "read_manifest",

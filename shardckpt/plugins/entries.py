@@ -34,35 +34,24 @@ BASES: dict[StrategyAction, type[Any]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered strategy.
-
-    Attributes:
-        action: Whether it saves or loads.
-        backend: Its backend.
-        version: Its version.
-        target: A class, an instance, or ``"module:Class"``, imported at first use.
-        distribution: Name and version of the distribution that registered it, or :data:`USER`.
-        summary: What it reads or writes, in a few words.
-        override: Whether it was registered to replace another entry.
-    """
+    """A registered strategy."""
 
     action: StrategyAction
     backend: str
     version: int
+    #: A class, an instance, or ``"module:Class"``, imported at first use.
     target: Any
+    #: Name and version of the distribution that registered it, or :data:`USER`.
     distribution: str
+    #: What it reads or writes, in a few words.
     summary: str
+    #: Whether it was registered to replace another entry.
     override: bool
 
     @property
     def name(self) -> str:
         """The class's name with its module, without importing it."""
         return _class_name(self.target)
-
-    @property
-    def is_users_choice(self) -> bool:
-        """Whether the user registered it in place of whatever plugins register, now or later."""
-        return self.override and self.distribution == USER
 
     def create(self) -> Any:
         """Return a strategy for one operation: a new instance, unless an instance was registered.
@@ -81,15 +70,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class MigrationEntry:
-    """A registered migration.
-
-    Attributes:
-        backend: The format family.
-        from_version: Version that it reads.
-        to_version: Version that it writes.
-        target: A class, or ``"module:Class"``, imported at first use.
-        distribution: Name and version of the distribution that registered it.
-    """
+    """A registered migration; ``target`` and ``distribution`` are as in :class:`Entry`."""
 
     backend: str
     from_version: int
@@ -114,15 +95,23 @@ class MigrationEntry:
         return _create(kind, self.distribution)  # type: ignore[no-any-return]
 
 
-def get_strategy_key(kind: type[Any]) -> tuple[str, int]:
-    """Return the backend and version that a strategy class names.
+def get_strategy_key(strategy: Any) -> tuple[str, int]:
+    """Return the backend and version that a strategy, a class or an instance, names.
 
     Raises:
-        PluginError: it names none.
+        PluginError: it names none, or what it says of itself in words is no text.
     """
-    backend, version = getattr(kind, "backend", None), getattr(kind, "version", None)
+    kind = strategy if isinstance(strategy, type) else type(strategy)
+    backend, version = getattr(strategy, "backend", None), getattr(strategy, "version", None)
     if not isinstance(backend, str) or not isinstance(version, int):
         raise PluginError(f"{kind.__qualname__} must name its backend (str) and version (int) as class attributes")
+    for name in ("reader", "reads", "writes"):
+        text = getattr(strategy, name, "")
+        if not isinstance(text, (str, property)):  # a wrapper's properties say what the wrapped strategy says
+            raise PluginError(
+                f"{kind.__qualname__}.{name} is a text, which `shardckpt strategies` and errors show; it is {text!r}: "
+                "give a method or an attribute of your own another name"
+            )
     return backend, version
 
 
@@ -142,7 +131,7 @@ def _import_class(target: type[Any] | str, base: type[Any], distribution: str) -
     try:
         kind = getattr(importlib.import_module(module), name)
     except Exception as exc:
-        raise PluginError(f"{target} of {distribution} cannot be imported: {_error_text(exc)}") from exc
+        raise PluginError(f"{target} of {distribution} cannot be imported: {type(exc).__name__}: {exc}") from exc
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise PluginError(f"{target} of {distribution} is not a {base.__name__}")
     return kind
@@ -157,11 +146,5 @@ def _create(kind: type[Any], distribution: str) -> Any:
     try:
         return kind()
     except Exception as exc:
-        raise PluginError(f"{_class_name(kind)} of {distribution} cannot be created: {_error_text(exc)}") from exc
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-__all__ = ["BASES", "USER", "Entry", "MigrationEntry", "StrategyAction", "get_strategy_key"]
+        name = _class_name(kind)
+        raise PluginError(f"{name} of {distribution} cannot be created: {type(exc).__name__}: {exc}") from exc

@@ -173,16 +173,3 @@ def shardckpt_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     Args:
         subparsers: argparse's subparsers of the command.
     """
-
-
-__all__ = [
-    "GROUP",
-    "Event",
-    "hookimpl",
-    "hookspec",
-    "shardckpt_commands",
-    "shardckpt_event",
-    "shardckpt_filesystem",
-    "shardckpt_key_mapping",
-    "shardckpt_register",
-]

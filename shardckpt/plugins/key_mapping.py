@@ -44,23 +44,23 @@ class KeyMapEntry(NamedTuple):
         return len(self.box.shape) - len(self.shape)
 
     @property
-    def hub_box(self) -> Box:
+    def folder_box(self) -> Box:
         """The region of the folder's tensor that has the elements."""
-        return Box(self.offset, self._swapped(self.box.shape[self.dropped :]))
+        return Box(self.offset, self._swap_axes(self.box.shape[self.dropped :]))
 
     def to_stored(self, part: Box) -> Box:
-        """Return the region of the stored tensor that corresponds to ``part``, a region within :attr:`hub_box`."""
+        """Return the region of the stored tensor that corresponds to ``part``, a region within :attr:`folder_box`."""
         lead = self.dropped
-        start = self._swapped(tuple(index - base for index, base in zip(part.offset, self.offset, strict=True)))
-        inner = Box((0,) * lead + start, (1,) * lead + self._swapped(part.shape))
+        start = self._swap_axes(tuple(index - base for index, base in zip(part.offset, self.offset, strict=True)))
+        inner = Box((0,) * lead + start, (1,) * lead + self._swap_axes(part.shape))
         return inner.moved(self.box.offset)
 
-    def to_hub(self, part: Box) -> Box:
+    def to_folder(self, part: Box) -> Box:
         """Return the region of the folder's tensor that corresponds to ``part``, a region within :attr:`box`."""
         start = tuple(index - base for index, base in zip(part.offset, self.box.offset, strict=True))[self.dropped :]
-        return Box(self._swapped(start), self._swapped(part.shape[self.dropped :])).moved(self.offset)
+        return Box(self._swap_axes(start), self._swap_axes(part.shape[self.dropped :])).moved(self.offset)
 
-    def _swapped(self, values: Ints) -> Ints:
+    def _swap_axes(self, values: Ints) -> Ints:
         return (*values[:-2], values[-1], values[-2]) if self.transposed else values
 
 
@@ -118,12 +118,9 @@ def _is_sound(link: KeyMapEntry, shape: Ints) -> bool:
         return False
     if any(size != 1 for size in link.box.shape[:lead]) or (link.transposed and len(link.shape) < _MATRIX):
         return False
-    return _is_inside(link.box, shape) and _is_inside(link.hub_box, link.shape)
+    return _is_inside(link.box, shape) and _is_inside(link.folder_box, link.shape)
 
 
 def _is_inside(box: Box, shape: Ints) -> bool:
     sides = zip(box.offset, box.end, shape, strict=True)
     return all(0 <= start <= stop <= size for start, stop, size in sides)
-
-
-__all__ = ["Identity", "KeyMapEntry", "KeyMapping", "get_key_map_entries"]

@@ -7,13 +7,15 @@ import importlib.metadata
 import logging
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import pluggy
 
 from shardckpt import settings
 from shardckpt.errors import PluginError
 from shardckpt.plugins import hookspecs
+from shardckpt.plugins.entries import USER
 from shardckpt.plugins.registry import StrategyRegistry
 
 logger = logging.getLogger(__name__)
@@ -21,19 +23,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plugin:
-    """An installed plugin.
-
-    Attributes:
-        name: Name of its entry point.
-        module: The module that the entry point names.
-        distribution: Name and version of the distribution that installed it.
-        fault: Why it does not work: that it is disabled, or the last line of the traceback; ``""`` if it works.
-    """
+    """An installed plugin: its entry point, and the name and version of its distribution."""
 
     name: str
     module: str
     distribution: str
+    #: Why it does not work: that it is disabled, or the last line of the traceback; ``""`` if it works.
     fault: str = ""
+    #: What its import has raised, if that is why; the cause of errors about it.
+    error: Exception | None = field(default=None, repr=False, compare=False)
 
 
 class PluginManager:
@@ -43,7 +41,7 @@ class PluginManager:
         self._manager = pluggy.PluginManager(hookspecs.GROUP)
         self._manager.add_hookspecs(hookspecs)
         self._registry = StrategyRegistry()
-        self._plugins: dict[str, Plugin] | None = None
+        self._plugins: list[Plugin] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -61,14 +59,25 @@ class PluginManager:
         """Return every installed plugin; the first call imports them."""
         with self._lock:
             if self._plugins is None:
-                self._plugins = {}
-                for entry_point in installed():
-                    self._plugins[_key(entry_point)] = self._load(entry_point)
-            return list(self._plugins.values())
+                self._plugins = []  # before the first import: a plugin may use this manager while it is imported
+                self._plugins.extend(map(self._load, list_entry_points()))
+            return list(self._plugins)
 
     def broken(self) -> list[Plugin]:
         """Return the plugins that do not work."""
         return [plugin for plugin in self.plugins() if plugin.fault]
+
+    def find_plugins(self, module: str) -> list[Plugin]:
+        """Return the plugins whose package a module is in; several if their entry points are equally near to it."""
+        parts = module.split(".")
+        plugins = self.plugins() if parts[0] != hookspecs.GROUP else []  # some modules of the core are entry points
+
+        def count_shared(plugin: Plugin) -> int:
+            others = plugin.module.partition(":")[0].split(".")
+            return len([*takewhile(lambda pair: pair[0] == pair[1], zip(parts, others, strict=False))])
+
+        nearest = max(map(count_shared, plugins), default=0)
+        return [plugin for plugin in plugins if nearest and count_shared(plugin) == nearest]
 
     def faults_text(self) -> str:
         """Return a line for each plugin that does not work, to append to an error."""
@@ -91,7 +100,7 @@ class PluginManager:
             PluginError: it is registered already, or has hooks that do not exist.
         """
         self.plugins()
-        with self._registry.registering("this process"):
+        with self._registry.attribute_to(USER):
             self._register(plugin, name or f"{type(plugin).__name__}-{id(plugin)}")
 
     def unregister(self, plugin: object) -> None:
@@ -99,16 +108,18 @@ class PluginManager:
         self._manager.unregister(plugin)
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> Plugin:
-        plugin = Plugin(entry_point.name, entry_point.value, _distribution(entry_point))
+        source = entry_point.dist
+        distribution = f"{source.name} {source.version}" if source else "unknown"
+        plugin = Plugin(entry_point.name, entry_point.value, distribution)
         if entry_point.name in settings.disabled_plugins():
-            return _with_fault(plugin, f"disabled by {settings.DISABLED_PLUGINS}")
+            return replace(plugin, fault=f"disabled by {settings.DISABLED_PLUGINS}")
         try:
-            with self._registry.registering(plugin.distribution):
-                self._register(entry_point.load(), _key(entry_point))
+            with self._registry.attribute_to(distribution):
+                self._register(entry_point.load(), f"{entry_point.name} = {entry_point.value}")
         except Exception as exc:  # noqa: BLE001 - a plugin may fail in any way and must not break another
             fault = traceback.format_exception_only(exc)[-1].strip()
             logger.warning("plugin %s of %s does not work: %s", plugin.name, plugin.distribution, fault)
-            return _with_fault(plugin, fault)
+            return replace(plugin, fault=fault, error=exc)
         return plugin
 
     def _register(self, plugin: object, name: str) -> None:
@@ -121,6 +132,7 @@ class PluginManager:
             unknown = [hook.name for hook in self._manager.get_hookcallers(plugin) or [] if not hook.has_spec()]
             if unknown:
                 raise PluginError(f"unknown hooks: {', '.join(sorted(unknown))}")
+            # without the others, which have registered already: a second time would be a duplicate
             self._manager.subset_hook_caller("shardckpt_register", others)(registry=self._registry)
         except BaseException:
             if self._manager.is_registered(plugin):
@@ -128,7 +140,7 @@ class PluginManager:
             raise
 
 
-def installed() -> list[importlib.metadata.EntryPoint]:
+def list_entry_points() -> list[importlib.metadata.EntryPoint]:
     """Return the entry points of all installed plugins, sorted by name; nothing is imported."""
     return sorted(importlib.metadata.entry_points(group=hookspecs.GROUP), key=lambda ep: (ep.name, ep.value))
 
@@ -137,18 +149,3 @@ def installed() -> list[importlib.metadata.EntryPoint]:
 def get_plugin_manager() -> PluginManager:
     """Return the plugin manager of this process."""
     return PluginManager()
-
-
-def _key(entry_point: importlib.metadata.EntryPoint) -> str:
-    return f"{entry_point.name} = {entry_point.value}"
-
-
-def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
-    return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "unknown"
-
-
-def _with_fault(plugin: Plugin, fault: str) -> Plugin:
-    return Plugin(plugin.name, plugin.module, plugin.distribution, fault)
-
-
-__all__ = ["Plugin", "PluginManager", "get_plugin_manager", "installed"]

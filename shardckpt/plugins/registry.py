@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, DuplicateStrategyError, PluginError
 from shardckpt.plugins.entries import BASES, USER, Entry, MigrationEntry, StrategyAction, get_strategy_key
+from shardckpt.strategy import Migration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
+    from shardckpt.strategy import LoadStrategy, SaveStrategy
 
 
 class _Default(NamedTuple):
@@ -40,19 +41,30 @@ class StrategyRegistry:
     def add(self, strategy: type[Any] | SaveStrategy | LoadStrategy, *, override: bool = False) -> None:
         """Register a strategy class, of which each operation gets a new instance, or an instance that all share.
 
+        A class of migrations is registered as by :meth:`add_migration`.
+
         Args:
-            strategy: A subclass of SaveStrategy or LoadStrategy, or an instance of one.
-            override: Replace an entry without ``override``, be it registered before or after; see the class.
+            strategy: A subclass of SaveStrategy, LoadStrategy or Migration, or an instance of one of the first two.
+            override: Replace an entry without ``override``, be it registered before or after; see the class. Not for
+                migrations.
 
         Raises:
             DuplicateStrategyError: another strategy has that backend and version.
             PluginError: it is not a strategy, or does not name its backend and version.
         """
         kind = strategy if isinstance(strategy, type) else type(strategy)
+        if issubclass(kind, Migration):
+            if override or kind is not strategy:
+                raise PluginError(
+                    f"{kind.__qualname__} is a migration: register the class, without override: "
+                    f"registry.add_migration({kind.__name__})"
+                )
+            self.add_migration(kind)
+            return
         action = next((action for action, base in BASES.items() if issubclass(kind, base)), None)
         if action is None:
-            raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy")
-        backend, version = get_strategy_key(kind)
+            raise PluginError(f"{kind.__qualname__} is neither a SaveStrategy nor a LoadStrategy, nor a Migration")
+        backend, version = get_strategy_key(strategy)
         summary = getattr(kind, "reads" if action is StrategyAction.LOAD_SHARDED else "writes")
         self._put(Entry(action, backend, version, strategy, self._distribution, summary, override))
 
@@ -103,7 +115,14 @@ class StrategyRegistry:
 
         Raises:
             DuplicateStrategyError: another migration has the same three.
+            PluginError: it is no class of migrations, or does not name the three.
         """
+        kind: Any = migration
+        if not (isinstance(kind, type) and issubclass(kind, Migration)):
+            raise PluginError(f"{kind!r} is not a subclass of shardckpt.Migration")
+        missing = [name for name in ("backend", "from_version", "to_version") if not hasattr(migration, name)]
+        if missing:
+            raise PluginError(f"{migration.__qualname__} must name as class attributes: {', '.join(missing)}")
         self._put_migration(migration.backend, migration.from_version, migration.to_version, migration)
 
     def add_lazy_migration(self, backend: str, from_version: int, to_version: int, migration: str) -> None:
@@ -130,12 +149,18 @@ class StrategyRegistry:
             strategy: A class or an instance.
 
         Raises:
+            CheckpointingException: there is no such action.
             PluginError: it is not a strategy of that action, or names no backend and version.
         """
+        if action not in BASES:
+            names = " or ".join(one.name for one in StrategyAction)
+            raise CheckpointingException(
+                f"action={action!r}: pass {names} of shardckpt.dist_checkpointing.StrategyAction"
+            )
         kind = strategy if isinstance(strategy, type) else type(strategy)
         if not issubclass(kind, BASES[action]):
             raise PluginError(f"{kind.__qualname__} is not a {BASES[action].__name__}")
-        get_strategy_key(kind)
+        get_strategy_key(strategy)
         self._put(Entry(action, backend, version, strategy, self._distribution, "", override=True))
 
     @property
@@ -176,7 +201,16 @@ class StrategyRegistry:
         return sorted(found, key=lambda entry: (entry.backend, -entry.to_version, entry.from_version))
 
     @contextmanager
-    def registering(self, distribution: str) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
+        """Undo at the end of the block what was registered in it: tests register strategies for a while."""
+        before = (dict(self._entries), dict(self._migrations), self._default)
+        try:
+            yield
+        finally:
+            self._entries, self._migrations, self._default = before
+
+    @contextmanager
+    def attribute_to(self, distribution: str) -> Iterator[None]:
         """Attribute what the block registers to a distribution; undo all of it if the block fails.
 
         Args:
@@ -196,11 +230,12 @@ class StrategyRegistry:
         key = (entry.action, entry.backend, entry.version)
         present = self._entries.get(key)
         user = entry.distribution == USER
+        is_final = present is not None and present.override and present.distribution == USER
         # The result must not depend on the order in which plugins are imported: an override wins over an entry without,
         # whichever comes first. Two of the same strength are a conflict, except that the user's override is final.
         if present is None or (entry.override and (user or not present.override)):
             self._entries[key] = entry
-        elif user or (entry.override == present.override and not present.is_users_choice):
+        elif user or (entry.override == present.override and not is_final):
             raise DuplicateStrategyError(
                 f"({entry.backend!r}, {entry.version}) is claimed twice for {entry.action.value}: by {present.name} of "
                 f"{present.distribution} and by {entry.name} of {entry.distribution}; uninstall one, switch it off "
@@ -243,6 +278,3 @@ def parse_key(value: Any) -> tuple[str, int | None]:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int):  # noqa: PLR2004
         return value
     raise CheckpointingException(f"a strategy is named as 'backend' or ('backend', version), not {value!r}")
-
-
-__all__ = ["Entry", "MigrationEntry", "StrategyAction", "StrategyRegistry", "parse_key"]

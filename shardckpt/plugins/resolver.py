@@ -8,9 +8,11 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardckpt.commit import is_temporary, is_under_way, list_replaced_checkpoints, list_staging_directories
 from shardckpt.errors import (
     BrokenPluginError,
     CannotLoadError,
+    CheckpointingException,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
@@ -22,7 +24,8 @@ from shardckpt.errors import (
     VersionTooOldError,
 )
 from shardckpt.manifest import MARKER_LIMIT, MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Manifest, Marker, Record
-from shardckpt.plugins.entries import Entry, StrategyAction
+from shardckpt.plugins.entries import StrategyAction
+from shardckpt.plugins.origin import describe_origin, name_origin
 from shardckpt.plugins.registry import parse_key
 from shardckpt.storage import (
     RelativePath,
@@ -30,17 +33,13 @@ from shardckpt.storage import (
     detect_replacement,
     has_changed,
     is_of_save,
-    is_staging,
-    is_under_way,
-    list_replaced_checkpoints,
-    list_staging_directories,
-    naming,
     open_directory,
     read_file,
     real_path,
     replaced_error,
     retry_if_replaced,
     was_replaced,
+    wrap_os_errors,
 )
 from shardckpt.strategy import LoadStrategy, Recognises
 
@@ -80,18 +79,12 @@ def read_manifest(directory: Path, plugins: PluginManager, *, moved: bool = Fals
 def hold_checkpoint(directory: Path, plugins: PluginManager, *, moved: bool = False) -> tuple[Path, Manifest]:
     """Open a checkpoint's directory, and return it with the manifest: all that is read through it is of one save.
 
-    Args:
-        directory: As for :func:`read_manifest`.
-        plugins: As for :func:`read_manifest`.
-        moved: As for :func:`read_manifest`.
-
-    Returns:
-        The directory, by an open file descriptor where the system can, and the manifest.
+    The arguments and errors are those of :func:`read_manifest`. The directory is one by an open file descriptor where
+    the system can.
 
     Raises:
-        CheckpointReplacedError: another save replaced it meanwhile;
-            :func:`~shardckpt.storage.directory.retry_if_replaced` starts over.
-        CannotLoadError: as :func:`read_manifest`.
+        CheckpointReplacedError: another save replaced it meanwhile; :func:`~shardckpt.storage.retry_if_replaced` starts
+            over.
     """
     place = open_directory(directory)
     for pause in _RENAME_PAUSES:
@@ -99,7 +92,7 @@ def hold_checkpoint(directory: Path, plugins: PluginManager, *, moved: bool = Fa
             break
         time.sleep(pause)
         place = open_directory(directory)
-    with detect_replacement(place, functools.partial(has_changed, place)), naming("look at", directory):
+    with detect_replacement(place, functools.partial(has_changed, place)), wrap_os_errors("look at", directory):
         manifest = _read_manifest(place, plugins, moved=moved)
     # without a record the checkpoint would count as another library's; it may only be that its files are being removed
     if manifest.record is None and was_replaced(place):
@@ -108,14 +101,7 @@ def hold_checkpoint(directory: Path, plugins: PluginManager, *, moved: bool = Fa
 
 
 def hold_same(directory: Path, manifest: Manifest) -> Path:
-    """Open a checkpoint's directory on a rank that has not read the manifest itself.
-
-    Args:
-        directory: The checkpoint.
-        manifest: As the main rank has read it.
-
-    Returns:
-        The directory, as :func:`hold_checkpoint` returns it.
+    """Open and return a checkpoint's directory, as :func:`hold_checkpoint` does, by the main rank's manifest.
 
     Raises:
         CheckpointReplacedError: the directory has another save than the one of the manifest.
@@ -145,7 +131,7 @@ def _is_moved_aside(place: Path) -> bool:
 
 
 def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool) -> Manifest:
-    if is_staging(directory) and not moved:
+    if is_temporary(directory.name) and not moved:
         raise IncompleteCheckpointError(
             f"{directory} is the staging directory of a save that was not committed, or of a checkpoint being removed"
         )
@@ -157,7 +143,10 @@ def _read_manifest(directory: Path, plugins: PluginManager, *, moved: bool) -> M
     marker = parse_file(Marker.model_validate_json, marker_file, MARKER_LIMIT)
     record = None
     if record_file.exists():
-        record = parse_file(Record.parse, record_file, RECORD_LIMIT)
+        try:
+            record = parse_file(Record.parse, record_file, RECORD_LIMIT)
+        except VersionTooNewError as exc:
+            raise VersionTooNewError(f"{directory}: {exc}") from exc
         if (record.backend, record.version) != (marker.sharded_backend, marker.sharded_backend_version):
             raise CorruptCheckpointError(
                 f"{directory}: {MARKER_NAME} says {marker.sharded_backend!r} version {marker.sharded_backend_version}, "
@@ -197,18 +186,21 @@ def choose_reader(
                 f"{_describe(directory, manifest)}, not {wanted!r} as sharded_strategy asks; leave sharded_strategy "
                 "out to read it with the strategy that it names"
             )
-    reasons, faults = [], []
+    reasons: list[str] = []
+    faults: list[Exception] = []
     for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend):
         try:
             strategy: LoadStrategy = entry.create()
-        except PluginError as exc:
-            faults.append(str(exc))
+            with name_origin(plugins, strategy):
+                reason = strategy.cannot_load(manifest)
+        except Exception as exc:  # noqa: BLE001 - a plugin may fail in any way, and another version may read it
+            faults.append(exc)
             continue
-        reason = strategy.cannot_load(manifest)
         if reason is None:
             return strategy
         reasons.append(f"{entry.name} of {entry.distribution}: {reason}")
-    raise _refusal_error(directory, manifest, plugins, reasons, faults)
+    causes = [*faults, *(plugin.error for plugin in plugins.broken() if plugin.name == manifest.backend)]
+    raise _refusal_error(directory, manifest, plugins, reasons, list(map(str, faults))) from next(iter(causes), None)
 
 
 def _rename_manifest(directory: Path, wanted: LoadStrategy, manifest: Manifest, plugins: PluginManager) -> Manifest:
@@ -232,18 +224,10 @@ def _rename_manifest(directory: Path, wanted: LoadStrategy, manifest: Manifest, 
 
 
 def parse_file(parse: Callable[[bytes], _T], path: Path, limit: int) -> _T:
-    """Read and parse one of a checkpoint's JSON files.
-
-    Args:
-        parse: Parses the file's bytes; raises ValueError or RecursionError if it cannot.
-        path: The file.
-        limit: Most bytes that are read; a longer file is an error, before memory is taken for it.
-
-    Returns:
-        What ``parse`` returns.
+    """Read one of a checkpoint's JSON files, of at most ``limit`` bytes, and return what ``parse`` makes of them.
 
     Raises:
-        CorruptCheckpointError: it cannot be parsed.
+        CorruptCheckpointError: ``parse`` raised ValueError or RecursionError.
     """
     raw = read_file(path, limit)
     try:
@@ -258,26 +242,31 @@ def _recognise_directory(directory: Path, plugins: PluginManager) -> Manifest:
     if is_under_way(directory):
         raise IncompleteCheckpointError(
             f"{directory}: a save to it is in progress or was interrupted: it has no {MARKER_NAME} yet. Save to another"
-            " URL, or with overwrite=True, which deletes what an interrupted save has left"
+            " URL; or to this one by dist_checkpointing.save(..., overwrite=True) or by a CheckpointManager, which"
+            " delete what an interrupted save has left"
         )
     if (directory / RECORD_NAME).exists():
         raise CorruptCheckpointError(f"{directory} has {RECORD_NAME} and no {MARKER_NAME}: {MARKER_NAME} was lost")
     for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED):
+        strategy = None
         try:
             strategy = entry.create()
-        except PluginError as exc:  # another backend's reader may still know the directory
-            logger.warning("%s", exc)
+            version = strategy.recognises(real_path(directory)) if isinstance(strategy, Recognises) else None
+        except Exception as exc:  # another backend's reader may still know the directory
+            if strategy is not None and isinstance(exc, CheckpointingException):  # the store does not answer
+                raise
+            origin = describe_origin(exc, plugins, strategy)
+            logger.warning("%s%s", exc, origin and f" ({type(exc).__name__}, {origin})")
             continue
-        version = strategy.recognises(real_path(directory)) if isinstance(strategy, Recognises) else None
         if version is not None:
             return Manifest(backend=entry.backend, version=version, recognised_as=entry.backend)
-    with naming("list", directory):
+    with wrap_os_errors("list", directory):
         names = sorted(path.name for path in directory.iterdir())
     if not names:
-        raise NotACheckpointError(f"{directory} is an empty directory, not a checkpoint")
+        raise NotACheckpointError(f"{directory} is not a distributed checkpoint: it is an empty directory")
     raise IncompleteCheckpointError(
-        f"{directory} has no {MARKER_NAME}: it is not a checkpoint, or a save by another library that did not end "
-        f"(found {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"  # noqa: PLR2004 - a glance is enough
+        f"{directory} is not a distributed checkpoint, or a save by another library did not end: it has no "
+        f"{MARKER_NAME} (found {', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"  # noqa: PLR2004 - a glance is enough
     )
 
 
@@ -296,7 +285,7 @@ def _absent_error(directory: Path) -> CannotLoadError:
             f"{directory}: the save to it did not end; what it wrote is in {', '.join(map(str, staging))} and is "
             "not a checkpoint: save again"
         )
-    return NotACheckpointError(f"{directory} does not exist or is not a directory")
+    return NotACheckpointError(f"checkpoint directory {directory} does not exist or is not a directory")
 
 
 def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) -> None:
@@ -313,61 +302,39 @@ def _check_policy(directory: Path, manifest: Manifest, accept: Accept | None) ->
 def _refusal_error(
     directory: Path, manifest: Manifest, plugins: PluginManager, reasons: list[str], faults: list[str]
 ) -> CannotLoadError:
-    """Return the error for a checkpoint that no installed strategy reads.
-
-    Args:
-        directory: The checkpoint.
-        manifest: Its manifest.
-        plugins: The plugin manager.
-        reasons: Why each working reader of its backend does not read it.
-        faults: What is wrong with each broken reader of its backend.
-    """
+    """Return the error for a checkpoint that no working (``reasons``) or broken (``faults``) reader reads."""
     what = _describe(directory, manifest)
-    tail = "".join(f"\n  {reason}" for reason in reasons) + _list_installed(plugins)
+    entries = plugins.registry.entries(StrategyAction.LOAD_SHARDED)
+    installed = ", ".join(f"{entry.backend} {entry.version} ({entry.distribution})" for entry in entries) or "none"
+    tail = "".join(f"\n  {reason}" for reason in reasons) + f"\ninstalled readers: {installed}{plugins.faults_text()}"
     faults = faults + [
         f"{p.name} of {p.distribution}: {p.fault}" for p in plugins.broken() if p.name == manifest.backend
     ]
     if faults:
         return BrokenPluginError(f"{what}; its plugin is installed and does not work: {'; '.join(faults)}{tail}")
-    readers = plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)
+    first_reader = manifest.record.reader if manifest.record else ""
+    suggestion = f": {first_reader} or newer reads it" if first_reader else ""
+    readers = [entry for entry in entries if entry.backend == manifest.backend]
     if not readers:
         return UnknownBackendError(
             f"{what}; no installed plugin reads that backend. Install the distribution that provides it"
-            f"{_suggest_reader(manifest)}{tail}"
+            f"{suggestion}{tail}"
         )
     versions = [entry.version for entry in readers]
     if manifest.version in versions:
         return CannotLoadError(f"{what}, which the installed readers of that version refuse{tail}")
     if manifest.version > max(versions):
         return VersionTooNewError(
-            f"{what}, newer than what is installed (version {max(versions)}). Upgrade{_suggest_reader(manifest)}{tail}"
+            f"{what}, newer than what is installed (version {max(versions)}). Upgrade{suggestion}{tail}"
         )
-    advice = _suggest_rewrite(directory, manifest, plugins, readers)
-    return VersionTooOldError(f"{what}, older than what is installed reads. {advice}{tail}")
-
-
-def _suggest_rewrite(directory: Path, manifest: Manifest, plugins: PluginManager, readers: list[Entry]) -> str:
     migrations = plugins.registry.migrations(manifest.backend, manifest.version)
     if migrations:
-        return f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate {directory} NEW"
-    reader = manifest.record.reader if manifest.record else ""
-    first = f" ({reader} was the first to read it)" if reader else ""
-    return f"There is no migration: read it with an older release than {readers[0].distribution}{first}"
-
-
-def _suggest_reader(manifest: Manifest) -> str:
-    reader = manifest.record.reader if manifest.record else ""
-    return f": {reader} or newer reads it" if reader else ""
-
-
-def _list_installed(plugins: PluginManager) -> str:
-    entries = plugins.registry.entries(StrategyAction.LOAD_SHARDED)
-    found = ", ".join(f"{entry.backend} {entry.version} ({entry.distribution})" for entry in entries) or "none"
-    return f"\ninstalled readers: {found}{plugins.faults_text()}"
+        advice = f"Rewrite it as version {migrations[0].to_version}: shardckpt migrate {directory} NEW"
+    else:
+        first = f" ({first_reader} was the first to read it)" if first_reader else ""
+        advice = f"There is no migration: read it with an older release than {readers[0].distribution}{first}"
+    return VersionTooOldError(f"{what}, older than what is installed reads. {advice}{tail}")
 
 
 def _describe(directory: Path, manifest: Manifest) -> str:
     return f"{directory} is a {manifest.backend!r} checkpoint of version {manifest.version}"
-
-
-__all__ = ["Accept", "choose_reader", "hold_checkpoint", "hold_same", "parse_file", "read_manifest"]

@@ -1,22 +1,11 @@
-"""Files of checkpoints: reads and writes with digests, staging directories, and the rename that commits them."""
+"""Bytes of checkpoints: files and objects, read and written with digests.
+
+An author of a strategy needs the 22 names in README.md's table; the others are for the rooms above.
+"""
 
 from shardckpt.storage.abilities import can_rename, has_local_files, on_store
 from shardckpt.storage.buffers import BLOCK_BYTES, Buffer, BufferPool, block_pool
-from shardckpt.storage.columns import Column, Columns, pack
-from shardckpt.storage.commit import (
-    check_target,
-    commit_staging,
-    create_staging,
-    discard_staging,
-    is_free,
-    is_staging,
-    list_replaced_checkpoints,
-    list_staging_directories,
-    publish_staging,
-    replace_target,
-    staging_directory,
-    staging_path,
-)
+from shardckpt.storage.columns import Column, Columns, pack_columns
 from shardckpt.storage.digest import (
     SEGMENT_BYTES,
     SMALL_RECORD,
@@ -38,53 +27,46 @@ from shardckpt.storage.directory import (
     was_replaced,
 )
 from shardckpt.storage.filesystem import (
-    allocated_bytes,
     check_file_name,
     close_file,
     file_size,
     is_there,
-    naming,
+    make_folders,
     open_existing,
     open_new,
     read_file,
     read_into,
+    refuse_linked_folders,
     sync_directory,
     sync_file,
+    sync_tree,
+    wrap_os_errors,
 )
 from shardckpt.storage.identity import has_changed, is_of_save
-from shardckpt.storage.leftovers import (
-    Leftover,
-    find_leftovers,
-    find_spools,
-    freed_bytes,
-    remove_free,
-    remove_leftover,
-    spool_folder,
-    why_kept,
-)
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.opcodes import check_pickle
-from shardckpt.storage.owner import Owner, claim, release
 from shardckpt.storage.packed_shards import PackedShards
 from shardckpt.storage.reader import CheckpointReader
-from shardckpt.storage.remote import ListsFolders, RemoteFolder, RemotePath, attempt, mask_password
-from shardckpt.storage.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
-from shardckpt.storage.rewrite import KeptItem, rewrite_file
+from shardckpt.storage.remote import (
+    HasFolders,
+    ListsFolders,
+    RemoteFolder,
+    RemotePath,
+    attempt,
+    list_objects,
+    mask_password,
+)
 from shardckpt.storage.scatter import Source, StoredArray, read_box
-from shardckpt.storage.spans import Elements, Span, cut
+from shardckpt.storage.spans import Elements, Span, cut_spans
 from shardckpt.storage.staged_files import refuse_unrecorded
-from shardckpt.storage.staging_names import NAME_MAX, STAGING, new_save_id, parse_temporary, stem, temporary_name
 from shardckpt.storage.stream import FileStream, WriterPool
-from shardckpt.storage.upload import Upload, is_under_way, upload_files
 from shardckpt.storage.workers import Workers
 from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
 __all__ = [
     "BLOCK_BYTES",
-    "NAME_MAX",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
-    "STAGING",
     "Buffer",
     "BufferPool",
     "CheckpointReader",
@@ -95,11 +77,9 @@ __all__ = [
     "Elements",
     "FileStream",
     "FileWriter",
-    "KeptItem",
-    "Leftover",
+    "HasFolders",
     "ListsFolders",
     "NewFile",
-    "Owner",
     "PackedShards",
     "RelativePath",
     "RemoteFolder",
@@ -108,75 +88,45 @@ __all__ = [
     "Source",
     "Span",
     "StoredArray",
-    "Upload",
     "Workers",
     "WriterPool",
-    "allocated_bytes",
     "attempt",
     "block_pool",
     "can_rename",
     "check_file_name",
     "check_pickle",
-    "check_target",
-    "claim",
-    "clear_tombstones",
     "close_file",
-    "commit_staging",
     "count_parallel_files",
-    "create_staging",
-    "cut",
-    "delete_checkpoint",
+    "cut_spans",
     "detect_replacement",
     "digest_function",
     "digest_vote",
-    "discard_staging",
     "file_size",
-    "find_leftovers",
-    "find_spools",
-    "freed_bytes",
     "has_changed",
     "has_local_files",
-    "is_free",
-    "is_half_deleted",
     "is_of_save",
     "is_read_again",
-    "is_staging",
     "is_there",
-    "is_under_way",
-    "list_replaced_checkpoints",
-    "list_staging_directories",
-    "make_tombstone",
+    "list_objects",
+    "make_folders",
     "mask_password",
-    "naming",
     "negotiate_digest",
-    "new_save_id",
     "on_store",
     "open_directory",
     "open_existing",
     "open_new",
-    "pack",
-    "parse_temporary",
-    "publish_staging",
+    "pack_columns",
     "read_box",
     "read_file",
     "read_into",
     "real_path",
+    "refuse_linked_folders",
     "refuse_unrecorded",
-    "release",
-    "remove_free",
-    "remove_leftover",
-    "replace_target",
     "replaced_error",
     "retry_if_replaced",
-    "rewrite_file",
-    "spool_folder",
-    "staging_directory",
-    "staging_path",
-    "stem",
     "sync_directory",
     "sync_file",
-    "temporary_name",
-    "upload_files",
+    "sync_tree",
     "was_replaced",
-    "why_kept",
+    "wrap_os_errors",
 ]

@@ -27,6 +27,3 @@ def has_local_files(path: Path) -> bool:
 def on_store(path: Path) -> RemotePath | None:
     """Return the path as a RemotePath, which has a folder, sizes and ranges; None if the files are local."""
     return None if has_local_files(path) else cast("RemotePath", path)
-
-
-__all__ = ["can_rename", "has_local_files", "on_store"]

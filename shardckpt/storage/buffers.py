@@ -50,7 +50,7 @@ class BufferPool:
 
     def acquire(self, nbytes: int = 0, *, pinned: bool = False) -> Buffer:
         """Return a buffer of at least ``nbytes`` bytes; :meth:`release` ends its use."""
-        try:
+        try:  # without a lock, and without a look at the length: pop() is one step for all threads
             found = self._free[pinned].pop()
         except IndexError:
             found = None
@@ -76,6 +76,3 @@ class BufferPool:
 
 #: Blocks of this process, for writers and for groups of small items.
 block_pool = BufferPool(BLOCK_BYTES, kept=16)
-
-
-__all__ = ["BLOCK_BYTES", "Buffer", "BufferPool", "block_pool"]

@@ -24,7 +24,7 @@ _DTYPES = {kind: dtype for dtype, kind in _INTEGERS.items()}
 _ALIGN = 8
 
 
-def pack(columns: Mapping[str, Column]) -> bytes:
+def pack_columns(columns: Mapping[str, Column]) -> bytes:
     """Pack columns into one safetensors file.
 
     Args:
@@ -50,7 +50,7 @@ class Columns:
     """The columns of a packed file.
 
     Args:
-        data: The bytes that :func:`pack` returned.
+        data: The bytes that :func:`pack_columns` returned.
         source: Named in errors.
 
     Raises:
@@ -63,6 +63,10 @@ class Columns:
             self._found: dict[str, dict[str, Any]] = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
         except safetensors.SafetensorError as exc:
             raise CorruptCheckpointError(f"{source} is not a table of columns: {exc}") from exc
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a column of this name."""
+        return name in self._found
 
     def integers(self, name: str) -> torch.Tensor:
         """Return a column of integers as an int64 tensor of its shape.
@@ -82,7 +86,7 @@ class Columns:
         return found if len(column["shape"]) == 1 else found.view(column["shape"])
 
     def texts(self, name: str) -> list[str]:
-        """Return a column of text.
+        """Return a column of text as a list of strings.
 
         Raises:
             CorruptCheckpointError: there is no such column, or it is not a JSON list of text.
@@ -105,6 +109,7 @@ class Columns:
 def _narrow(column: torch.Tensor) -> tuple[str, list[int], memoryview]:
     """Convert a column to the narrowest dtype that holds it; return the dtype's name, the shape and the bytes."""
     most = int(column.max()) if column.numel() else 0
+    # no unsigned 16 to 64 bit: torch computes little with them
     dtype = next(dtype for dtype in _INTEGERS if most <= torch.iinfo(dtype).max)
     return _INTEGERS[dtype], list(column.shape), tensor_bytes(column.to(dtype).contiguous())
 
@@ -112,6 +117,3 @@ def _narrow(column: torch.Tensor) -> tuple[str, list[int], memoryview]:
 def _text(values: Sequence[str]) -> tuple[str, list[int], bytes]:
     data = json.dumps(list(values), separators=(",", ":")).encode()
     return "U8", [len(data)], data
-
-
-__all__ = ["Column", "Columns", "pack"]

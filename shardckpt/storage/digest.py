@@ -17,7 +17,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
@@ -30,8 +30,34 @@ Digest = Callable[["memoryview | bytes"], int]
 
 CRC32 = "crc32"
 XXH3 = "xxh3_64"
-#: The best first. A rank that can compute one can compute all that follow: so a vote is one number.
-_PREFERENCE = (XXH3, CRC32)
+
+
+class Algorithm(NamedTuple):
+    """A digest algorithm.
+
+    Attributes:
+        typecode: How a digest is stored: ``I`` for 32 bits, ``Q`` for 64.
+        load: Returns the function, or raises ImportError where its package is not installed.
+        extra: The extra of shardckpt that installs the package; ``""`` if none is needed.
+    """
+
+    typecode: str
+    load: Callable[[], Digest]
+    extra: str = ""
+
+
+def _load_xxh3() -> Digest:
+    from xxhash import xxh3_64_intdigest
+
+    return xxh3_64_intdigest
+
+
+#: The algorithms by the name that ``shardckpt.json`` stores, the best first: a save takes the first that all ranks can
+#: load. A rank that can load one must be able to load all that follow, since its vote is one number: the first's place.
+ALGORITHMS = {
+    XXH3: Algorithm("Q", _load_xxh3, extra="xxhash"),
+    CRC32: Algorithm("I", lambda: zlib.crc32),
+}
 #: Longest segment of a new checkpoint, in bytes.
 SEGMENT_BYTES = 1 << 20
 #: Longest segment of any checkpoint, older ones included, in bytes.
@@ -41,21 +67,16 @@ SMALL_RECORD = 64 << 10
 #: Largest table that is read, in bytes: 20 million segments. It bounds what a damaged or hostile file can allocate.
 _MAX_TABLE = 1 << 28
 _LENGTH = "I"
-_DIGEST = {CRC32: "I", XXH3: "Q"}
 
 
 def preferred() -> str:
-    """Return the algorithm of new checkpoints: xxh3_64 where xxhash is installed, else crc32."""
-    try:
-        import xxhash  # noqa: F401
-    except ImportError:
-        return CRC32
-    return XXH3
+    """Return the name of the best algorithm that this process can load: xxh3_64 with xxhash installed, else crc32."""
+    return negotiate_digest(digest_vote())
 
 
 def digest_vote() -> int:
     """Return this rank's vote on the algorithm of a new checkpoint, for :func:`negotiate_digest`."""
-    return _PREFERENCE.index(preferred())
+    return next(vote for vote, algorithm in enumerate(ALGORITHMS.values()) if _can_load(algorithm))
 
 
 def negotiate_digest(*votes: int) -> str:
@@ -67,7 +88,7 @@ def negotiate_digest(*votes: int) -> str:
     Returns:
         The algorithm's name.
     """
-    return _PREFERENCE[max(votes)]
+    return list(ALGORITHMS)[max(votes)]
 
 
 def digest_function(algorithm: str) -> Digest:
@@ -75,19 +96,16 @@ def digest_function(algorithm: str) -> Digest:
 
     Raises:
         CorruptCheckpointError: there is no such algorithm.
-        CheckpointingException: it is xxh3_64, and xxhash is not installed.
+        CheckpointingException: its package is not installed.
     """
-    if algorithm == CRC32:
-        return zlib.crc32
-    _check_known(algorithm)
+    found = _find(algorithm)
     try:
-        from xxhash import xxh3_64_intdigest
+        return found.load()
     except ImportError as exc:
         raise CheckpointingException(
-            f"digests are {algorithm!r}, which needs xxhash on every rank: pip install 'shardckpt[xxhash]'; "
-            f"{settings.VERIFY_READS}=0 loads without checking ({exc})"
+            f"digests are {algorithm!r}, which needs {found.extra} on every rank: pip install "
+            f"'shardckpt[{found.extra}]'; {settings.VERIFY_READS}=0 loads without checking ({exc})"
         ) from exc
-    return xxh3_64_intdigest
 
 
 class Segments:
@@ -100,9 +118,8 @@ class Segments:
     """
 
     def __init__(self, lengths: Iterable[int] = (), digests: Iterable[int] = (), algorithm: str = CRC32) -> None:
-        _check_known(algorithm)
         self.lengths = array(_LENGTH, lengths)
-        self.digests = array(_DIGEST[algorithm], digests)
+        self.digests = array(_find(algorithm).typecode, digests)
         self._ends = array("Q", accumulate(self.lengths))
 
     @property
@@ -148,8 +165,8 @@ class Segments:
         Raises:
             CorruptCheckpointError: the text is not the table with this digest, or its segments do not tile the file.
         """
-        _check_known(algorithm)
-        wide = array(_LENGTH).itemsize + array(_DIGEST[algorithm]).itemsize
+        typecode = _find(algorithm).typecode
+        wide = array(_LENGTH).itemsize + array(typecode).itemsize
         try:
             inflate = zlib.decompressobj()
             raw = inflate.decompress(base64.b64decode(text, validate=True), min(_MAX_TABLE, wide * size + 1))
@@ -159,19 +176,28 @@ class Segments:
         if len(raw) % wide or hashlib.sha256(raw).hexdigest() != root:
             raise CorruptCheckpointError("the table of digests is damaged: it does not have the digest that is stored")
         split = len(raw) // wide * array(_LENGTH).itemsize
-        found = cls(_column(_LENGTH, raw[:split]), _column(_DIGEST[algorithm], raw[split:]), algorithm)
+        found = cls(_column(_LENGTH, raw[:split]), _column(typecode, raw[split:]), algorithm)
         lengths = set(found.lengths)  # few distinct values: most segments have the full length
         if found.size != size or max(lengths, default=1) > MAX_SEGMENT or min(lengths, default=1) < 1:
             raise CorruptCheckpointError(f"the table of digests is for {found.size} bytes, or not cut as it should be")
         return found
 
 
-def _check_known(algorithm: str) -> None:
-    if algorithm not in _DIGEST:
+def _find(algorithm: str) -> Algorithm:
+    if algorithm not in ALGORITHMS:
         raise CorruptCheckpointError(
-            f"digests are {algorithm!r}, this release knows {' and '.join(_DIGEST)}; a newer shardckpt reads them, or "
-            f"{settings.VERIFY_READS}=0 loads without checking"
+            f"digests are {algorithm!r}, this release knows {' and '.join(ALGORITHMS)}; a newer shardckpt reads them, "
+            f"or {settings.VERIFY_READS}=0 loads without checking"
         )
+    return ALGORITHMS[algorithm]
+
+
+def _can_load(algorithm: Algorithm) -> bool:
+    try:
+        algorithm.load()
+    except ImportError:
+        return False
+    return True
 
 
 def _column(code: str, raw: bytes) -> array[int]:
@@ -183,18 +209,3 @@ def _column(code: str, raw: bytes) -> array[int]:
 
 def _little(column: array[int]) -> bytes:
     return _column(column.typecode, column.tobytes()).tobytes()
-
-
-__all__ = [
-    "CRC32",
-    "MAX_SEGMENT",
-    "SEGMENT_BYTES",
-    "SMALL_RECORD",
-    "XXH3",
-    "Digest",
-    "Segments",
-    "digest_function",
-    "digest_vote",
-    "negotiate_digest",
-    "preferred",
-]

@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardckpt import settings
 from shardckpt.tensors import PAGE
@@ -76,18 +76,17 @@ def allocate(fd: int, size: int) -> bool:
 
     (Not os.posix_fallocate: on a file system without the call, glibc writes to every block instead.)
     """
-    fallocate = getattr(_libc(), "fallocate", None) if _is_linux64() else None
+    fallocate = _libc_function("fallocate")
     return fallocate is not None and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0
 
 
 def _memory_alignment(fd: int) -> int:
     """Return the alignment in bytes that direct writes need of addresses; 0 for no direct writes."""
-    if not _is_linux64():
-        return 0
     found = ctypes.create_string_buffer(256)
-    statx = getattr(_libc(), "statx", None)
+    statx = _libc_function("statx")
     if statx is not None and statx(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), found) == 0:
         (mask,) = struct.unpack_from("=I", found)
+        # writes begin on pages: a file system whose offsets must be multiples of more gets no direct ones
         memory, offset = struct.unpack_from("=II", found, _STATX_ALIGNMENTS)
         if mask & _STATX_DIOALIGN:
             return int(memory) if memory and offset and PAGE % offset == 0 else 0
@@ -97,15 +96,11 @@ def _memory_alignment(fd: int) -> int:
 def _file_system_type(fd: int) -> int:
     """Return the file system's f_type, as statfs(2) lists them; 0 if it is unknown."""
     found = ctypes.create_string_buffer(256)
-    return int(ctypes.c_long.from_buffer(found).value) if _libc().fstatfs(fd, found) == 0 else 0
+    fstatfs = _libc_function("fstatfs")
+    return int(ctypes.c_long.from_buffer(found).value) if fstatfs is not None and fstatfs(fd, found) == 0 else 0
 
 
-def _is_linux64() -> bool:
-    return sys.platform == "linux" and sys.maxsize > 1 << 32
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-__all__ = ["address", "allocate", "bypasses_cache", "count_parallel_files", "open_direct"]
+def _libc_function(name: str) -> Any:
+    """Return a function of the C library; None if it has none, or if its structures are not those of 64-bit Linux."""
+    is_linux64 = sys.platform == "linux" and sys.maxsize > 1 << 32
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None) if is_linux64 else None

@@ -42,7 +42,7 @@ _PAUSES = (*(0.0,) * 16, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 #: Errors of a directory that was removed; ESTALE is that of a network file system.
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-#: Whether :func:`retry_if_replaced` is in its second attempt or a later one.
+#: Whether :func:`retry_if_replaced` is in its second attempt or a later one; by context, as threads may load at a time.
 _again: ContextVar[bool] = ContextVar("_again", default=False)
 
 
@@ -96,22 +96,19 @@ class RelativePath(_Base):
 
     def exists(self) -> bool:
         """Return whether the file exists; for a link, whether its target does."""
-        return self._mode() is not None
+        return bool(self._mode())
 
     def is_dir(self) -> bool:
         """Return whether it is a directory, or a link to one."""
-        mode = self._mode()
-        return mode is not None and stat.S_ISDIR(mode)
+        return stat.S_ISDIR(self._mode())
 
     def is_file(self) -> bool:
         """Return whether it is a regular file, or a link to one."""
-        mode = self._mode()
-        return mode is not None and stat.S_ISREG(mode)
+        return stat.S_ISREG(self._mode())
 
     def is_symlink(self) -> bool:
         """Return whether it is a symbolic link."""
-        mode = self._mode(follow_symlinks=False)
-        return mode is not None and stat.S_ISLNK(mode)
+        return stat.S_ISLNK(self._mode(follow_symlinks=False))
 
     def iterdir(self) -> Generator[RelativePath, None, None]:
         """Return an iterator of the paths in the directory, in no order."""
@@ -140,12 +137,13 @@ class RelativePath(_Base):
     def __hash__(self) -> int:
         return hash(self.path)
 
-    def _mode(self, *, follow_symlinks: bool = True) -> int | None:
+    def _mode(self, *, follow_symlinks: bool = True) -> int:
+        """Return the file's type and permissions, as in ``st_mode``; 0 if it does not exist."""
         try:
             return self.stat(follow_symlinks=follow_symlinks).st_mode
         except OSError as exc:
             if exc.errno in _ABSENT:
-                return None
+                return 0
             raise
 
 
@@ -223,16 +221,13 @@ def detect_replacement(path: Path, replaced: Callable[[], bool] | None = None) -
     except CheckpointReplacedError:
         raise
     except (CheckpointingException, OSError) as exc:
-        if _is_certain(replaced or (lambda: was_replaced(path))):
+        try:
+            is_gone = was_replaced(path) if replaced is None else replaced()
+        except CheckpointingException:
+            is_gone = False  # the store does not answer: the error inside the block says more
+        if is_gone:
             raise replaced_error(path, exc) from exc
         raise
-
-
-def _is_certain(replaced: Callable[[], bool]) -> bool:
-    try:
-        return replaced()
-    except CheckpointingException:  # the store does not answer: the error inside the block says more
-        return False
 
 
 def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
@@ -274,16 +269,3 @@ def retry_if_replaced(attempt: Callable[[], _T], path: object) -> _T:
 def is_read_again() -> bool:
     """Return whether :func:`retry_if_replaced` is in a retry: the next save may replace the checkpoint soon, too."""
     return _again.get()
-
-
-__all__ = [
-    "RelativePath",
-    "detect_replacement",
-    "is_read_again",
-    "open_directory",
-    "real_path",
-    "refresh_listing",
-    "replaced_error",
-    "retry_if_replaced",
-    "was_replaced",
-]

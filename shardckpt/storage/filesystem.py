@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import re
 import stat
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.manifest import NAME_RULE, is_file_name, list_parents
 from shardckpt.storage.abilities import has_local_files, on_store
 from shardckpt.storage.directory import RelativePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator
 
     from shardckpt.storage.remote import RemotePath
-
-#: The only names that a checkpoint's files may have: without separators, so no name leads out of the directory.
-FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
 #: Errors that pass without help: signals, a short lack of resources, a slow server.
 TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
@@ -32,10 +27,7 @@ _PAUSES = (0.01, 0.05, 0.25, 1.0)
 
 _T = TypeVar("_T")
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 _REMOTE = -1  # in place of a descriptor, for an object of a store
-_VECTORS = 1024  # IOV_MAX on Linux
 _LINK = (
     "cannot open {path}: it is a symbolic link, which is refused so that no file outside the checkpoint is read; where "
     "the links are meant (as in a Hugging Face cache), copy the directory with `cp -rL` and use the copy"
@@ -43,24 +35,62 @@ _LINK = (
 
 
 def check_file_name(name: str) -> str:
-    """Return the name if a file of a checkpoint may have it.
+    """Return a name that a checkpoint gives, if one of its files may have it: no such path leads out of its directory.
 
     Raises:
-        CorruptCheckpointError: it has other characters than letters, digits, ``.``, ``_`` and ``-``, or is a path.
+        CorruptCheckpointError: it is against :data:`shardckpt.manifest.NAME_RULE`.
     """
-    if not FILE_NAME.fullmatch(name) or name in (".", ".."):
-        raise CorruptCheckpointError(
-            f"file name {name!r} is not allowed in a checkpoint: only letters, digits, '.', '_' and '-'"
-        )
+    if not is_file_name(name):
+        raise CorruptCheckpointError(f"file name {name!r:.300} is not allowed in a checkpoint: {NAME_RULE}")
     return name
 
 
+def check_foreign_name(name: str) -> str:
+    """Return the relative path of a file that another library wrote, if it cannot lead out of the directory.
+
+    Other libraries name files and folders after keys, so any characters may be in it.
+
+    Raises:
+        CorruptCheckpointError: it is absolute, or has empty parts, ``.``, ``..`` or a null character.
+    """
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise CorruptCheckpointError(f"file name {name!r} is not allowed in a checkpoint: it may lead out of it")
+    return name
+
+
+def refuse_linked_folders(directory: Path, name: str) -> None:
+    """Raise StorageError if a folder on the way from a directory to a file in it is a symbolic link."""
+    for inner in list_parents(name):
+        folder = directory / inner
+        if folder.is_symlink():
+            raise StorageError(_LINK.format(path=folder)) from OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def make_folders(directory: Path, name: str) -> None:
+    """Create the folders on the way from a staging directory to a file in it; other ranks may do so at a time.
+
+    They are durable only after :func:`sync_tree`.
+
+    Raises:
+        StorageError: something else than a folder has the name of one, or one cannot be created.
+    """
+    for inner in list_parents(name):
+        folder = directory / inner
+        with wrap_os_errors("create the folder", folder):
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                # lstat: a link is no folder, since files would be written outside of the directory
+                if not stat.S_ISDIR(folder.lstat().st_mode):
+                    raise
+
+
 @contextmanager
-def naming(action: str, path: Path | str) -> Iterator[None]:
+def wrap_os_errors(action: str, path: Path | str) -> Iterator[None]:
     """Return a context manager that turns an OSError into a :class:`StorageError` with the action and the path.
 
     Example:
-        >>> with naming("rename", path):  # doctest: +SKIP
+        >>> with wrap_os_errors("rename", path):  # doctest: +SKIP
         ...     os.rename(path, target)
         StorageError: cannot rename /checkpoints/step-10: Permission denied (EACCES)
     """
@@ -77,7 +107,8 @@ def open_new(path: Path) -> int:
     Raises:
         StorageError: the file exists (a save never writes into an existing file), or cannot be created.
     """
-    with naming("create", path):
+    with wrap_os_errors("create", path):
+        # O_EXCL: a path that exists may be a link to elsewhere, or another save's file; 0o666 is cut by the umask
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
@@ -94,17 +125,6 @@ def file_size(path: Path) -> int:
     return path.lstat().st_size if remote is None else remote.size
 
 
-def allocated_bytes(directory: Path) -> int:
-    """Return the disk space in bytes of a local directory and its content, as ``du`` counts it: hard links once."""
-    with naming("look at", directory):
-        found = {}
-        for folder, _, names in os.walk(directory, onerror=_raise):
-            for name in (".", *names):
-                info = (Path(folder) / name).lstat()
-                found[info.st_dev, info.st_ino] = info.st_blocks * 512
-    return sum(found.values())
-
-
 def open_existing(path: Path) -> tuple[int, int]:
     """Open a regular file for reading.
 
@@ -118,7 +138,7 @@ def open_existing(path: Path) -> tuple[int, int]:
         StorageError: the file cannot be opened, or is a symbolic link.
         CorruptCheckpointError: it is a directory, device or pipe.
     """
-    with naming("open", path):
+    with wrap_os_errors("open", path):
         if (remote := on_store(path)) is not None:
             return _REMOTE, remote.size
         # O_NONBLOCK, because to open a pipe without a writer would wait for one
@@ -169,34 +189,24 @@ def patiently(call: Callable[..., _T], *args: Any) -> _T:
     return call(*args)
 
 
-def write_all(fd: int, path: Path, buffers: Sequence[memoryview], offset: int, what: str = "") -> None:
-    """Write all bytes of the buffers, one after the other, in as many calls as that takes.
-
-    Args:
-        fd: Of the file.
-        path: The file, named in errors.
-        buffers: The bytes.
-        offset: Of the first byte in the file.
-        what: What the bytes are (a key), named in errors.
-    """
-    left = [buffer for buffer in buffers if buffer.nbytes]
-    while left:
-        done = write_some(fd, path, left[:_VECTORS], offset, what)
-        offset += done
-        left = _drop(left, done)
+def write_all(fd: int, path: Path, view: memoryview, offset: int, what: str = "") -> None:
+    """Write all bytes of the view at an offset, in as many calls as that takes; errors name the path and ``what``."""
+    while view.nbytes:
+        done = write_some(fd, path, view, offset, what)
+        view, offset = view[done:], offset + done
 
 
 def write_some(
-    fd: int, path: Path, buffers: list[memoryview], offset: int, what: str = "", expected: Collection[int] = ()
+    fd: int, path: Path, view: memoryview, offset: int, what: str = "", expected: Collection[int] = ()
 ) -> int:
     """Write at least one byte, and return the number written; errors with an ``expected`` number stay OSErrors."""
     what = f"{what} " * bool(what)
     try:
-        done = patiently(os.pwritev, fd, buffers, offset)
+        done = patiently(os.pwritev, fd, [view], offset)
     except OSError as exc:
         if exc.errno in expected:
             raise
-        with naming(f"write {what}at offset {offset} of", path):
+        with wrap_os_errors(f"write {what}at offset {offset} of", path):
             raise
     if not done:
         raise StorageError(f"cannot write {what}at offset {offset} of {path}: nothing was written, without an error")
@@ -212,7 +222,11 @@ def read_into(fd: int, path: Path, buffer: memoryview, offset: int) -> None:
     """
     left, remote = buffer, on_store(path)
     while left.nbytes:
-        done = _read_some(fd, path, left, offset) if remote is None else _read_remote(remote, left, offset)
+        try:
+            done = patiently(os.preadv, fd, [left], offset) if remote is None else _read_remote(remote, left, offset)
+        except OSError:
+            with wrap_os_errors(f"read at offset {offset} of", path):
+                raise
         if not done:
             raise CorruptCheckpointError(f"{path} ends at offset {offset}: {left.nbytes} bytes are missing")
         left, offset = left[done:], offset + done
@@ -238,41 +252,28 @@ def read_file(path: Path, limit: int) -> bytes:
 
 def sync_directory(path: Path) -> None:
     """Fsync a directory: the names in it survive a power cut after this."""
-    with naming("sync the directory", path):
+    with wrap_os_errors("sync the directory", path):
         _sync(path, os.O_DIRECTORY)
+
+
+def sync_tree(path: Path) -> None:
+    """Fsync a directory and all folders in it, the innermost first: the names in them survive a power cut after this.
+
+    Links to folders are not followed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    with wrap_os_errors("list", path):
+        for folder, _, _ in os.walk(path, topdown=False, onerror=fail):
+            sync_directory(Path(folder))
 
 
 def sync_file(path: Path) -> None:
     """Fsync a file that is closed: its bytes survive a power cut after this."""
-    with naming("fsync", path):
+    with wrap_os_errors("fsync", path):
         _sync(path, os.O_NOFOLLOW)
-
-
-def exchange(a: Path, b: Path) -> bool:
-    """Exchange two directory entries in one step; return False if the system or file system has no such call."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    with naming(f"exchange {a} with", b):
-        raise OSError(code, os.strerror(code))
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _read_some(fd: int, path: Path, buffer: memoryview, offset: int) -> int:
-    """Read once into the start of the buffer; return the number of bytes, 0 at the end of the file."""
-    try:
-        return patiently(os.preadv, fd, [buffer], offset)
-    except OSError:
-        with naming(f"read at offset {offset} of", path):
-            raise
 
 
 def _read_remote(path: RemotePath, buffer: memoryview, offset: int) -> int:
@@ -290,36 +291,3 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """Return the buffers without their first ``count`` bytes."""
-    for number, buffer in enumerate(buffers):
-        if count < buffer.nbytes:
-            return [buffer[count:], *buffers[number + 1 :]]
-        count -= buffer.nbytes
-    return []
-
-
-__all__ = [
-    "FILE_NAME",
-    "TRANSIENT",
-    "allocated_bytes",
-    "check_file_name",
-    "close_file",
-    "exchange",
-    "file_size",
-    "is_there",
-    "naming",
-    "open_existing",
-    "open_new",
-    "patiently",
-    "read_file",
-    "read_into",
-    "same_file",
-    "status",
-    "sync_directory",
-    "sync_file",
-    "write_all",
-    "write_some",
-]

@@ -1,4 +1,4 @@
-"""Whether a directory still holds the save that a reader was opened on; a record's own digest identifies the save."""
+"""Whether a directory still holds the save that was opened; the digest in a record identifies the save."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from shardckpt.manifest import RECORD_LIMIT, RECORD_NAME
 from shardckpt.storage.abilities import on_store
-from shardckpt.storage.directory import detect_replacement, real_path, refresh_listing, was_replaced
+from shardckpt.storage.directory import refresh_listing, was_replaced
 from shardckpt.storage.filesystem import close_file, is_there, open_existing, read_file, read_into
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardckpt.manifest import Manifest, Record
@@ -19,33 +18,22 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 128
 
 
-class OpenedSave:
-    """The save that a reader was opened on.
+def is_gone(place: Path, manifest: Manifest) -> bool:
+    """Return whether the save with that manifest was replaced or removed since it was opened.
 
     Args:
-        place: The checkpoint: a directory, held open if it is on this machine, or a folder on a store.
-        manifest: Its manifest, as read when the reader was opened.
+        place: The checkpoint: a directory, held open if it is on this machine, or a folder on a store. Of a local
+            directory that is not held open the answer is always False.
+        manifest: Its manifest, as read when it was opened.
+
+    Raises:
+        StorageError: the store does not answer.
     """
-
-    def __init__(self, place: Path, manifest: Manifest) -> None:
-        self._place = place
-        self._manifest = manifest
-
-    def was_replaced(self) -> bool:
-        """Return whether the save was replaced or removed; of a local directory that is not held open, always False.
-
-        Raises:
-            StorageError: the store does not answer.
-        """
-        remote = on_store(self._place)
-        if remote is None:
-            return was_replaced(self._place)
-        record = self._manifest.record
-        return (record is not None and not is_of_save(refresh_listing(remote), record)) or has_changed(remote)
-
-    def detect_replacement(self) -> AbstractContextManager[None]:
-        """Return a context that turns an error into CheckpointReplacedError if another save is there now."""
-        return detect_replacement(real_path(self._place), self.was_replaced)
+    remote = on_store(place)
+    if remote is None:
+        return was_replaced(place)
+    record = manifest.record
+    return (record is not None and not is_of_save(refresh_listing(remote), record)) or has_changed(remote)
 
 
 def has_changed(place: Path) -> bool:
@@ -71,6 +59,7 @@ def is_of_save(directory: Path, record: Record | None) -> bool:
         return record is None
     if record is None:
         return False
+    # a few bytes at the end of the file decide, so that a check after each read costs one small read
     digest = record.self_digest.encode()
     return digest in _tail(path) or digest in read_file(path, RECORD_LIMIT)
 
@@ -83,6 +72,3 @@ def _tail(path: Path) -> bytes:
     finally:
         close_file(fd)
     return bytes(tail)
-
-
-__all__ = ["OpenedSave", "has_changed", "is_of_save"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import StorageError
 from shardckpt.storage.buffers import BLOCK_BYTES, block_pool
 from shardckpt.storage.direct import address, allocate, open_direct
-from shardckpt.storage.filesystem import naming, open_new, write_all, write_some
+from shardckpt.storage.filesystem import open_new, wrap_os_errors, write_all, write_some
 from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
@@ -58,17 +58,18 @@ class NewFile:
         self.expected = nbytes
         self._fd = open_new(path)
         self._direct = _CLOSED
-        self._asked = False
+        self._tried_direct = False
         self._alignment = 0
         self._allocated = 0
         self._allocates = True
 
     def reserve(self, size: int) -> None:
         """Open the file for direct writes, and allocate at least ``size`` bytes; for one thread at a time."""
-        if not self._asked:
-            self._asked = True
+        if not self._tried_direct:
+            self._tried_direct = True
             self._direct, self._alignment = open_direct(self.path, self._fd)
         if self._alignment and self._allocates and size > self._allocated:
+            # an eighth more each time: a file that grows record by record is extended in few calls
             ahead = self.expected if size <= self.expected else size + min(size // 8, _AHEAD)
             self._allocated = self._allocate(ahead, size) or self._allocate(size, size)
             self._allocates = self._allocated > 0
@@ -113,11 +114,11 @@ class NewFile:
             raise StorageError(
                 f"{self.path}: {size} bytes were written, and fewer are there: something else wrote to it"
             )
-        with naming("fsync", self.path):
+        with wrap_os_errors("fsync", self.path):
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close it; no thread may be writing."""
+        """Close it; no thread may be writing: the number of a closed descriptor may be another file's by then."""
         for fd in (self._fd, self._direct):
             if fd != _CLOSED:
                 os.close(fd)
@@ -126,7 +127,7 @@ class NewFile:
     def _write_cached(self, view: memoryview, offset: int, what: str) -> None:
         if view.nbytes:
             with _cached_writes.turns:
-                write_all(self._fd, self.path, [view], offset, what)
+                write_all(self._fd, self.path, view, offset, what)
 
     def _allocate(self, size: int, needed: int) -> int:
         """Allocate, and return the size; 0 if that failed. It is no error: a full disk shows when it is written to.
@@ -140,7 +141,7 @@ class NewFile:
 
     def _cut(self, size: int) -> int:
         """Truncate the file to this size if it is larger; return the size before."""
-        with naming("truncate", self.path):
+        with wrap_os_errors("truncate", self.path):
             found = os.fstat(self._fd).st_size
             if found > size:
                 os.ftruncate(self._fd, size)
@@ -165,7 +166,7 @@ class NewFile:
         done = 0
         try:
             while done < view.nbytes and done % PAGE == 0 and self._alignment:
-                done += write_some(self._direct, self.path, [view[done:]], offset + done, what, _REFUSALS)
+                done += write_some(self._direct, self.path, view[done:], offset + done, what, _REFUSALS)
         except OSError:
             self._alignment = 0  # no further direct writes to this file
         return done
@@ -177,6 +178,3 @@ def full_pages(offset: int, nbytes: int) -> tuple[int, int]:
     (start, stop) in the view; the stop may be less than the start if the view fills no page.
     """
     return -offset % PAGE, (offset + nbytes) // PAGE * PAGE - offset
-
-
-__all__ = ["DIRECT_BYTES", "NewFile", "full_pages"]

@@ -205,7 +205,7 @@ class _Walk:
         self.at = end + 1
         return self._data[start:end]
 
-    def _to_mark(self) -> list[_Value]:
+    def to_mark(self) -> list[_Value]:
         items, self._stack = self._stack, self._outer.pop()
         return items
 
@@ -229,30 +229,27 @@ class _Walk:
         if self._stack:
             self._stack.pop()
         else:
-            self._to_mark()
-
-    def pop_mark(self) -> None:
-        self._to_mark()
+            self.to_mark()
 
     def dup(self) -> None:
         self._stack.append(self._stack[-1])
 
     def tuple_to_mark(self) -> None:
-        items = self._to_mark()
+        items = self.to_mark()
         self._stack.append(self._light(_Tuple(items)))
 
     def list_to_mark(self) -> None:
-        items = self._to_mark()
+        items = self.to_mark()
         self.make_list()
         self._grow(self._stack[-1], items, _sum_of_weights(items))
 
     def dict_to_mark(self) -> None:
-        items = self._to_mark()
+        items = self.to_mark()
         self.make_dict()
         self._set(items)
 
     def frozenset_to_mark(self) -> None:
-        items = self._to_mark()
+        items = self.to_mark()
         self._hash(items)
         self._stack.append(self._light(_Growing(_sum_of_weights(items) + 2, _ENTRY * len(items))))
 
@@ -268,15 +265,12 @@ class _Walk:
         self._spend(_SET_BYTES)
         self._stack.append(_Growing())
 
-    def empty_tuple(self) -> None:
-        self._stack.append(_NO_VALUES)
-
     def append(self) -> None:
         item = self._stack.pop()
         self._grow(self._stack[-1], [item], item.weight)
 
     def appends(self) -> None:
-        items = self._to_mark()
+        items = self.to_mark()
         self._grow(self._stack[-1], items, _sum_of_weights(items))
 
     def setitem(self) -> None:
@@ -284,7 +278,7 @@ class _Walk:
         self._set([key, value])
 
     def setitems(self) -> None:
-        self._set(self._to_mark())
+        self._set(self.to_mark())
 
     def _set(self, items: list[_Value]) -> None:
         weight = _sum_of_weights(items)
@@ -293,7 +287,7 @@ class _Walk:
         self._grow(self._stack[-1], items[::2], weight)
 
     def additems(self) -> None:
-        items = self._to_mark()
+        items = self.to_mark()
         self._hash(items)
         self._grow(self._stack[-1], items, _sum_of_weights(items))
 
@@ -307,13 +301,13 @@ class _Walk:
         self._call(args, names)
 
     def call_to_mark(self) -> None:
-        items = self._to_mark()
+        items = self.to_mark()
         self._call(_Tuple(items[1:]))
 
     def call_named_to_mark(self) -> None:
         self.name()
         self._stack.pop()
-        self._call(_Tuple(self._to_mark()))
+        self._call(_Tuple(self.to_mark()))
 
     def build(self) -> None:
         state = self._stack.pop()
@@ -446,18 +440,14 @@ def _pushes_tuple(count: int) -> Callable[[_Walk], None]:
     return push
 
 
-def _nothing(_: _Walk) -> None:
-    pass
-
-
 _EMPTY_TUPLE = pickle.EMPTY_TUPLE[0]
-_BY_NAME: dict[str, Callable[[_Walk], None]] = {
+_BY_NAME: dict[str, Callable[[_Walk], object]] = {
     "PROTO": lambda walk: walk._skip(1, "the protocol"),  # noqa: SLF001
     "FRAME": _Walk.frame,
     "STOP": _Walk.stop,
     "MARK": _Walk.mark,
     "POP": _Walk.pop,
-    "POP_MARK": _Walk.pop_mark,
+    "POP_MARK": _Walk.to_mark,
     **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "NEXT_BUFFER"), _pushes(0, _ATOM)),
     "BININT": _pushes(4, _ATOM),
     "BININT1": _pushes(1, _ATOM),
@@ -476,7 +466,7 @@ _BY_NAME: dict[str, Callable[[_Walk], None]] = {
     "LIST": _Walk.list_to_mark,
     "DICT": _Walk.dict_to_mark,
     "FROZENSET": _Walk.frozenset_to_mark,
-    "EMPTY_TUPLE": _Walk.empty_tuple,
+    "EMPTY_TUPLE": _pushes(0, _NO_VALUES),
     "TUPLE": _Walk.tuple_to_mark,
     "TUPLE1": _pushes_tuple(1),
     "TUPLE2": _pushes_tuple(2),
@@ -504,7 +494,7 @@ _BY_NAME: dict[str, Callable[[_Walk], None]] = {
     "LONG_BINPUT": _Walk.put4,
     "MEMOIZE": _Walk.memoize,
     **dict.fromkeys(("EXT1", "EXT2", "EXT4"), _Walk.extension),
-    "READONLY_BUFFER": _nothing,
+    "READONLY_BUFFER": lambda _: None,
 }
 _HANDLERS = {getattr(pickle, name)[0]: handler for name, handler in _BY_NAME.items()}
 
@@ -536,6 +526,3 @@ def _lengths(low: int, high: int) -> bytes:
         return b"\\x%02x.{%d}" % (low, low)
     middle = (low + high) // 2
     return b"(?:(?=[\\x%02x-\\x%02x])%s|%s)" % (low, middle, _lengths(low, middle), _lengths(middle + 1, high))
-
-
-__all__ = ["check_pickle"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardckpt.mapping import ShardedObject
+from shardckpt.mapping import PlainObject
 from shardckpt.planning import Boxes, Table, TensorSpec, concat_tables, make_column, make_matrix
-from shardckpt.storage.columns import Column, Columns, pack
+from shardckpt.storage.columns import Column, Columns, pack_columns
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -54,6 +54,7 @@ class PackedShards(NamedTuple):
             The packed shards.
         """
         axes = [len(shape) for shape in shapes]
+        # apart from the boxes: equal bytes on many ranks are sent and parsed once
         specs: dict[str, Column] = {
             "keys": keys,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
@@ -61,7 +62,7 @@ class PackedShards(NamedTuple):
             "shapes": make_matrix(shapes, max(axes, default=0), 1),
         }
         boxes = _pack_boxes(table, list(objects))
-        return cls(pack(specs), boxes, len(table.spec) + len(objects))
+        return cls(pack_columns(specs), boxes, len(table.spec) + len(objects))
 
     def rows(self) -> tuple[Table, list[str]]:
         """Return the table of the tensors' boxes, and the objects' unique keys."""
@@ -94,14 +95,11 @@ class PackedShards(NamedTuple):
         table, objects = self.rows()
         boxes = Boxes()
         for key in objects:
-            shard = ShardedObject.empty_from_unique_key(key)
+            shard = PlainObject.empty_from_unique_key(key)
             boxes.add(len(specs), tuple(shard.global_offset), (1,) * len(shard.global_shape))
             specs.append(TensorSpec("object", shard.key, str(None), tuple(shard.global_shape)))
         return specs, concat_tables([table, boxes.table()])
 
 
 def _pack_boxes(table: Table, objects: Sequence[str]) -> bytes:
-    return pack({"whole": table.spec, "offset": table.offset, "extent": table.extent, "objects": objects})
-
-
-__all__ = ["PackedShards"]
+    return pack_columns({"whole": table.spec, "offset": table.offset, "extent": table.extent, "objects": objects})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -10,22 +11,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
-from shardckpt.manifest import RECORD_NAME
+from shardckpt.manifest import RECORD_NAME, find_folders
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.buffers import BufferPool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
-from shardckpt.storage.directory import real_path, replaced_error, was_replaced
+from shardckpt.storage.directory import detect_replacement, real_path, replaced_error, was_replaced
 from shardckpt.storage.filesystem import check_file_name, is_there, read_into
-from shardckpt.storage.identity import OpenedSave
-from shardckpt.storage.opened import OPEN_FILES, OpenFile, OpenFiles
-from shardckpt.storage.spans import Elements, Span, batches, cut
+from shardckpt.storage.identity import is_gone
+from shardckpt.storage.open_files import OPEN_FILES, OpenFile, OpenFiles
+from shardckpt.storage.spans import Elements, Span, batches, cut_spans
 from shardckpt.storage.workers import Workers
 from shardckpt.tensors import unfilled_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -38,8 +39,8 @@ _R = TypeVar("_R")
 #: the memory of the bytes (a copy from pinned memory to a CUDA device has not ended when the call returns).
 Take = Callable[[int, memoryview], "Callable[[], None] | None"]
 
-#: Bytes of one request to a store, and of one block of a file there.
-BLOCK_BYTES = 4 * MAX_SEGMENT
+#: Bytes of one request to a store.
+REQUEST_BYTES = 4 * MAX_SEGMENT
 #: Bytes that one read call asks for: few enough to be in the processor's cache when they are checked and copied.
 _READ_BYTES = 1 << 20
 #: Read calls per piece that goes through a buffer: Python's overhead for a piece is that of copying half a piece.
@@ -55,7 +56,14 @@ _ALIGNED = 64
 
 
 class CheckpointReader:
-    """Reads the files of one checkpoint, for one load or command; a context manager; for several threads.
+    """Reads the files of one checkpoint, for one load or command; a context manager.
+
+    **Threads.** Any number of threads may call any method at a time, also from functions that :meth:`map` and
+    :meth:`read_pieces` call; :meth:`close` waits for none: a file in use is closed when its use ends. An iterator of
+    :meth:`blocks` belongs to one thread. A reader cannot be pickled: a worker process opens its own.
+
+    **Caching.** No bytes of files are kept: each call reads, and checks digests, again. Kept until :meth:`close` are
+    open files (the most recently used, if they are many), their tables of digests, and what :meth:`parsed` was given.
 
     Args:
         directory: The checkpoint. If :func:`~shardckpt.storage.directory.open_directory` holds it open, everything that
@@ -77,6 +85,7 @@ class CheckpointReader:
         #: The directory, held open if it is on this machine.
         self.place = directory
         record = manifest.record
+        # None: of another library, which has no record; its files are those that its index names
         self._records = None if record is None else {file.name: file for file in record.files}
         verify = settings.verify_reads() if verify is None else verify
         algorithm = record.digest_algorithm if record is not None and verify else None
@@ -86,14 +95,16 @@ class CheckpointReader:
             except CheckpointingException as exc:
                 raise type(exc)(f"{directory / RECORD_NAME}: {exc}") from exc
         self._has_digests = algorithm is not None
-        self._save = OpenedSave(directory, manifest)
-        self._files = OpenFiles(directory, self._records, algorithm, self._save.detect_replacement)
+        # no method of this reader: the circle of references would keep the directory open until gc runs
+        self._detect_replacement = partial(detect_replacement, self.directory, partial(is_gone, directory, manifest))
+        self._files = OpenFiles(directory, self._records, algorithm, self._detect_replacement)
         self._by_requests = not has_local_files(directory)
-        self._request_bytes = BLOCK_BYTES if self._by_requests else _READ_BYTES
-        self._piece_bytes = BLOCK_BYTES if self._by_requests else _PIECE_READS * _READ_BYTES
+        self._request_bytes = REQUEST_BYTES if self._by_requests else _READ_BYTES
+        self._piece_bytes = REQUEST_BYTES if self._by_requests else _PIECE_READS * _READ_BYTES
         self._block_bytes = max(self._request_bytes, MAX_SEGMENT)
         self._buffers = BufferPool(self._piece_bytes + _ALIGNED)
         self._parsed: dict[str, Any] = {}
+        self._parsing: dict[str, AbstractContextManager[Any]] = {}
 
     def has(self, name: str) -> bool:
         """Return whether the file belongs to the checkpoint.
@@ -107,6 +118,8 @@ class CheckpointReader:
             return True
         path = self.place / check_file_name(name)
         found = is_there(path)
+        if found and self._records is not None and name in find_folders(self._records):
+            return False  # a folder of the checkpoint, not a file
         if found and self._records is not None:
             raise CorruptCheckpointError(f"{path} is there and {RECORD_NAME} does not name it: one of them is damaged")
         if not found and self._records is None and was_replaced(self.place):
@@ -114,8 +127,12 @@ class CheckpointReader:
         return found
 
     def was_replaced(self) -> bool:
-        """Return whether the checkpoint was replaced or removed; of a local one that is not held open, always False."""
-        return self._save.was_replaced()
+        """Return whether the checkpoint was replaced or removed; of a local one that is not held open, always False.
+
+        Raises:
+            StorageError: the store does not answer.
+        """
+        return is_gone(self.place, self.manifest)
 
     def check_unchanged(self) -> None:
         """Raise an error if what was read may be of two saves; a load calls it last.
@@ -220,7 +237,7 @@ class CheckpointReader:
             def pieces(batch: list[Span]) -> None:
                 self._deliver(file, batch, elements, take, what, pinned=pinned)
 
-            self._share(pieces, cut(file.segments, ranges, self._piece_bytes, elements))
+            self._share(pieces, cut_spans(file.segments, ranges, self._piece_bytes, elements))
         finally:
             self._files.release(file)
 
@@ -230,10 +247,10 @@ class CheckpointReader:
         A block is valid until the next one is requested: all share one buffer. The file is closed at the end, not kept
         open: a checkpoint may have more files than a process may have descriptors.
         """
-        file = self._files.opened(name)
+        file = self._files.open_unshared(name)
         try:
             buffer = memoryview(bytearray(min(file.size, self._block_bytes)))
-            for span in cut(file.segments, [(0, file.size)], self._block_bytes, Elements(0, file.size)):
+            for span in cut_spans(file.segments, [(0, file.size)], self._block_bytes, Elements(0, file.size)):
                 block = buffer[: span.stop - span.start]
                 self._read(file, span, block, name)
                 yield block
@@ -241,9 +258,19 @@ class CheckpointReader:
             file.close()
 
     def parsed(self, name: str, parse: Callable[[], _T]) -> _T:
-        """Return ``parse()``, which is called once in the life of this reader and cached under ``name``."""
+        """Return ``parse()``, which is called once in the life of this reader and cached under ``name``.
+
+        Other threads that ask for the same name meanwhile wait for it; an error is raised in the thread that called,
+        and the next one calls again. All get the same object: do not change it.
+
+        Args:
+            name: Of what is parsed: a file, or any other text.
+            parse: Makes the value; it may read, and ask for other names.
+        """
         if name not in self._parsed:
-            self._parsed[name] = parse()
+            with self._parsing.setdefault(name, threading.RLock()):  # one each: parse() may ask for another name
+                if name not in self._parsed:
+                    self._parsed[name] = parse()
         return self._parsed[name]  # type: ignore[no-any-return]
 
     def map(self, function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
@@ -268,6 +295,7 @@ class CheckpointReader:
         large = [n for n, nbytes in enumerate(sizes) if nbytes >= least]
         if not large or sum(sizes[n] for n in large) < enough:
             return [function(item) for item in items]
+        # the caller reads the small ones while threads read the large: then it helps with those
         small = ((n, items[n]) for n, nbytes in enumerate(sizes) if nbytes < least)
         results = self._workers.each(function, ((n, items[n]) for n in large), small)
         return [results[n] for n in range(len(items))]
@@ -279,9 +307,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @cached_property
@@ -307,21 +333,18 @@ class CheckpointReader:
             for span in some:
                 if offset <= span.start and span.stop <= stop:
                     self._read(file, span, buffer[span.start - offset : span.stop - offset], what)
-                else:
-                    self._read_part(file, span, offset, buffer, what)
+                    continue
+                # it reaches beyond the buffer, because a digest is of a full segment
+                low, high = max(span.start, offset), min(span.stop, stop)
+                with self._buffers.acquired(span.stop - span.start) as found:
+                    self._read(file, span, found[: span.stop - span.start], what)
+                    buffer[low - offset : high - offset] = found[low - span.start : high - span.start]
 
-        spans = cut(file.segments, ((offset, stop),), self._request_bytes, Elements(offset, stop))
+        spans = cut_spans(file.segments, ((offset, stop),), self._request_bytes, Elements(offset, stop))
         if buffer.nbytes <= _BATCH_BYTES:
             fill(spans)
         else:
             self._share(fill, spans)
-
-    def _read_part(self, file: OpenFile, span: Span, offset: int, target: memoryview, what: str) -> None:
-        """Read a span that reaches beyond ``target``, and copy the common bytes: a digest is of a full segment."""
-        low, high = max(span.start, offset), min(span.stop, offset + target.nbytes)
-        with self._buffers.acquired(span.stop - span.start) as buffer:
-            self._read(file, span, buffer[: span.stop - span.start], what)
-            target[low - offset : high - offset] = buffer[low - span.start : high - span.start]
 
     def _deliver(
         self, file: OpenFile, batch: list[Span], elements: Elements, take: Take, what: str, *, pinned: bool
@@ -334,8 +357,11 @@ class CheckpointReader:
             wait: Callable[[], None] | None = None
             try:
                 for span in batch:
-                    position, memory = self._piece(file, span, elements, ring[0], what)
-                    before, wait = wait, take(position, memory)
+                    low, high = elements.within(span.start, span.stop)
+                    skip = (span.start - low) % _ALIGNED  # so that the first element is at a multiple of it
+                    memory = ring[0][skip : skip + span.stop - span.start]
+                    self._read(file, span, memory, what)
+                    before, wait = wait, take(low, memory[low - span.start : max(low, high) - span.start])
                     if before is not None:  # the copy out of the other buffer ran while this span was read
                         before()
                     if wait is not None:
@@ -343,16 +369,6 @@ class CheckpointReader:
             finally:
                 if wait is not None:  # after an error too: the device still copies out of the buffer
                     wait()
-
-    def _piece(
-        self, file: OpenFile, span: Span, elements: Elements, buffer: memoryview, what: str
-    ) -> tuple[int, memoryview]:
-        """Read a span, and return the offset and the memory of its complete elements, aligned for any dtype."""
-        low, high = elements.within(span.start, span.stop)
-        skip = (span.start - low) % _ALIGNED
-        memory = buffer[skip : skip + span.stop - span.start]
-        self._read(file, span, memory, what)
-        return low, memory[low - span.start : max(low, high) - span.start]
 
     def _read(self, file: OpenFile, span: Span, memory: memoryview, what: str) -> None:
         """Fill memory with a span, and check its digests."""
@@ -364,7 +380,7 @@ class CheckpointReader:
                         f"bytes {start} to {stop} of {file.path} are not those that were written (digest differs)"
                     )
         except CheckpointingException as exc:
-            with self._save.detect_replacement():
+            with self._detect_replacement():
                 raise type(exc)(f"{what}: {exc}") from exc
 
 
@@ -373,6 +389,3 @@ def _check_range(file: OpenFile, offset: int, nbytes: int, what: str) -> None:
         raise CorruptCheckpointError(
             f"{what}: bytes {offset} to {offset + nbytes} are outside {file.path} of {file.size} bytes"
         )
-
-
-__all__ = ["BLOCK_BYTES", "OPEN_FILES", "CheckpointReader", "Elements", "Take"]

@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import os
+import pickle
 import random
 import re
 import time
@@ -16,7 +17,7 @@ from shardckpt import settings
 from shardckpt.errors import CheckpointingException, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Mapping
     from pathlib import Path
 
     _Base = Path  # for mypy: code that reads a checkpoint takes a RemotePath as a Path, and uses what it has
@@ -79,6 +80,17 @@ class RemoteFolder(Protocol):
 
 
 @runtime_checkable
+class HasFolders(Protocol):
+    """A :class:`RemoteFolder` that takes paths for names, as checkpoints with files in folders need.
+
+    ``read``, ``upload`` and ``delete`` accept names such as ``"a/b/c"``: the object at ``<url>/a/b/c``.
+    """
+
+    def tree(self) -> dict[str, int]:
+        """Return each object's size in bytes by its path below the URL, at any depth, from the store, not a cache."""
+
+
+@runtime_checkable
 class ListsFolders(Protocol):
     """A :class:`RemoteFolder` that also lists the folders directly below it, as the search for checkpoints needs."""
 
@@ -92,7 +104,8 @@ class ListsFolders(Protocol):
 class RemotePath(_Base):
     """A URL's folder, or an object in it, with the part of pathlib's interface that reading a checkpoint needs.
 
-    Paths made from one another share one listing of the folder, which is requested when it is first needed.
+    Paths made from one another share one listing of the folder, which is requested when it is first needed. A path that
+    was pickled requests one of its own; the pickle has what the plugin's folder has, credentials included.
 
     Args:
         folder: What the plugin returned.
@@ -105,7 +118,10 @@ class RemotePath(_Base):
     def __init__(self, folder: RemoteFolder) -> None:
         self.folder = folder
         self._name = ""
-        self._listing = _Listing(folder)
+        #: Returns the size in bytes of each object by name: one request to the store, for all paths made from this one.
+        self._sizes = functools.cache(lambda: attempt("list", RemotePath(folder), folder.files))
+        #: The same with the objects in folders, which takes more requests: asked for where a name has a folder.
+        self._tree = functools.cache(lambda: list_objects(folder))
 
     @property
     def url(self) -> str:
@@ -115,7 +131,7 @@ class RemotePath(_Base):
     @property
     def name(self) -> str:
         """The last part of the URL."""
-        return self._name or self.folder.url.rpartition("/")[2]
+        return (self._name or self.folder.url).rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
@@ -125,17 +141,30 @@ class RemotePath(_Base):
     @property
     def size(self) -> int:
         """The object's size in bytes; FileNotFoundError if it does not exist."""
-        if self._name not in self._listing.sizes:
+        if self._name not in self._listing():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return self._listing.sizes[self._name]
+        return self._listing()[self._name]
+
+    def list_tree(self) -> Mapping[str, int]:
+        """Return the size in bytes of each object in the folder and in those below it, by its path in the folder.
+
+        Raises:
+            StorageError: the plugin cannot list folders, or the store fails.
+        """
+        if not isinstance(self.folder, HasFolders):
+            raise StorageError(
+                f"cannot list the folders in {self}: the plugin that serves it cannot ({type(self.folder).__name__} "
+                "lacks the method of shardckpt.storage.HasFolders); copy the checkpoint to a directory"
+            )
+        return self._tree()
 
     def is_dir(self) -> bool:
         """Return whether it is a folder with at least one object."""
-        return not self._name and bool(self._listing.sizes)
+        return not self._name and bool(self._sizes())
 
     def is_file(self) -> bool:
         """Return whether it is an object."""
-        return self._name in self._listing.sizes
+        return self._name in self._listing()
 
     def is_symlink(self) -> bool:
         """Return False: stores have no links."""
@@ -146,9 +175,15 @@ class RemotePath(_Base):
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Generator[RemotePath, None, None]:
-        """Return an iterator of the folder's objects."""
-        for name in self._listing.sizes:
-            yield self / name
+        """Return an iterator of the objects directly in the folder."""
+        if not self._name:
+            for name in self._sizes():
+                yield self / name
+            return
+        for name in self._tree():
+            folder, _, inner = name.rpartition("/")
+            if folder == self._name:
+                yield self / inner
 
     def read_range(self, offset: int, nbytes: int) -> bytes:
         """Return ``nbytes`` bytes of the object from ``offset`` on; fewer only where it ends."""
@@ -157,14 +192,34 @@ class RemotePath(_Base):
     def __truediv__(self, name: str | os.PathLike[str]) -> RemotePath:
         path = RemotePath(self.folder)
         path._name = f"{self._name}/{os.fspath(name)}" if self._name else os.fspath(name)
-        path._listing = self._listing
+        path._sizes = self._sizes
+        path._tree = self._tree
         return path
+
+    def _listing(self) -> dict[str, int]:
+        return self._tree() if "/" in self._name else self._sizes()
 
     def __str__(self) -> str:
         return mask_password(self.url)
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
+
+    def __copy__(self) -> RemotePath:
+        return self  # a path does not change
+
+    def __deepcopy__(self, _: dict[int, object]) -> RemotePath:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[RemoteFolder, str], RemotePath], tuple[RemoteFolder, str]]:
+        try:
+            pickle.dumps(self.folder)
+        except Exception as exc:  # a plugin's class may refuse with any error
+            raise pickle.PicklingError(
+                f"{self} cannot be pickled, because the {type(self.folder).__qualname__} that its plugin returned "
+                f"cannot ({type(exc).__name__}: {exc}): send the URL, and open the checkpoint there by that"
+            ) from exc
+        return _make_path, (self.folder, self._name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemotePath) and self.url == other.url
@@ -173,16 +228,18 @@ class RemotePath(_Base):
         return hash(self.url)
 
 
-class _Listing:
-    """The objects of a folder, requested once."""
+def list_objects(folder: RemoteFolder) -> dict[str, int]:
+    """Return the size in bytes of each object in a folder, from the store, not a cache.
 
-    def __init__(self, folder: RemoteFolder) -> None:
-        self._folder = folder
+    Returns:
+        Sizes by name; of a store that :class:`HasFolders` also those in folders, by path.
+    """
+    return attempt("list", RemotePath(folder), folder.tree if isinstance(folder, HasFolders) else folder.files)
 
-    @functools.cached_property
-    def sizes(self) -> dict[str, int]:
-        """Size in bytes by name."""
-        return attempt("list", RemotePath(self._folder), self._folder.files)
+
+def _make_path(folder: RemoteFolder, name: str) -> RemotePath:
+    path = RemotePath(folder)
+    return path / name if name else path
 
 
 def mask_password(url: str) -> str:
@@ -220,6 +277,3 @@ def attempt(action: str, path: RemotePath, call: Callable[[], _T]) -> _T:
         delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2 ** (number - 1))
         time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - so that a thousand ranks do not come back at once
         number += 1
-
-
-__all__ = ["ListsFolders", "RemoteFolder", "RemotePath", "attempt", "mask_password"]

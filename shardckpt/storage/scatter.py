@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -24,10 +24,10 @@ _GAP = 64 << 10
 
 
 class Source(Protocol):
-    """Reads files: a :class:`shardckpt.storage.reader.CheckpointReader`, or an object with these two methods."""
+    """Reads ranges of files: a :class:`CheckpointReader`, or an object with these two of its methods."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill memory from a range; see :meth:`CheckpointReader.read_into`."""
+        """Fill memory from a range."""
 
     def read_pieces(
         self,
@@ -39,7 +39,7 @@ class Source(Protocol):
         *,
         pinned: bool = False,
     ) -> None:
-        """Read ranges in pieces; see :meth:`CheckpointReader.read_pieces`."""
+        """Read ranges in pieces."""
 
 
 class StoredArray(NamedTuple):
@@ -81,39 +81,29 @@ def read_box(source: Source, stored: StoredArray, start: Ints, target: torch.Ten
         source.read_into(stored.file, first[0], tensor_bytes(target), what)
         return
     elements = Elements(stored.offset, stored.offset + math.prod(stored.shape) * itemsize, itemsize)
-    scatter, pinned = _Scatter(stored, requested, target), target.device.type == "cuda"
+    scatter, pinned = partial(_scatter, stored, requested, target), target.device.type == "cuda"
     source.read_pieces(stored.file, elements, chain((first,), ranges), scatter, what, pinned=pinned)
 
 
-@dataclass(frozen=True)
-class _Scatter:
-    """Copies elements of a stored tensor to their places in a target."""
+def _scatter(
+    stored: StoredArray, requested: Box, target: torch.Tensor, position: int, memory: memoryview
+) -> Callable[[], None] | None:
+    """Copy those of the elements at an offset of the file that are in the requested box to their places in the target.
 
-    stored: StoredArray
-    requested: Box
-    target: torch.Tensor
-
-    def __call__(self, position: int, memory: memoryview) -> Callable[[], None] | None:
-        """Copy those of the elements that are in the requested box.
-
-        Args:
-            position: Offset of the first element in the file, in bytes.
-            memory: The elements.
-
-        Returns:
-            A function that waits until a CUDA device has copied them; None for other devices.
-        """
-        if not memory.nbytes:
-            return None
-        values = torch.frombuffer(memory, dtype=torch.uint8).view(self.stored.dtype)
-        later = self.target.device.type == "cuda"  # only for CUDA the returned function waits for the copy
-        first = (position - self.stored.offset) // self.stored.dtype.itemsize
-        for box, begin in cut_flat_range(self.stored.shape, first, first + values.numel()):
-            common = intersect(box, self.requested)
-            if common is not None:
-                part = values[begin : begin + box.volume].view(box.shape)
-                copy_values(_part(self.target, common, self.requested), _part(part, common, box), non_blocking=later)
-        return _waiter(self.target.device)
+    Returns:
+        A function that waits until a CUDA device has copied them; None for other devices.
+    """
+    if not memory.nbytes:
+        return None
+    values = torch.frombuffer(memory, dtype=torch.uint8).view(stored.dtype)
+    later = target.device.type == "cuda"  # only for CUDA the returned function waits for the copy
+    first = (position - stored.offset) // stored.dtype.itemsize
+    for box, begin in cut_flat_range(stored.shape, first, first + values.numel()):
+        common = intersect(box, requested)
+        if common is not None:
+            part = values[begin : begin + box.volume].view(box.shape)
+            copy_values(_part(target, common, requested), _part(part, common, box), non_blocking=later)
+    return _waiter(target.device)
 
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -142,6 +132,7 @@ def _ranges(stored: StoredArray, requested: Box) -> Iterator[tuple[int, int]]:
     """Yield the (start, stop) offsets of a box in the file, in file order; small gaps are included."""
     step = span = stored.dtype.itemsize
     base, outer = stored.offset, list[range]()
+    # from the last axis to the first: what is contiguous, but for small gaps, becomes one range
     for size, first, length in zip(*map(reversed, (stored.shape, *requested)), strict=True):
         if not outer and step - span < _GAP:
             span += (length - 1) * step
@@ -152,6 +143,3 @@ def _ranges(stored: StoredArray, requested: Box) -> Iterator[tuple[int, int]]:
     for steps in product(*reversed(outer)):
         start = base + sum(steps)
         yield start, start + span
-
-
-__all__ = ["Source", "StoredArray", "read_box"]

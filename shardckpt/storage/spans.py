@@ -50,7 +50,9 @@ class Elements(NamedTuple):
         return low + (self.start - low) % self.unit, high - (high - self.start) % self.unit
 
 
-def cut(segments: Segments | None, ranges: Iterable[tuple[int, int]], most: int, elements: Elements) -> Iterator[Span]:
+def cut_spans(
+    segments: Segments | None, ranges: Iterable[tuple[int, int]], most: int, elements: Elements
+) -> Iterator[Span]:
     """Cut ranges of a file into spans, in file order.
 
     Args:
@@ -82,6 +84,7 @@ def _checked(segments: Segments, ranges: Iterable[tuple[int, int]], most: int, e
                 group = []
             elif group and high - first > most + _STRETCH:
                 yield Span(first, last, group)
+                # elements cross all ends of segments: go on with the segments of the element that is cut here
                 _, complete = elements.within(first, last)
                 group = [segment for segment in group if segment[1] > complete]
                 first = group[0][0]
@@ -105,6 +108,3 @@ def batches(spans: Iterable[Span], most: int) -> Iterator[list[Span]]:
             batch, nbytes = [], 0
     if batch:
         yield batch
-
-
-__all__ = ["Elements", "Segment", "Span", "batches", "cut"]

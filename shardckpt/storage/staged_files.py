@@ -8,44 +8,48 @@ import stat
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import StorageError, listed
-from shardckpt.manifest import FileRecord
+from shardckpt.manifest import FileRecord, find_folders
 from shardckpt.storage.digest import SEGMENT_BYTES, Segments, digest_function
-from shardckpt.storage.filesystem import close_file, naming, open_existing, read_into
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-    from pathlib import Path
-
-_KINDS = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
+from shardckpt.storage.filesystem import (
+    close_file,
+    open_existing,
+    read_into,
+    refuse_linked_folders,
+    wrap_os_errors,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+    from pathlib import Path
 
-def digest_file(path: Path, algorithm: str, keys: int, rank: int, *, sha256: bool) -> tuple[FileRecord, str]:
-    """Fsync a file that other code has written, and compute its digests.
+#: By the letter with which ``ls -l`` begins.
+_KINDS = {
+    "d": "a directory",
+    "l": "a symbolic link",
+    "p": "a FIFO",
+    "s": "a socket",
+    "c": "a device",
+    "b": "a device",
+}
 
-    Args:
-        path: The file.
-        algorithm: Name of the digest algorithm.
-        keys: How many stored items it has.
-        rank: The rank that records it.
-        sha256: Whether to compute its SHA-256, too.
+
+def digest_file(
+    directory: Path, name: str, algorithm: str, keys: int, rank: int, *, sha256: bool
+) -> tuple[FileRecord, str]:
+    """Fsync a file that other code has written into a staging directory, and compute its digests.
 
     Returns:
-        The file's record, and its SHA-256 in hex or ``""``.
+        The file's record, and its SHA-256 in hex, or ``""`` if it is not requested.
 
     Raises:
         CheckpointingException: it is not a regular file, or it changes while it is read.
     """
     digest, sha = digest_function(algorithm), hashlib.sha256()
+    path = directory / name
+    refuse_linked_folders(directory, name)
     fd, size = open_existing(path)
     try:
-        with naming("fsync", path):
+        with wrap_os_errors("fsync", path):
             os.fsync(fd)
         lengths, digests = [], []
         memory = memoryview(bytearray(min(size, SEGMENT_BYTES)))
@@ -58,10 +62,14 @@ def digest_file(path: Path, algorithm: str, keys: int, rank: int, *, sha256: boo
                 sha.update(part)
     finally:
         close_file(fd)
-    table = Segments(lengths, digests, algorithm)
-    record = FileRecord(name=path.name, size=size, rank=rank, keys=keys, digest=table.root(), segments=table.pack())
-    check_as_recorded(path.parent, [record])
+    record = make_record(name, size, rank, keys, Segments(lengths, digests, algorithm))
+    check_as_recorded(directory, [record])  # it may have grown while it was read
     return record, sha.hexdigest() if sha256 else ""
+
+
+def make_record(name: str, size: int, rank: int, keys: int, table: Segments) -> FileRecord:
+    """Return the record of a file that a rank has written with so many stored items."""
+    return FileRecord(name=name, size=size, rank=rank, keys=keys, digest=table.root(), segments=table.pack())
 
 
 def check_as_recorded(directory: Path, files: Iterable[FileRecord]) -> None:
@@ -81,7 +89,7 @@ def check_as_recorded(directory: Path, files: Iterable[FileRecord]) -> None:
 
 
 def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
-    """Raise an error for every file in the directory without a record.
+    """Raise an error for every file in the directory without a record, and every folder without a recorded file.
 
     On a network file system the listing may be stale; the caller has just created a file there, which refreshes it.
 
@@ -92,23 +100,32 @@ def refuse_unrecorded(directory: Path, recorded: Collection[str]) -> None:
     Raises:
         StorageError: names the files without a record.
     """
-    with naming("list", directory), os.scandir(directory) as entries:
-        found = sorted(_shown(entry) for entry in entries if entry.name not in recorded)
+    with wrap_os_errors("list", directory):
+        found = sorted(_find_unrecorded(directory, "", recorded, find_folders(recorded)))
     if found:
         raise StorageError(
             f"{directory}: what was written there past the checkpoint's writer has no digests: {listed(found)}; write "
             "files by context.writer.create or write, or hand each that something else has written over by "
-            "context.writer.adopt(name): regular files in the directory itself, all others must be gone after save"
+            "context.writer.adopt(name): regular files, in folders or not; all else must be gone after save, folders "
+            "without files, too"
         )
 
 
-def _shown(entry: os.DirEntry[str]) -> str:
-    mode = entry.stat(follow_symlinks=False).st_mode
-    return repr(entry.name) if stat.S_ISREG(mode) else f"{entry.name!r} ({_kind(mode)})"
+def _find_unrecorded(
+    directory: Path, within: str, recorded: Collection[str], folders: Collection[str]
+) -> Iterator[str]:
+    """Yield what has no record in a folder of the directory, as errors show it; ``within`` is ``""`` or ends with /."""
+    with os.scandir(directory / within) as entries:
+        for entry in entries:
+            name, mode = within + entry.name, entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISDIR(mode) and name in folders:
+                yield from _find_unrecorded(directory, f"{name}/", recorded, folders)
+            elif name not in recorded:
+                yield repr(name) if stat.S_ISREG(mode) else f"{name!r} ({_kind(mode)})"
 
 
 def _kind(mode: int) -> str:
-    return next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
+    return _KINDS.get(stat.filemode(mode)[0], "no regular file")
 
 
 def _change(directory: Path, file: FileRecord) -> str:
@@ -119,6 +136,3 @@ def _change(directory: Path, file: FileRecord) -> str:
     if not stat.S_ISREG(found.st_mode):
         return f"{file.name!r} is now {_kind(found.st_mode)}"
     return "" if found.st_size == file.size else f"{file.name!r} had {file.size} bytes, and has {found.st_size}"
-
-
-__all__ = ["check_as_recorded", "digest_file", "refuse_unrecorded"]

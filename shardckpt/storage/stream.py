@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shardckpt.storage.buffers import Buffer
     from shardckpt.storage.new_file import NewFile
 
-#: Bytes. Larger parts are cut into pieces; smaller ones are copied into blocks, each as one segment.
-LARGE_PART = LARGE
 #: Bytes of a large part that one thread writes at a time.
 PIECE_BYTES = 4 << 20
 
@@ -111,23 +109,14 @@ class WriterPool:
 
 
 class _Piece(NamedTuple):
-    """Bytes ``start`` to ``stop`` of a part, to be digested; those of them on full pages of the file are written.
-
-    Attributes:
-        part: The part.
-        offset: Of the part in the file, in bytes.
-        start: Of the piece in the part.
-        stop: Of the piece in the part.
-        segment: Index of the piece's first segment in the table.
-        what: What the part is (a key).
-    """
+    """Bytes ``start`` to ``stop`` of a part, to be digested; those of them on full pages of the file are written."""
 
     part: memoryview
-    offset: int
+    offset: int  # of the part in the file, in bytes
     start: int
     stop: int
-    segment: int
-    what: str
+    segment: int  # index of the piece's first segment in the table
+    what: str  # what the part is (a key)
 
 
 class Countdown:
@@ -163,24 +152,23 @@ class FileStream:
         self._pool = pool
         self._digest = _no_digest if algorithm is None else digest_function(algorithm)
         self._algorithm = algorithm or CRC32
-        self._table = Segments(algorithm=self._algorithm)
-        self._lengths, self._digests = self._table.lengths, self._table.digests
+        table = Segments(algorithm=self._algorithm)
+        self._lengths, self._digests = table.lengths, table.digests
         #: Offset of the current block in the file, a multiple of the page size. All bytes before it are handed over.
         self._start = 0
         self._block: Buffer | None = None
         self._filled = 0
-        self._room = 0
         #: The key of the last bytes in the block, for errors.
         self._what = ""
         self._tasks: list[Future[None]] = []
         self._stopped = False
         #: What `add_file` returned; None until the file is known to be large enough for threads.
-        self._number = pool.add_file() if file.expected >= LARGE_PART else None
+        self._number = pool.add_file() if file.expected >= LARGE else None
         #: The first error of any write.
         self.error: BaseException | None = None
 
-    def put_small(self, data: bytes, what: str = "") -> None:
-        """Append a record of at most ``SMALL_RECORD`` bytes, by a copy; ``what`` as in :meth:`put`."""
+    def put_small(self, data: bytes | memoryview, what: str = "") -> None:
+        """Append bytes as one segment, by a copy; ``what`` as in :meth:`put`."""
         if data:
             self._what = what or self._what
             self._lengths.append(len(data))
@@ -199,7 +187,10 @@ class FileStream:
         self._what = what or self._what
         try:
             for part in parts:
-                pieces += self._put_large(part, what) if part.nbytes >= LARGE_PART else self._put_medium(part)
+                if part.nbytes >= LARGE:
+                    pieces += self._put_large(part, what)
+                else:
+                    self.put_small(part)
         except BaseException:
             release()
             raise
@@ -241,16 +232,9 @@ class FileStream:
         number, self._number = self._number, None
         if number is not None:
             self._pool.remove_file(number)
-        block, self._block, self._filled, self._room = self._block, None, 0, 0
+        block, self._block, self._filled = self._block, None, 0
         if block is not None:  # dropped from self first: released twice, two files would get the same buffer
             block_pool.release(block)
-
-    def _put_medium(self, part: memoryview) -> list[_Piece]:
-        if part.nbytes:
-            self._lengths.append(part.nbytes)
-            self._digests.append(self._digest(part))
-            self._fill(part)
-        return []
 
     def _put_large(self, part: memoryview, what: str) -> list[_Piece]:
         """Cut a large part into pieces; its first and last partial pages are shared with other parts: into blocks."""
@@ -258,6 +242,7 @@ class FileStream:
         for start in range(0, nbytes, SEGMENT_BYTES):
             self._lengths.append(min(SEGMENT_BYTES, nbytes - start))
             self._digests.append(0)  # set by the thread that writes its piece
+        # no page has two writers: a direct write of one would overwrite what the other thread has written to it
         low, high = full_pages(offset, nbytes)
         self._fill(part[:low])
         self._flush()
@@ -273,23 +258,19 @@ class FileStream:
     def _fill(self, data: bytes | memoryview) -> None:
         """Copy bytes into the block, and into new blocks as it fills."""
         end = self._filled + len(data)
-        if end <= self._room and self._block is not None:
+        if end <= BLOCK_BYTES and self._block is not None:
             self._block.view[self._filled : end] = data
             self._filled = end
-        else:
-            view = memoryview(data)
-            while view.nbytes:
-                view = view[self._fill_some(view) :]
-
-    def _fill_some(self, view: memoryview) -> int:
-        if self._block is None or self._filled == self._room:
-            self._flush()
-            self._block = self._block or block_pool.acquire()
-            self._room = BLOCK_BYTES
-        count = min(self._room - self._filled, view.nbytes)
-        self._block.view[self._filled : self._filled + count] = view[:count]
-        self._filled += count
-        return count
+            return
+        view = memoryview(data)
+        while view.nbytes:
+            if self._block is None or self._filled == BLOCK_BYTES:
+                self._flush()
+                self._block = self._block or block_pool.acquire()
+            count = min(BLOCK_BYTES - self._filled, view.nbytes)
+            self._block.view[self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            view = view[count:]
 
     def _flush(self) -> None:
         """Hand the block to the pool; it ends on a page boundary or at the end of the file."""
@@ -299,7 +280,7 @@ class FileStream:
         block, begin, filled = self._block, self._start, self._filled
         self._file.reserve(begin + filled)
         self._pool.blocks.acquire()
-        self._block, self._start, self._filled, self._room = None, begin + filled, 0, 0
+        self._block, self._start, self._filled = None, begin + filled, 0
         write = partial(self._file.write, block.view[:filled], begin, self._named())
         self._hand_over(write, partial(self._free, block))
 
@@ -340,11 +321,8 @@ class FileStream:
             task.exception()
 
     def _write_piece(self, box: list[_Piece]) -> None:
-        """Digest and write a piece: at once, or in steps that stay in the processor's cache if the write copies them.
-
-        The piece comes in a list, which the pool still refers to, and is popped: when this returns nothing refers to
-        the caller's memory.
-        """
+        """Digest and write the piece in a list: at once, or in steps for the processor's cache if it is copied."""
+        # popped from the list, which the pool still refers to: when this returns nothing refers to the caller's memory
         part, offset, begin, end, segment, what = box.pop()
         low, high = full_pages(offset, part.nbytes)
         step = SEGMENT_BYTES if self._file.copies(part, offset) else PIECE_BYTES
@@ -359,6 +337,3 @@ class FileStream:
 
 def _no_digest(_: memoryview | bytes) -> int:
     return 0
-
-
-__all__ = ["LARGE_PART", "Countdown", "FileStream", "WriterPool", "start"]

@@ -92,8 +92,10 @@ class Workers:
             for number, item in own:
                 if not job.errors:
                     job.do(number, item, Exception)
+            # Exception: an interrupt ends this call. In the job of another caller it is stored, and raised there.
             while self._step(job, Exception):
                 pass
+            # other threads still work on items of this job: help them with the jobs that those items have begun
             while (other := self._open_job(lambda: bool(job.errors) or not job.busy, job)) is not None:
                 self._step(other, BaseException)
         finally:
@@ -125,7 +127,7 @@ class Workers:
                 idle, self._helpers = self._helpers, []
                 self._generation += 1
                 self._changed.notify_all()
-        for helper in idle:
+        for helper in idle:  # outside the lock, which they need to end
             helper.join()
 
     def _step(self, job: _Job[Any, Any], caught: type[BaseException]) -> bool:
@@ -149,20 +151,13 @@ class Workers:
                 pass
 
     def _open_job(self, is_over: Callable[[], bool], after: _Job[Any, Any] | None = None) -> _Job[Any, Any] | None:
-        """Wait for a job with items to take, and return it; None when ``is_over()`` is True.
-
-        Args:
-            is_over: Returns whether to stop waiting.
-            after: Return only jobs that began after this one: the calling thread may be inside an item of an earlier.
-        """
+        """Wait for a job with items to take, begun after the given one, and return it; None when ``is_over()``."""
         with self._changed:
             while not is_over():
+                # not an earlier one: the calling thread may be inside an item of it
                 first = 0 if after is None else self._jobs.index(after) + 1
                 for job in self._jobs[first:]:
                     if job.open:
                         return job
                 self._changed.wait()
         return None
-
-
-__all__ = ["Workers"]

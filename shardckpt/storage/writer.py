@@ -12,21 +12,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt import settings
-from shardckpt.errors import StorageError, listed
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, FileRecord
+from shardckpt.errors import PluginError, StorageError, listed
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, NAME_RULE, RECORD_NAME, is_file_name
 from shardckpt.storage.digest import SMALL_RECORD, digest_function, preferred
-from shardckpt.storage.filesystem import check_file_name
+from shardckpt.storage.filesystem import make_folders
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.packed_shards import PackedShards
-from shardckpt.storage.staged_files import check_as_recorded, digest_file
+from shardckpt.storage.staged_files import check_as_recorded, digest_file, make_record
 from shardckpt.storage.stream import Countdown, FileStream, WriterPool, start
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     from typing_extensions import Self
 
+    from shardckpt.manifest import FileRecord
     from shardckpt.mapping import ShardedBase
 
 #: Names that the commit writes itself, after all other files are recorded.
@@ -36,22 +36,19 @@ Produce = Callable[[], Sequence[memoryview]]
 
 
 class FileWriter:
-    """One new file, written as a sequence of records.
+    """One new file, written as a sequence of records; :meth:`CheckpointWriter.create` makes it.
 
     The calling thread assigns each record its offset and calls ``produce``; the pool writes, and digests large records.
     ``produce`` waits while the pool has as many large records as it may hold, which bounds memory. If the file's
     SHA-256 is requested, a thread of this file does the caller's part and hashes: SHA-256 needs the bytes in order, and
     so several files are hashed in parallel.
-
-    Args:
-        path: The file, which must not exist.
-        pool: The threads that write.
-        algorithm: Name of the digest algorithm.
-        nbytes: The least size in bytes, if it is known: see :meth:`CheckpointWriter.create`.
-        sha256: Whether to compute the SHA-256 of the file.
     """
 
-    def __init__(self, path: Path, pool: WriterPool, algorithm: str, nbytes: int = 0, *, sha256: bool = False) -> None:
+    def __init__(
+        self, directory: Path, name: str, pool: WriterPool, algorithm: str, nbytes: int = 0, *, sha256: bool = False
+    ) -> None:
+        path = directory / name
+        self._name = name
         self._path = path
         self._pool = pool
         self._file = NewFile(path, nbytes)
@@ -107,9 +104,6 @@ class FileWriter:
 
         Returns:
             The record's offset in the file, in bytes.
-
-        Raises:
-            Exception: as :meth:`append`.
         """
         data = b"".join(parts)
         if self._lane is not None or len(data) > SMALL_RECORD:
@@ -128,11 +122,14 @@ class FileWriter:
             waiting.result()
         self._stream.end()
 
-    def close(self) -> FileRecord:
+    def close(self, rank: int) -> FileRecord:
         """Wait for all records and fsync the file.
 
+        Args:
+            rank: The rank that writes it.
+
         Returns:
-            The file's record, with rank 0: :meth:`CheckpointWriter.finish` sets the rank.
+            The file's record.
 
         Raises:
             Exception: what a record failed with.
@@ -141,15 +138,8 @@ class FileWriter:
             self.end()
             table = self._stream.finish()
         finally:
-            self._stop()
-        return FileRecord(
-            name=self._path.name,
-            size=self.position,
-            rank=0,
-            keys=self._keys,
-            digest=table.root(),
-            segments=table.pack(),
-        )
+            self.stop()
+        return make_record(self._name, self.position, rank, self._keys, table)
 
     def _reserve_offset(self, nbytes: int, keys: int) -> int:
         if self._stream.error is not None:
@@ -159,7 +149,7 @@ class FileWriter:
         self._keys += keys
         return offset
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Wait until no thread uses the descriptors, and close them: a reused number would be another file's."""
         if self._lane is not None:
             self._lane.shutdown(cancel_futures=True)
@@ -174,21 +164,18 @@ class FileWriter:
             if nbytes <= SMALL_RECORD:
                 data = b"".join(produce())
                 self._check_size(offset, nbytes, len(data))
-                self._put_small(data, what)
+                self._stream.put_small(data, what)
+                if self.sha256 is not None:
+                    self.sha256.update(data)
             else:
                 self._put_large(offset, nbytes, produce, what)
         except BaseException as exc:
             self._stream.fail(exc)
             raise
 
-    def _put_small(self, data: bytes, what: str) -> None:
-        self._stream.put_small(data, what)
-        if self.sha256 is not None:
-            self.sha256.update(data)
-
     def _put_large(self, offset: int, nbytes: int, produce: Produce, what: str) -> None:
         """Produce a record once the pool may hold one more, and hand its parts to the pool."""
-        self._pool.records.acquire()
+        self._pool.records.acquire()  # before produce(): it limits what exists, not only what is queued
         try:
             parts = [part.cast("B") for part in produce()]
             self._check_size(offset, nbytes, sum(part.nbytes for part in parts))
@@ -223,16 +210,20 @@ class CheckpointWriter:
         sha256: Whether to compute the files' SHA-256 while they are written, for ``integrity.json``.
         algorithm: Name of the digest algorithm, the same for all files of a checkpoint; by default the fastest that is
             installed.
+        author: The strategy that names the files, as errors name it.
 
     Raises:
         CheckpointingException: the algorithm needs a package that is not installed.
     """
 
-    def __init__(self, directory: Path, rank: int, *, sha256: bool = False, algorithm: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, rank: int, *, sha256: bool = False, algorithm: str | None = None, author: str = ""
+    ) -> None:
         #: The staging directory.
         self.directory = directory
         self._rank = rank
         self._sha256 = sha256
+        self._author = author
         self._algorithm = algorithm or preferred()
         digest_function(self._algorithm)
         self._pool = WriterPool(settings.io_threads())
@@ -248,7 +239,8 @@ class CheckpointWriter:
         """Create a new file.
 
         Args:
-            name: Its name: letters, digits, ``.``, ``_`` and ``-`` only.
+            name: Its name: letters, digits, ``.``, ``_`` and ``-`` only. Or a path of such names, joined by ``/``: its
+                folders are created. :data:`shardckpt.manifest.NAME_RULE` has the limits.
             nbytes: The least size in bytes, if it is known: the space is then allocated in one call, before the first
                 write.
 
@@ -256,10 +248,12 @@ class CheckpointWriter:
             The file, to which records are appended; pass it to :meth:`finish` at the end.
 
         Raises:
-            CheckpointingException: the name is not allowed, or the file exists.
+            PluginError: the name is not allowed.
+            StorageError: the file exists, or another file has the name of one of its folders.
         """
-        path = self.directory / check_file_name(name)
-        writer = FileWriter(path, self._pool, self._algorithm, nbytes, sha256=self._sha256)
+        self._check_name(name)
+        make_folders(self.directory, name)
+        writer = FileWriter(self.directory, name, self._pool, self._algorithm, nbytes, sha256=self._sha256)
         self._open[name] = writer
         return writer
 
@@ -275,7 +269,7 @@ class CheckpointWriter:
         Raises:
             Exception: what a record of the file failed with.
         """
-        record = writer.close().model_copy(update={"rank": self._rank})
+        record = writer.close(self._rank)
         del self._open[record.name]
         self.files.append(record)
         if writer.sha256 is not None:
@@ -303,16 +297,7 @@ class CheckpointWriter:
         return writer
 
     def write(self, name: str, data: bytes | memoryview, keys: int = 1) -> FileRecord:
-        """Write a small file with all its bytes, durably.
-
-        Args:
-            name: As in :meth:`create`.
-            data: All bytes of the file.
-            keys: How many stored items the file has, for reports.
-
-        Returns:
-            The file's record.
-        """
+        """Write a small file with all its bytes, durably: :meth:`begin` and :meth:`finish`; return its record."""
         return self.finish(self.begin(name, data, keys))
 
     def adopt(self, name: str, keys: int = 1) -> FileRecord:
@@ -322,17 +307,18 @@ class CheckpointWriter:
         the directory that is neither written by this class nor adopted fails the save.
 
         Args:
-            name: A regular file in the directory itself; letters, digits, ``.``, ``_`` and ``-`` only.
+            name: A regular file, by its path in the directory; as in :meth:`create`.
             keys: How many stored items the file has, for reports.
 
         Returns:
             The file's record.
 
         Raises:
-            CheckpointingException: there is no such file, it is not a regular one, or it changes while it is read.
+            CheckpointingException: the name is not allowed, there is no such file, it is not a regular one, one of its
+                folders is a link, or it changes while it is read.
         """
-        path = self.directory / check_file_name(name)
-        record, sha256 = digest_file(path, self._algorithm, keys, self._rank, sha256=self._sha256)
+        self._check_name(name)
+        record, sha256 = digest_file(self.directory, name, self._algorithm, keys, self._rank, sha256=self._sha256)
         self.files.append(record)
         if sha256:
             self.sha256[name] = sha256
@@ -353,33 +339,35 @@ class CheckpointWriter:
         """Return the records of all files, after the last one is finished.
 
         Raises:
-            StorageError: names files that were begun and not finished, that were changed after that, or that only the
-                commit may write.
+            StorageError: names files that were begun and not finished, or that were changed after that.
+            PluginError: names files that only the commit may write.
         """
         if self._open:
             raise StorageError(
                 f"{self.directory}: files were begun and not finished: {listed(sorted(map(repr, self._open)))}; after "
                 "the last record of a file call writer.finish(file), which makes it durable and records its digests"
             )
-        own = [repr(file.name) for file in self.files if file.name in _OURS]
+        own = [repr(file.name) for file in self.files if file.name.partition("/")[0] in _OURS]
         if own:
-            raise StorageError(f"{self.directory}: {listed(own)} is written by the commit: give another name")
+            raise PluginError(
+                f"{self.directory}: {self._author or 'a strategy'} has written {listed(own)}: give it another name, "
+                f"since {listed(sorted(map(repr, _OURS)))} are written by the commit"
+            )
         check_as_recorded(self.directory, self.files)
         return list(self.files)
 
     def close(self) -> None:
         """End the threads; files that were not finished stay incomplete."""
         for writer in self._open.values():
-            writer._stop()  # noqa: SLF001 - the writer's own half of the same machinery
+            writer.stop()
         self._pool.close()
+
+    def _check_name(self, name: str) -> None:
+        if not is_file_name(name):
+            raise PluginError(f"{self._author or 'a strategy'} gives a file the name {name!r:.300}: {NAME_RULE}")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-__all__ = ["CheckpointWriter", "FileWriter", "Produce"]

@@ -14,7 +14,7 @@ from shardckpt.tensors.memory import (
     tensor_bytes,
     unfilled_bytes,
 )
-from shardckpt.tensors.raw_memory import packed, view_tensor
+from shardckpt.tensors.raw_memory import pack_bytes, view_tensor
 from shardckpt.tensors.torch_private import (
     copy_each,
     empty_sharded_tensor_like,
@@ -28,7 +28,7 @@ from shardckpt.tensors.torch_private import (
 from shardckpt.tensors.wrappers import (
     check_outward_dtype,
     copy_values,
-    dequantized,
+    dequantize,
     fill,
     inner_tensors,
     is_quantized,
@@ -44,7 +44,7 @@ __all__ = [
     "check_outward_dtype",
     "copy_each",
     "copy_values",
-    "dequantized",
+    "dequantize",
     "empty_sharded_tensor_like",
     "fill",
     "group_store",
@@ -58,7 +58,7 @@ __all__ = [
     "kind",
     "movable",
     "move_placement",
-    "packed",
+    "pack_bytes",
     "page_offset",
     "plain_cpu",
     "split_factor",

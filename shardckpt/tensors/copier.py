@@ -35,7 +35,7 @@ class Copier:
         """Return an iterator of views of at most ``most`` bytes that make up the tensor in row-major order."""
         return _cut(self._tensor, self._most)
 
-    def copied(self, piece: torch.Tensor) -> list[memoryview]:
+    def copy_piece(self, piece: torch.Tensor) -> list[memoryview]:
         """Copy a piece to the buffer, and return its bytes, which are valid until the next call."""
         copy = self._buffer[: piece.nbytes].view(piece.dtype).view(piece.shape)
         copy.copy_(piece, non_blocking=True)
@@ -53,6 +53,3 @@ def _cut(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
             yield tensor[start : start + rows]
         else:
             yield from _cut(tensor[start], most)
-
-
-__all__ = ["Copier"]

@@ -9,7 +9,7 @@ import torch
 
 from shardckpt.errors import ShardingError
 from shardckpt.tensors.raw_memory import view_memory, view_tensor
-from shardckpt.tensors.wrappers import dequantized, is_quantized, kind
+from shardckpt.tensors.wrappers import dequantize, is_quantized, kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,14 +56,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def unfilled_bytes(nbytes: int) -> tuple[bytes, memoryview]:
-    """Allocate bytes, to be filled before any other code uses them.
-
-    A bytearray would have to be copied to become bytes, which touches fresh pages twice. CPython allows the write to
-    new bytes: https://docs.python.org/3/c-api/bytes.html
-
-    Returns:
-        The bytes, and a writable view of them.
-    """
+    """Return new bytes, and a writable view of them, to be filled before any other code uses them."""
+    # A bytearray would have to be copied to become bytes, which touches fresh pages twice. CPython allows the write to
+    # new bytes: https://docs.python.org/3/c-api/bytes.html
     data: bytes = _new_bytes(None, nbytes)
     if not nbytes:
         return data, memoryview(bytearray())
@@ -81,7 +76,7 @@ def plain_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """
     if is_ordinary(tensor):
         return tensor.detach()
-    values = dequantized(tensor) if is_quantized(tensor) else tensor.detach()
+    values = dequantize(tensor) if is_quantized(tensor) else tensor.detach()
     if not _has_memory(values) or values.shape != tensor.shape:
         raise ShardingError(_refusal(tensor))
     return values.resolve_conj().resolve_neg().cpu().contiguous()
@@ -115,12 +110,10 @@ def has_values_on_host(tensor: torch.Tensor) -> bool:
 def page_offset(tensor: torch.Tensor) -> int:
     """Return the offset of a tensor's memory in its page, in bytes, which its place in a file should have, too.
 
-    Direct writes take the memory without a copy where the offset in the file is equal modulo the page size.
-
-    Returns:
-        A multiple of 64, so that what follows in the file is aligned; 0 for tensors that are not written from their own
-        memory, are small, or whose memory is less aligned (that of a slice).
+    It is a multiple of 64, so that what follows in the file is aligned; 0 for tensors that are not written from their
+    own memory, are small, or whose memory is less aligned (that of a slice).
     """
+    # a direct write (O_DIRECT) takes the memory without a copy where both offsets are equal modulo the page size
     place = tensor.data_ptr() % PAGE if tensor.nbytes >= PAGE and is_ordinary(tensor) else 0
     return place if place % _ALIGNED == 0 else 0
 
@@ -135,9 +128,6 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
 
     Other threads copy these tensors on other streams, which do not wait for the current ones: so call it first, in the
     thread that computed the tensors.
-
-    Args:
-        tensors: On any devices; CPU tensors need no wait.
     """
     for device in {tensor.device for tensor in tensors}:
         if device.type in _WITHOUT_QUEUE:
@@ -149,11 +139,8 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own that holds its values.
-
-    False for wrappers, tensors without data, layouts that are not strided, and torch's own quantized dtypes (whose
-    scales are not in the memory).
-    """
+    """Return whether a tensor has memory of its own that holds its values: wrappers and sparse tensors have none."""
+    # torch's own quantized dtypes keep their scales outside the memory
     if tensor.layout != torch.strided or tensor.is_quantized:
         return False
     try:
@@ -169,18 +156,3 @@ def _refusal(tensor: torch.Tensor) -> str:
         "memory of its own that holds its values: describe a DTensor with shardckpt.adapters, and give any other as a "
         "plain tensor (its local, dequantized or dense values)"
     )
-
-
-__all__ = [
-    "LARGE",
-    "ORDINARY",
-    "PAGE",
-    "has_values_on_host",
-    "is_ordinary",
-    "is_plain",
-    "page_offset",
-    "plain_cpu",
-    "synchronize_devices",
-    "tensor_bytes",
-    "unfilled_bytes",
-]

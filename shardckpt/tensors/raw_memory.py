@@ -25,24 +25,16 @@ def view_tensor(tensor: torch.Tensor) -> memoryview:
     return view_memory(tensor.data_ptr(), nbytes, tensor) if nbytes else memoryview(bytearray())
 
 
-def packed(data: bytes, nbytes: int | None = None) -> torch.Tensor:
+def pack_bytes(data: bytes, nbytes: int | None = None) -> torch.Tensor:
     """Copy bytes to a uint8 tensor whose memory torch owns.
 
-    Not torch.frombuffer: the last reference to a tensor in a collective may be dropped by a thread of gloo. To free
-    Python's memory that thread would need the interpreter's lock (GIL), at a time when the interpreter may have ended.
-
-    Args:
-        data: The bytes.
-        nbytes: Size of the tensor, by default that of the data; the rest is zeros.
-
     Returns:
-        A tensor of shape ``(nbytes,)``.
+        A tensor of shape ``(nbytes,)``, by default the length of ``data``; the rest is zeros.
     """
+    # Not torch.frombuffer: a thread of gloo may drop the last reference to a tensor in a collective. To free Python's
+    # memory it would need the interpreter's lock (GIL), at a time when the interpreter may have ended.
     tensor = torch.empty(len(data) if nbytes is None else nbytes, dtype=torch.uint8, device="cpu")
     view_tensor(tensor)[: len(data)] = data
     if len(data) < tensor.numel():
         tensor[len(data) :].zero_()
     return tensor
-
-
-__all__ = ["packed", "view_memory", "view_tensor"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
@@ -15,21 +16,45 @@ if TYPE_CHECKING:
     from typing import TypeGuard
 
 
-def _forget_default_group(module: ModuleType) -> None:
-    """Replace process groups in the default arguments of a module's functions by None, which means the same to them.
+#: The oldest torch that trains with FSDP2 on the CPU and cuts uneven ``_StridedShard`` placements as FSDP2 does. 2.6
+#: fails there; 2.7 and 2.8 sum gradients that they should average (their gloo takes ReduceOp.AVG in a reduce-scatter
+#: for SUM); 2.9 cuts otherwise. ``pyproject.toml`` has the same number.
+OLDEST_TORCH = (2, 10)
 
-    A module that is imported while there is a default group would keep that group alive for ever:
-    ``destroy_process_group`` would not end its threads, and they would abort the interpreter at its exit.
+
+def check_torch(version: str) -> None:
+    """Check that a release of torch is not older than what this package works with.
+
+    Raises:
+        ImportError: it is older.
     """
+    # major and minor alone: 2.10.0a0+... of a vendor's container is a 2.10
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(
+            f"shardckpt needs torch {oldest} or newer, and found torch {version} in {torch.__path__[0]}: "
+            f"run pip install 'torch>={oldest}' in this environment"
+        )
+
+
+# Here, because every module that saves or loads imports this one.
+check_torch(torch.__version__)
+
+
+def _forget_default_group(module: ModuleType) -> None:
+    """Replace process groups in the default arguments of a module's functions by None, which means the same to them."""
+    # A module that is imported while there is a default group would keep that group alive for ever:
+    # destroy_process_group would not end its threads, and they would abort the interpreter at its exit.
+
+    def drop_group(default: Any) -> Any:
+        return None if isinstance(default, dist.ProcessGroup) else default
+
     for function in filter(isfunction, vars(module).values()):
-        defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
-        if any(isinstance(value, dist.ProcessGroup) for value in (*defaults, *keywords.values())):
-            function.__defaults__ = tuple(map(_no_group, defaults))
-            function.__kwdefaults__ = {name: _no_group(value) for name, value in keywords.items()}
-
-
-def _no_group(default: Any) -> Any:
-    return None if isinstance(default, dist.ProcessGroup) else default
+        if function.__defaults__:
+            function.__defaults__ = tuple(map(drop_group, function.__defaults__))
+        if function.__kwdefaults__:
+            function.__kwdefaults__ = {name: drop_group(value) for name, value in function.__kwdefaults__.items()}
 
 
 if dist.is_available():
@@ -60,10 +85,8 @@ def group_store(group: Any, prefix: str) -> Any:
 
 
 def split_factor(placement: Any) -> int | None:
-    """Return the ``split_factor`` of a ``_StridedShard`` (FSDP2 over tensor parallelism); None for other placements.
-
-    (It is a subclass of Shard in some releases of torch, and no public name distinguishes it.)
-    """
+    """Return the ``split_factor`` of a ``_StridedShard`` (FSDP2 over tensor parallelism); None for other placements."""
+    # a subclass of Shard in some releases of torch: no public name distinguishes it
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
@@ -119,6 +142,8 @@ def _empty_shard(tensor: Any, dtype: torch.dtype) -> Any:
 
 
 __all__ = [
+    "OLDEST_TORCH",
+    "check_torch",
     "copy_each",
     "empty_sharded_tensor_like",
     "group_store",

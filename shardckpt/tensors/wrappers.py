@@ -36,7 +36,7 @@ def is_quantized(tensor: object) -> TypeGuard[torch.Tensor]:
     return isinstance(tensor, torch.Tensor) and type(tensor).dequantize is not torch.Tensor.dequantize
 
 
-def dequantized(tensor: torch.Tensor) -> torch.Tensor:
+def dequantize(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a quantized tensor as a plain tensor of its outward dtype, on its device.
 
     Raises:
@@ -56,11 +56,29 @@ def dequantized(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy plain values into a tensor, cast or quantized as its class needs; errors name ``key``."""
-    if is_quantized(destination):
-        requantize(key, destination, values)
-    else:
+    """Copy plain values into a tensor, cast to its dtype, or quantized into its memory with its configuration.
+
+    To quantize, it uses the first of these that the destination has: its ``quantize_`` (Transformer Engine 2); a class
+    method that quantizes, called with the destination's configuration (torchao; what a tensor does not store, as the
+    choice of scales, is the method's default); its ``copy_`` (Transformer Engine 1).
+
+    Args:
+        key: Named in errors.
+        destination: Filled in place.
+        values: Plain, of the destination's shape; any dtype and device.
+
+    Raises:
+        ShardingError: a quantized destination has none that works; it is unchanged unless its method failed halfway.
+    """
+    if not is_quantized(destination):
         copy_values(destination.detach(), values)
+        return
+    check_outward_dtype(key, destination)
+    try:
+        with torch.no_grad(), _on(destination.device):
+            _quantize(destination, values.to(destination.device, destination.dtype))
+    except Exception as exc:
+        raise ShardingError(_refusal(key, destination, f"{type(exc).__name__}: {exc}")) from exc
 
 
 def copy_values(destination: torch.Tensor, values: torch.Tensor, *, non_blocking: bool = False) -> None:
@@ -78,29 +96,6 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in _BARE:
         return tensor
     return tensor.view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
-
-
-def requantize(key: str, destination: torch.Tensor, values: torch.Tensor) -> None:
-    """Quantize plain values into the memory of a quantized tensor, with that tensor's configuration.
-
-    It uses the first of these that the destination has: its ``quantize_`` (Transformer Engine 2); a class method that
-    quantizes, called with the destination's configuration (torchao; what a tensor does not store, as the choice of
-    scales, is the method's default); its ``copy_`` (Transformer Engine 1).
-
-    Args:
-        key: Named in errors.
-        destination: Filled in place.
-        values: Plain, of the destination's shape; any dtype and device.
-
-    Raises:
-        ShardingError: none of them works; the destination is unchanged unless its own method failed halfway.
-    """
-    check_outward_dtype(key, destination)
-    try:
-        with torch.no_grad(), _on(destination.device):
-            _quantize(destination, values.to(destination.device, destination.dtype))
-    except Exception as exc:
-        raise ShardingError(_refusal(key, destination, f"{type(exc).__name__}: {exc}")) from exc
 
 
 def check_outward_dtype(key: str, destination: torch.Tensor) -> None:
@@ -130,7 +125,8 @@ def _is_high_precision(tensor: torch.Tensor) -> bool:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make it this thread's current device, where wrappers launch kernels: that of a new thread is the first."""
+    """Return a context manager in which it is this thread's current device."""
+    # wrappers launch their kernels on the current device, which is the first one in a new thread
     return nullcontext() if device.type in ("cpu", "meta") else torch.get_device_module(device).device(device)
 
 
@@ -152,6 +148,7 @@ def _replace(destination: Any, make: Callable[..., Any], values: torch.Tensor) -
     new = make(values, **_configuration(destination, values, {*names, *context} & parameters.keys(), parameters))
     new_names, new_context = new.__tensor_flatten__()
     pairs = [(getattr(destination, name), getattr(new, name)) for name in names if name in new_names]
+    # compared before anything is copied: a destination that does not fit stays as it is
     is_same_form = all(old.shape == other.shape and old.dtype == other.dtype for old, other in pairs)
     if sorted(names) != sorted(new_names) or not is_same_form or not _same(context, new_context):
         raise ValueError(f"{make.__qualname__} quantizes to {_form(new)}, the destination has {_form(destination)}")
@@ -205,18 +202,5 @@ def _form(tensor: Any) -> str:
 def _refusal(key: str, destination: torch.Tensor, why: str) -> str:
     return (
         f"{key!r}: its destination is a {kind(destination)}, into which loaded values cannot be quantized ({why}): "
-        "load into a plain tensor (data=None, or one in high precision), and quantize that yourself"
+        "load into a plain tensor in high precision, or into a ShardedTensor without data, and quantize that yourself"
     )
-
-
-__all__ = [
-    "check_outward_dtype",
-    "copy_values",
-    "dequantized",
-    "fill",
-    "inner_tensors",
-    "is_quantized",
-    "kind",
-    "movable",
-    "requantize",
-]

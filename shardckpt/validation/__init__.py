@@ -7,12 +7,13 @@ from shardckpt.validation.keys import (
     compare_common,
     compare_keys,
     describe_mismatch,
+    name_keys,
     parse_strict_flag,
     stored_key,
-    validate_shards,
+    use_bare_keys,
 )
 from shardckpt.validation.replicas import Replicas, choose_main_replicas, find_replicas
-from shardckpt.validation.sharding import describe_shards, validate_shards_by_rank
+from shardckpt.validation.sharding import describe_shards, validate_shards, validate_shards_by_rank
 
 __all__ = [
     "GivenShards",
@@ -25,8 +26,10 @@ __all__ = [
     "describe_mismatch",
     "describe_shards",
     "find_replicas",
+    "name_keys",
     "parse_strict_flag",
     "stored_key",
+    "use_bare_keys",
     "validate_shards",
     "validate_shards_by_rank",
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,9 +10,7 @@ from shardckpt.errors import PluginError, listed
 from shardckpt.planning import (
     LANES,
     PRIME,
-    Box,
     BoxFinder,
-    Ints,
     Table,
     TensorSpec,
     are_equal_in_field,
@@ -23,18 +20,14 @@ from shardckpt.planning import (
     fingerprint,
 )
 from shardckpt.storage import PackedShards
-from shardckpt.validation.sharding import describe_shards, format_box
+from shardckpt.validation.sharding import RankBox, describe_shards, format_box, group_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from shardckpt.distributed import Comm
     from shardckpt.mapping import ShardedBase
-    from shardckpt.validation.sharding import Described
-
-_Columns: TypeAlias = "tuple[list[TensorSpec], Table]"
-#: Kind and key of a tensor or object.
-_Name: TypeAlias = "tuple[str, str]"
+    from shardckpt.validation.sharding import Columns, ShardColumns
 
 
 class GivenShards:
@@ -45,16 +38,16 @@ class GivenShards:
     rank, which names what is missing. A second copy of a shard, or another dtype, is no error.
 
     Args:
-        described: This rank's main replicas, which the strategy must store.
+        columns: This rank's main replicas, which the strategy must store.
         strategy: The class of the strategy, which errors name.
     """
 
-    def __init__(self, described: Described, strategy: object) -> None:
+    def __init__(self, columns: ShardColumns, strategy: object) -> None:
         #: This rank's main replicas.
-        self.described = described
+        self.columns = columns
         self._strategy = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
         self._numbers: dict[TensorSpec, int] = {}
-        self._sums = _count_empty(*described)
+        self._sums = _count_empty(*columns)
         #: What was recorded last time, and its difference: a training loop records the same shards at every step.
         self._last: tuple[list[PackedShards], list[int]] = ([], [])
 
@@ -71,9 +64,10 @@ class GivenShards:
         """
         with comm.local_phase("describing what was stored"):
             difference = self._difference(recorded)
+        # summed over all ranks: a rank may store what another was given
         if are_equal_in_field(comm.total(*difference), [0] * LANES):
             return
-        everyone = comm.gather((self.described[:2], _join_columns(recorded)))
+        everyone = comm.gather((self.columns[:2], _join_columns(recorded)))
         with comm.collective_phase("comparing what was stored with what was given"):
             if comm.is_main:
                 _refuse([given for given, _ in everyone], [stored for _, stored in everyone], self._strategy)
@@ -93,26 +87,18 @@ class GivenShards:
 
     def _weights(self, specs: list[TensorSpec]) -> torch.Tensor:
         """Return the weights of the specs; most are known already, and hashing takes longer than a lookup."""
-        if specs == self.described.specs:
-            return self.described.weights
-        self._numbers = self._numbers or {spec: number for number, spec in enumerate(self.described.specs)}
+        if specs == self.columns.specs:
+            return self.columns.weights
+        self._numbers = self._numbers or {spec: number for number, spec in enumerate(self.columns.specs)}
         try:
-            return self.described.weights[list(map(self._numbers.__getitem__, specs))]
+            return self.columns.weights[list(map(self._numbers.__getitem__, specs))]
         except KeyError:
             return compute_weights(specs)
 
 
-class _Part(NamedTuple):
-    """A box, with the rank that has it and the global shape that the rank gives."""
-
-    rank: int
-    shape: Ints
-    box: Box
-
-
-def _join_columns(recorded: Iterable[ShardedBase | PackedShards]) -> _Columns:
+def _join_columns(recorded: Iterable[ShardedBase | PackedShards]) -> Columns:
     """Return all that was recorded in one table."""
-    packed: list[_Columns] = []
+    packed: list[Columns] = []
     shards: list[ShardedBase] = []
     for part in recorded:
         if isinstance(part, PackedShards):
@@ -138,9 +124,9 @@ def _count_empty(specs: list[TensorSpec], table: Table, weights: torch.Tensor, s
     return [(one + extra) % PRIME for one, extra in zip(sums, (counts * weights[empty]).sum(0).tolist(), strict=True)]
 
 
-def _refuse(given: list[_Columns], stored: list[_Columns], strategy: str) -> None:
+def _refuse(given: list[Columns], stored: list[Columns], strategy: str) -> None:
     """Raise if the ranks have not stored what they were given; one entry per rank, in rank order."""
-    was_given, was_stored = _group_by_name(given), _group_by_name(stored)
+    was_given, was_stored = group_by_name(given), group_by_name(stored)
     if was_given and not was_stored:
         raise PluginError(
             f"{strategy} has not said what it stored of {len(was_given)} tensors and objects: call "
@@ -158,18 +144,7 @@ def _refuse(given: list[_Columns], stored: list[_Columns], strategy: str) -> Non
         )
 
 
-def _group_by_name(columns: Iterable[_Columns]) -> dict[_Name, list[_Part]]:
-    found: dict[_Name, list[_Part]] = defaultdict(list)
-    for rank, (specs, table) in enumerate(columns):
-        corners = zip(table.spec.tolist(), table.offset.tolist(), table.extent.tolist(), strict=True)
-        for number, offset, extent in corners:
-            kind, key, _, shape = specs[number]
-            axes = len(shape)
-            found[kind, key].append(_Part(rank, shape, Box(tuple(offset[:axes]), tuple(extent[:axes]))))
-    return dict(found)
-
-
-def _find_faults(given: list[_Part], stored: list[_Part]) -> Iterator[str]:
+def _find_faults(given: list[RankBox], stored: list[RankBox]) -> Iterator[str]:
     """Yield the first fault of one tensor or object, if it has any."""
     if not given:
         yield f"rank {stored[0].rank} has stored it, and no rank was given it"
@@ -184,6 +159,3 @@ def _find_faults(given: list[_Part], stored: list[_Part]) -> Iterator[str]:
             if missing is not None:
                 yield f"rank {part.rank} was given {format_box(missing)}, which no rank has stored"
                 return
-
-
-__all__ = ["GivenShards"]

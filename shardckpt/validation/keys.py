@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from shardckpt.distributed import Comm, pickled
+from shardckpt.distributed import Comm, try_pickle
 from shardckpt.errors import CheckpointingException, KeyMismatchError
 from shardckpt.mapping import ShardedBase, ShardedObject
 from shardckpt.state_dict import dict_list_map_outplace, diff
-from shardckpt.validation.sharding import validate_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from shardckpt.mapping import CommonStateDict
 
@@ -47,6 +48,11 @@ class StrictHandling(Enum):
     def checks_all(self) -> bool:
         """Whether missing keys matter, too: then the ranks exchange what they want."""
         return self in (self.LOG_ALL, self.RAISE_ALL, self.RETURN_ALL)
+
+    @property
+    def raises(self) -> bool:
+        """Whether a load fails if keys do not match."""
+        return self in (self.ASSUME_OK_UNEXPECTED, self.RAISE_UNEXPECTED, self.RAISE_ALL)
 
     @property
     def returns_keys(self) -> bool:
@@ -96,13 +102,18 @@ def parse_strict_flag(strict: str | bool | StrictHandling) -> StrictHandling:
 class KeyMismatch:
     """Keys of a load that do not match, in Megatron's words (see :class:`StrictHandling`).
 
+    They are the keys of tensors and objects (``layer._extra_state``), as Megatron's callers filter them.
+
     Attributes:
-        missing: Keys in the checkpoint that no rank wants; empty if the mode does not look for them.
-        unexpected: Keys that this rank wants and the checkpoint has not.
+        missing: Keys in the checkpoint that no rank wants, or of which no rank wants some shard of an object; empty if
+            the mode does not look for them.
+        unexpected: Keys that this rank wants and the checkpoint has not. Of an object it may be some shards.
+        absent: The shards that this rank wants and the checkpoint has not, by :func:`stored_key`.
     """
 
-    missing: frozenset[str]
-    unexpected: frozenset[str]
+    missing: frozenset[str] = frozenset()
+    unexpected: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
 
 
 def stored_key(shard: ShardedBase) -> str:
@@ -110,16 +121,45 @@ def stored_key(shard: ShardedBase) -> str:
     return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
 
 
+def name_keys(shards: Iterable[ShardedBase]) -> dict[str, str]:
+    """Return the key of each shard by the name under which it is stored."""
+    return {stored_key(shard): shard.key for shard in shards}
+
+
+def use_bare_keys(shards: Iterable[ShardedBase], stored: Collection[str], prefix: str) -> None:
+    """Change the keys of shards, in place, to those without a prefix, if the checkpoint has them so.
+
+    torchtitan stores the tensors of a model at the top level, without ``model.``, since 0.2.
+
+    Args:
+        shards: Copies of descriptions.
+        stored: The names of all that is stored.
+        prefix: What the keys begin with: ``"model."``.
+    """
+    if any(key.startswith(prefix) for key in stored):
+        return
+    prefixed = [shard for shard in shards if shard.key.startswith(prefix)]
+    if any(shard.key.removeprefix(prefix) in stored for shard in prefixed):
+        for shard in prefixed:
+            shard.key = shard.key.removeprefix(prefix)
+
+
 def compare_keys(
-    wanted: Sequence[ShardedBase], stored: Iterable[str], strict: StrictHandling, comm: Comm
+    wanted: Sequence[ShardedBase],
+    stored: Mapping[str, str],
+    strict: StrictHandling,
+    comm: Comm,
+    everywhere: Mapping[str, str] | None = None,
 ) -> KeyMismatch:
     """Collective: compare the keys of a load with those of the checkpoint, and do what the mode says.
 
     Args:
         wanted: This rank's shards.
-        stored: Keys in the checkpoint, without those of the common state; the same on every rank.
+        stored: What this rank can load, as :func:`name_keys` returns it, without the common state.
         strict: What to do about a mismatch; the same on every rank.
         comm: The ranks that load.
+        everywhere: What all ranks together can load, the same on every rank; by default ``stored``, which then is the
+            same on every rank.
 
     Returns:
         The keys that do not match.
@@ -127,24 +167,60 @@ def compare_keys(
     Raises:
         KeyMismatchError: on every rank: some rank's keys do not match, and the mode forbids it.
     """
-    have = frozenset(stored)
-    mine = frozenset(map(stored_key, wanted))
-    unexpected = mine - have
-    missing: frozenset[str] = frozenset()
+    everywhere = stored if everywhere is None else everywhere
+    mine = name_keys(wanted)
+    # each rank knows its own absent shards; whether a shard is left over only all ranks together know
+    absent = {name: key for name, key in mine.items() if name not in stored}
+    left: dict[str, str] = {}
+    incomplete: dict[str, str] = {}
     if strict.checks_all:
-        ordered = sorted(have)  # the same order on every rank: only one flag per key is sent
-        wanted_by_any = comm.largest(*(key in mine for key in ordered))
-        missing = frozenset(key for key, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted)
-    with comm.local_phase("comparing keys"):
-        if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL) and (unexpected or missing):
-            raise KeyMismatchError(describe_mismatch(missing, unexpected))
-        if strict is StrictHandling.ASSUME_OK_UNEXPECTED and unexpected:
-            raise KeyMismatchError(
-                describe_mismatch(missing, unexpected) + "\nTo load the rest, pass strict='log_unexpected'."
-            )
-    if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
-        logger.warning("%s", describe_mismatch(missing, unexpected))
-    return KeyMismatch(missing, unexpected)
+        ordered = sorted(everywhere)  # the same order on every rank: only one flag per shard is sent
+        wanted_by_any = comm.largest(*(name in mine for name in ordered))
+        left = {name: everywhere[name] for name, is_wanted in zip(ordered, wanted_by_any, strict=True) if not is_wanted}
+        incomplete = _find_incomplete(wanted, everywhere)
+    if absent or left or incomplete:
+        used = {key for name, key in everywhere.items() if name not in left}
+        text = describe_mismatch(
+            _join_shards(left, used), _join_shards(absent, set(stored.values())) | set(incomplete.values())
+        )
+        text += _suggest_names(absent.values(), set(stored.values()))
+        if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
+            text += "\nTo load the rest, pass strict='log_unexpected'."
+        with comm.local_phase("comparing keys"):
+            if strict.raises:
+                raise KeyMismatchError(text)
+        if strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
+            logger.warning("%s", text)
+    return KeyMismatch(frozenset(left.values()), frozenset(absent.values()) | incomplete.keys(), frozenset(absent))
+
+
+def _suggest_names(absent: Iterable[str], stored: Collection[str]) -> str:
+    """Return what to do about keys that are stored without their first part, as torchtitan stores those of a model."""
+    bare = {key: tail for key in absent if (tail := key.partition(".")[2]) in stored}
+    if not bare:
+        return ""
+    key, tail = min(bare.items())
+    prefix = key.removesuffix(tail)
+    return (
+        f"\nThe checkpoint has {tail!r} and not {key!r} ({len(bare)} keys so): describe what begins with {prefix!r} "
+        "without that; to_sharded_state_dict(model) puts nothing before the names of the model"
+    )
+
+
+def _find_incomplete(wanted: Sequence[ShardedBase], stored: Mapping[str, str]) -> dict[str, str]:
+    """Return the wanted objects of which the checkpoint has only some shards, as errors show them, by key."""
+    grids = {shard.key: math.prod(shard.global_shape) for shard in wanted if isinstance(shard, ShardedObject)}
+    counts = Counter(stored.values())
+    return {
+        key: f"{key} (the checkpoint has {counts[key]} of its {count} shards)"
+        for key, count in grids.items()
+        if 0 < counts[key] < count
+    }
+
+
+def _join_shards(names: Mapping[str, str], others: Collection[str]) -> set[str]:
+    """Return the keys of shards that do not match; where other shards of a key do, the names of those that do not."""
+    return {name if key in others else key for name, key in names.items()}
 
 
 def compare_common(
@@ -162,9 +238,10 @@ def compare_common(
     with comm.local_phase("preparing the common state"):
         mine = dict_list_map_outplace(lambda leaf: leaf, common)
         mine = mine if preprocess is None else preprocess(mine)
-    if comm.all_alike(pickled(mine) or os.urandom(8)):  # what cannot be pickled is compared below: random bytes differ
+    data = try_pickle(mine)
+    if comm.all_alike(data or os.urandom(8)):  # random bytes differ: what cannot be pickled is compared below
         return
-    stored = comm.broadcast_or(mine, None)  # None if it cannot be pickled: the strategy may store it even so
+    stored = comm.broadcast(None if data is None else mine)  # a strategy may store what pickle does not take
     places = ([], [], []) if stored is None else diff(stored, mine)
     if any(places):
         only_main, only_here, different = places
@@ -178,29 +255,17 @@ def compare_common(
         )
 
 
-def describe_mismatch(missing: frozenset[str], unexpected: frozenset[str]) -> str:
+def describe_mismatch(missing: Collection[str], unexpected: Collection[str]) -> str:
     """Return which keys do not match as text, in Megatron's words and in torch's; empty if all match."""
+    # Megatron's callers look for its two terms, with capitals
     parts = []
     if unexpected:
         parts.append(
-            "wanted and not in the checkpoint (Megatron: unexpected keys, torch: missing keys): "
-            + ", ".join(sorted(unexpected))
+            "Unexpected keys, wanted and not in the checkpoint (torch: missing keys): " + ", ".join(sorted(unexpected))
         )
     if missing:
         parts.append(
-            "in the checkpoint and wanted by no rank (Megatron: missing keys, torch: unexpected keys): "
+            "Missing keys, in the checkpoint and wanted by no rank (torch: unexpected keys): "
             + ", ".join(sorted(missing))
         )
     return "\n".join(parts)
-
-
-__all__ = [
-    "KeyMismatch",
-    "StrictHandling",
-    "compare_common",
-    "compare_keys",
-    "describe_mismatch",
-    "parse_strict_flag",
-    "stored_key",
-    "validate_shards",
-]

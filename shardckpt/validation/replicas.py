@@ -20,7 +20,7 @@ from shardckpt.mapping import Replicated, ShardedBase, ShardedObject, ShardedTen
 from shardckpt.planning import find_holders, shard_id
 from shardckpt.state_dict import diff
 from shardckpt.storage import digest_function, digest_vote, negotiate_digest
-from shardckpt.tensors import dequantized, is_quantized, movable, plain_cpu, tensor_bytes
+from shardckpt.tensors import dequantize, is_quantized, movable, plain_cpu, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -35,6 +35,8 @@ _Seen: TypeAlias = "Mapping[_ShortId, Mapping[int, Collection[int]]]"
 
 #: Bytes that are copied from an accelerator at a time.
 _CHUNK = 16 << 20
+#: What a key of a rank's own experts has in it, in the names of all frameworks.
+_EXPERT = "expert"
 #: Elements of a ``"sampled"`` tensor that are compared: few bytes, and enough to say whether most of them differ.
 _SAMPLE = 32
 #: Where a rank has no element: smaller than the bits of any, so that a maximum over ranks ignores it.
@@ -66,9 +68,16 @@ def find_replicas(shards: Sequence[ShardedBase], comm: Comm) -> Replicas:
         This rank's replicated shards and their holders.
     """
     with comm.local_phase("listing replicated shards"):
-        short_ids = {number: _short_id(shard) for number, shard in enumerate(shards) if _replicated(shard)}
+        short_ids = {
+            number: hashlib.sha256(repr((shard_id(shard), replicated)).encode()).digest()[:16]
+            for number, shard in enumerate(shards)
+            if (replicated := _get_replicated(shard))
+        }
         ordered = sorted(short_ids.values())
-    return Replicas(short_ids, _exchange_holders(ordered, comm))
+    if comm.all_alike(b"".join(ordered)):  # one small message answers for most jobs; lists of ids are exchanged else
+        return Replicas(short_ids, dict.fromkeys(ordered, tuple(range(comm.world_size))) if ordered else None)
+    holders = find_holders(comm.all_gather(sorted(set(ordered))))
+    return Replicas(short_ids, {short_id: holders[short_id] for short_id in ordered})
 
 
 def choose_main_replicas(
@@ -90,96 +99,65 @@ def choose_main_replicas(
         ShardingError: on every rank; it names the shards whose copies differ, and the ranks that have them.
     """
     short_ids, holders = replicas or find_replicas(shards, comm)
-    if holders is None:
+    if holders is None:  # on all ranks: no rank has any
         return list(shards)
-    if compare:
+    if compare:  # collective, also on a rank that has nothing to compare
         mine = ((shards[number], short_id) for number, short_id in short_ids.items() if len(holders[short_id]) > 1)
-        _compare(sorted((pair for pair in mine if _is_compared(pair[0])), key=lambda pair: pair[1]), comm)
+        compared = (pair for pair in mine if _get_replicated(pair[0]) is True or _is_sampled(pair[0]))
+        _compare(sorted(compared, key=lambda pair: pair[1]), comm)
     renumbered = list(shards)
     for number, short_id in short_ids.items():
-        renumbered[number] = _set_replica_id(shards[number], holders[short_id][0] == comm.rank)
+        shard: Any = copy.copy(shards[number])
+        shard.replica_id = int(holders[short_id][0] != comm.rank)
+        renumbered[number] = shard
     return renumbered
 
 
-def _replicated(shard: ShardedBase) -> Replicated:
+def _get_replicated(shard: ShardedBase) -> Replicated:
     return shard.replicated if isinstance(shard, (ShardedTensor, ShardedObject)) else False
-
-
-def _short_id(shard: Any) -> _ShortId:
-    return hashlib.sha256(repr((shard_id(shard), shard.replicated)).encode()).digest()[:16]
-
-
-def _exchange_holders(short_ids: list[_ShortId], comm: Comm) -> dict[_ShortId, tuple[int, ...]] | None:
-    """Collective: return the ranks that have each of this rank's replicated shards; None if no rank has any."""
-    if comm.all_alike(b"".join(short_ids)):
-        return dict.fromkeys(short_ids, tuple(range(comm.world_size))) if short_ids else None
-    holders = find_holders(comm.all_gather(sorted(set(short_ids))))
-    return {short_id: holders[short_id] for short_id in short_ids}
-
-
-def _set_replica_id(shard: Any, is_main: bool) -> Any:
-    changed = copy.copy(shard)
-    changed.replica_id = int(not is_main)
-    return changed
-
-
-def _is_compared(shard: Any) -> bool:
-    return _replicated(shard) is True or _is_sampled(shard)
 
 
 def _is_sampled(shard: Any) -> bool:
     """Return whether a sample of the shard is compared: of a weight. Of vectors and scalars any rank's will do."""
-    if _replicated(shard) != "sampled" or not isinstance(shard, ShardedTensor) or len(shard.global_shape) < 2:  # noqa: PLR2004
+    if _get_replicated(shard) != "sampled" or not isinstance(shard, ShardedTensor) or len(shard.global_shape) < 2:  # noqa: PLR2004
         return False
     return shard.data is not None and shard.data.layout == torch.strided and not shard.data.is_meta
 
 
 def _compare(shared: list[tuple[Any, _ShortId]], comm: Comm) -> None:
-    """Collective: raise on all ranks if copies differ.
-
-    Args:
-        shared: This rank's shards that other ranks have, too, ordered by their short ids.
-        comm: The ranks.
-    """
+    """Collective: raise on all ranks if copies of shards that several ranks have differ; all order them by short id."""
     vote = comm.largest(digest_vote())[0]  # all ranks must use the same digest
     with comm.local_phase("comparing replicated shards"):
         digest = digest_function(negotiate_digest(vote))
-        sampled = [(shard, short_id) for shard, short_id in shared if _is_sampled(shard)]
-        samples = dict(
-            zip((short_id for _, short_id in sampled), _samples([shard.data for shard, _ in sampled]), strict=True)
-        )
-        mine = [(m, digest(tensor_bytes(samples[m])) if m in samples else _digest(s.data, digest)) for s, m in shared]
+        samples = _take_samples(shared)
+        mine = [(short_id, _digest(samples.get(short_id, shard.data), digest)) for shard, short_id in shared]
     if comm.all_alike(b"".join(short_id + value.to_bytes(8, "little") for short_id, value in mine)):
         return
-    different = _different(comm.all_gather(mine))
-    objects = {m: s.data for s, m in shared if m in different and isinstance(s, ShardedObject)}
-    equal = _equal_objects(comm.all_gather(objects))  # pickles of equal values may differ
-    equal |= _mostly_equal({short_id: sample for short_id, sample in samples.items() if short_id in different}, comm)
+    different = _find_different(comm.all_gather(mine))
+    suspects = [(shard, short_id) for shard, short_id in shared if short_id in different]
+    objects = {short_id: shard.data for shard, short_id in suspects if isinstance(shard, ShardedObject)}
+    equal = _find_equal_objects(comm.all_gather(objects))  # pickles of equal values may differ
+    equal |= _find_mostly_equal({short_id: samples[short_id] for _, short_id in suspects if short_id in samples}, comm)
     with comm.collective_phase("comparing replicated shards"):
-        faults = {
-            shard.key: (shard, different[short_id])
-            for shard, short_id in shared
-            if short_id in different.keys() - equal
-        }
-        _refuse(faults)
+        _refuse({shard.key: (shard, different[id_]) for shard, id_ in suspects if id_ not in equal})
 
 
-def _samples(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the bits of a few elements of each tensor as int64 on the CPU; one copy per dtype and device."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for number, tensor in enumerate(tensors):
-        groups[tensor.dtype, tensor.device].append(number)
-    found: dict[int, torch.Tensor] = {}
-    for numbers in groups.values():
-        parts = [_sample(tensors[number]) for number in numbers]
-        bits = _bits(torch.cat(parts).cpu())
-        found.update(zip(numbers, torch.split(bits, [part.numel() for part in parts]), strict=True))
-    return [found[number] for number in range(len(tensors))]
+def _take_samples(shared: list[tuple[Any, _ShortId]]) -> dict[_ShortId, torch.Tensor]:
+    """Return the bits of a few elements of each sampled tensor, by its short id, as int64 on the CPU."""
+    groups: dict[Any, dict[_ShortId, torch.Tensor]] = defaultdict(dict)
+    for shard, short_id in shared:
+        if _is_sampled(shard):
+            groups[shard.data.dtype, shard.data.device][short_id] = _sample(shard.data)
+    found: dict[_ShortId, torch.Tensor] = {}
+    for parts in groups.values():
+        bits = _bits(torch.cat(list(parts.values())).cpu())  # one copy from the device, not one per tensor
+        found.update(zip(parts, torch.split(bits, [part.numel() for part in parts.values()]), strict=True))
+    return found
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return at most _SAMPLE elements from all over a tensor, at indices that depend on its shape alone."""
-    values = (dequantized(tensor) if is_quantized(tensor) else tensor).detach()
+    values = (dequantize(tensor) if is_quantized(tensor) else tensor).detach()
     step = max(1, values.numel() // _SAMPLE) | 1  # odd: an even step would stay in a few columns of most weights
     if values.is_contiguous():
         return movable(values.view(-1))[::step][:_SAMPLE]
@@ -191,18 +169,16 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     """Return the bits of elements as int64; of 8-byte elements the upper 63, so that they can be negated."""
     if values.is_complex():
         real, imaginary = (_bits(part) for part in torch.view_as_real(values.resolve_conj()).unbind(-1))
-        return (31 * real + imaginary) >> 1
+        return (31 * real + imaginary) >> 1  # one number that differs if either part does, but for chance
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
     bits = values.resolve_neg().contiguous().view(width).to(torch.int64)
     return bits >> 1 if width == torch.int64 else bits
 
 
-def _mostly_equal(samples: Mapping[_ShortId, torch.Tensor], comm: Comm) -> set[_ShortId]:
-    """Collective: return the samples of which at least half of the elements are equal on all ranks.
-
-    The largest and the smallest value of each element over all ranks say whether it is equal, so the bytes that travel
-    do not depend on the number of ranks.
-    """
+def _find_mostly_equal(samples: Mapping[_ShortId, torch.Tensor], comm: Comm) -> set[_ShortId]:
+    """Collective: return the samples of which at least half of the elements are equal on all ranks."""
+    # The largest and the smallest value of an element over all ranks say whether it is equal: the bytes that travel do
+    # not depend on the number of ranks.
     ids = sorted({short_id for theirs in comm.all_gather(sorted(samples)) for short_id in theirs})
     equal = set()
     for first in range(0, len(ids), _SAMPLES_AT_ONCE):
@@ -221,7 +197,7 @@ def _mostly_equal(samples: Mapping[_ShortId, torch.Tensor], comm: Comm) -> set[_
     return equal
 
 
-def _different(everyone: list[list[tuple[_ShortId, int]]]) -> _Seen:
+def _find_different(everyone: list[list[tuple[_ShortId, int]]]) -> _Seen:
     seen: dict[_ShortId, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, digests in enumerate(everyone):
         for short_id, value in digests:
@@ -229,7 +205,7 @@ def _different(everyone: list[list[tuple[_ShortId, int]]]) -> _Seen:
     return {short_id: ranks for short_id, ranks in seen.items() if len(ranks) > 1}
 
 
-def _equal_objects(everyone: list[dict[_ShortId, Any]]) -> set[_ShortId]:
+def _find_equal_objects(everyone: list[dict[_ShortId, Any]]) -> set[_ShortId]:
     """Return the objects whose values are equal although their pickles differ."""
     copies = defaultdict(list)
     for objects in everyone:
@@ -254,12 +230,17 @@ def _refuse(faults: dict[str, tuple[Any, Mapping[int, Collection[int]]]]) -> Non
         "local tensors of experts by their layouts (shardckpt_ep.expert_layouts and expert_sharded_state_dict); states "
         "of a CheckpointManager as PerRank. Or give each rank's values a key of their own"
     )
-    if not any(isinstance(shard, ShardedTensor) and len(shard.global_shape) > 1 for shard in shards):  # no weights
+    # of weights, and of anything that may be local experts', one rank's values for all would be a loss
+    if not any(_is_weight(shard) or _EXPERT in shard.key for shard in shards):
         advice += (
             ". If any rank's values will do, such as BatchNorm's statistics, pass check_replicas=False (to "
             "to_sharded_state_dict, or in the CheckpointConfig): then those of the lowest rank are saved"
         )
     raise ShardingError(f"{what}:\n  " + listed(shown, "\n  ") + f"\n{advice}")
+
+
+def _is_weight(shard: Any) -> bool:
+    return isinstance(shard, ShardedTensor) and len(shard.global_shape) > 1
 
 
 def _groups(ranks: Mapping[int, Collection[int]]) -> str:
@@ -271,15 +252,8 @@ def _groups(ranks: Mapping[int, Collection[int]]) -> str:
 def _digest(value: Any, digest: Digest) -> int:
     if not isinstance(value, torch.Tensor):
         return digest(pickle.dumps(value))
-    parts = [digest(tensor_bytes(plain_cpu(part))) for part in _parts(value)]
-    return parts[0] if len(parts) == 1 else digest(b"".join(part.to_bytes(8, "little") for part in parts))
-
-
-def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the tensor in parts that are small enough to copy; all ranks cut the same parts, on any kind of device."""
-    if tensor.nbytes <= _CHUNK or is_quantized(tensor) or tensor.layout != torch.strided:
-        return (tensor,)
-    return torch.split(tensor.detach().reshape(-1), math.ceil(_CHUNK / tensor.element_size()))
-
-
-__all__ = ["Replicas", "choose_main_replicas", "find_replicas"]
+    if value.nbytes <= _CHUNK or is_quantized(value) or value.layout != torch.strided:
+        return digest(tensor_bytes(plain_cpu(value)))
+    # in parts, of which few are on the CPU at a time; all ranks cut the same ones, on any kind of device
+    parts = torch.split(value.detach().reshape(-1), math.ceil(_CHUNK / value.element_size()))
+    return digest(b"".join(digest(tensor_bytes(plain_cpu(part))).to_bytes(8, "little") for part in parts))

@@ -8,8 +8,8 @@ sends them. Only if the fingerprints are wrong the main rank gathers all boxes, 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from shardckpt.errors import ShardingError, listed
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
@@ -30,7 +30,6 @@ from shardckpt.planning import (
     shard_parts,
     unflattened_box,
 )
-from shardckpt.state_dict import map_reduce
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +39,21 @@ if TYPE_CHECKING:
     from shardckpt.distributed import Comm
 
 
-class Described(NamedTuple):
+#: The specs of a rank's shards, and their boxes.
+Columns: TypeAlias = "tuple[list[TensorSpec], Table]"
+#: Kind and key of a tensor or object.
+Name: TypeAlias = "tuple[str, str]"
+
+
+class RankBox(NamedTuple):
+    """A box, with the rank that has it and the global shape that the rank gives."""
+
+    rank: int
+    shape: Ints
+    box: Box
+
+
+class ShardColumns(NamedTuple):
     """A rank's shards in columns.
 
     Attributes:
@@ -56,7 +69,7 @@ class Described(NamedTuple):
     sums: list[int]
 
 
-def validate_shards(shards: Sequence[ShardedBase], comm: Comm, described: Described | None = None) -> None:
+def validate_shards(shards: Sequence[ShardedBase], comm: Comm, columns: ShardColumns | None = None) -> None:
     """Collective: check that the shards of all ranks describe every global tensor and object exactly once.
 
     Shards may be of any size. Each must have passed its own ``validate_metadata_integrity`` before.
@@ -64,15 +77,15 @@ def validate_shards(shards: Sequence[ShardedBase], comm: Comm, described: Descri
     Args:
         shards: This rank's shards.
         comm: The ranks that save or load together.
-        described: What :func:`describe_shards` returns for them, if that is known already.
+        columns: What :func:`describe_shards` returns for them, if that is known already.
 
     Raises:
         ShardingError: the same on every rank: shards disagree on dtype or global shape, overlap, or leave a hole.
     """
     with comm.local_phase("describing shards"):
-        specs, _, weights, sums = described or describe_shards(shards)
+        specs, table, weights, sums = columns or describe_shards(shards)
     if not _fill_exactly(specs, weights, sums, comm):
-        everyone = comm.gather([_make_claim(shard) for shard in shards])
+        everyone = comm.gather((specs, table))  # seldom, and slow for many shards: only to name the fault
         with comm.collective_phase("checking the shards of all ranks"):
             if comm.is_main:
                 _refuse(_find_faults(everyone))
@@ -87,36 +100,32 @@ def validate_shards_by_rank(shards_by_rank: Sequence[Sequence[ShardedBase]]) -> 
     Raises:
         ShardingError: shards disagree on dtype or global shape, overlap, or leave a hole.
     """
-    _refuse(_find_faults([[_make_claim(shard) for shard in shards] for shards in shards_by_rank]))
+    _refuse(_find_faults([describe_shards(shards)[:2] for shards in shards_by_rank]))
 
 
 def _fill_exactly(specs: list[TensorSpec], weights: torch.Tensor, sums: list[int], comm: Comm) -> bool:
     """Collective: return whether the boxes of all ranks fill their tensors exactly."""
-    mine = _digest(weights)
-    squares = [element * element % PRIME for element in mine]
+    # a hash in elements of the field: equal on ranks that have the same specs in the same order
+    digest = hashlib.sha256(repr(weights.tolist()).encode()).digest()
+    mine = [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
     # one message answers both questions: are the keys the same on all ranks, and what do the fingerprints add up to?
-    total = comm.total(*sums, *mine, *squares)
-    if _all_equal(total[LANES : 2 * LANES], total[2 * LANES :], comm.world_size):
-        return _are_unique(specs) and are_equal_in_field(total[:LANES], fingerprint_specs(specs, weights))
-    all_specs = _gather_specs(specs, mine, comm)
+    total = comm.total(*sums, *mine, *(element * element % PRIME for element in mine))
+    sums, digests, squares = total[:LANES], total[LANES : 2 * LANES], total[2 * LANES :]
+    # the digests are equal if their variance is 0; that of others is 0 once in 2^62
+    if are_equal_in_field([comm.world_size * square for square in squares], [one * one for one in digests]):
+        return _are_unique(specs) and are_equal_in_field(sums, fingerprint_specs(specs, weights))
+    # the main rank needs the specs of all ranks: of ranks with the same ones, the first sends them
+    everyone = comm.gather(tuple(mine))
+    senders = comm.broadcast({theirs: rank for rank, theirs in reversed(list(enumerate(everyone)))})
+    gathered = comm.gather_some(specs, given=senders[tuple(mine)] == comm.rank)
+    specs = list(dict.fromkeys(spec for part in gathered for spec in part))
     return bool(
         comm.largest(
             comm.is_main
-            and _are_unique(all_specs)
-            and are_equal_in_field(total[:LANES], fingerprint_specs(all_specs, compute_weights(all_specs)))
+            and _are_unique(specs)
+            and are_equal_in_field(sums, fingerprint_specs(specs, compute_weights(specs)))
         )[0]
     )
-
-
-def _digest(weights: torch.Tensor) -> list[int]:
-    """Return a hash, in elements of the field: equal on ranks that have the same specs in the same order."""
-    digest = hashlib.sha256(repr(weights.tolist()).encode()).digest()
-    return [int.from_bytes(digest[4 * lane : 4 * lane + 4], "little") % PRIME for lane in range(LANES)]
-
-
-def _all_equal(sums: list[int], sums_of_squares: list[int], count: int) -> bool:
-    """Return whether ``count`` digests are equal: their variance is 0. That of others is 0 once in 2^62."""
-    return are_equal_in_field([count * square for square in sums_of_squares], [sum_ * sum_ for sum_ in sums])
 
 
 def _are_unique(specs: list[TensorSpec]) -> bool:
@@ -124,15 +133,7 @@ def _are_unique(specs: list[TensorSpec]) -> bool:
     return len({(spec.kind, spec.key) for spec in specs}) == len(specs)
 
 
-def _gather_specs(specs: list[TensorSpec], mine: list[int], comm: Comm) -> list[TensorSpec]:
-    """Collective: return, on the main rank, the specs of all ranks; of ranks with the same specs one sends them."""
-    everyone = comm.gather(tuple(mine))
-    senders = comm.broadcast({digest: rank for rank, digest in reversed(list(enumerate(everyone)))})
-    gathered = comm.gather_some(specs, given=senders[tuple(mine)] == comm.rank)
-    return list(dict.fromkeys(spec for part in gathered for spec in part))
-
-
-def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> Described:
+def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> ShardColumns:
     """Describe shards in columns.
 
     Args:
@@ -149,20 +150,20 @@ def describe_shards(shards: Iterable[ShardedBase], *, copies: bool = False) -> D
     specs: list[TensorSpec] = []
     boxes = Boxes()
     for shard in shards:
-        identity = _identify(shard)
-        number = numbers.get(identity)
+        common = _find_common(shard)
+        number = numbers.get(common)
         if number is None:
-            number = numbers[identity] = len(numbers)
-            kind, key, dtype, shape = identity
+            number = numbers[common] = len(numbers)
+            kind, key, dtype, shape = common
             specs.append(TensorSpec(kind, key, str(dtype), tuple(shape)))
         if copies or is_main_replica(shard.replica_id):
             for box in _find_boxes(shard):
                 boxes.add(number, *box)
     table, weights = boxes.table(), compute_weights(specs)
-    return Described(specs, table, weights, fingerprint(table, weights))
+    return ShardColumns(specs, table, weights, fingerprint(table, weights))
 
 
-def _identify(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
+def _find_common(shard: ShardedBase) -> tuple[str, str, Any, Ints]:
     """Return what all shards of the same tensor or object must agree on: kind, key, dtype and global shape."""
     if isinstance(shard, ShardedTensor):
         return "tensor", shard.key, shard.dtype, tuple(shard.global_shape)
@@ -180,68 +181,65 @@ def _find_boxes(shard: ShardedBase) -> Iterable[Box]:
     return ()
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """A shard as the main rank gets it to name a fault: what it says of its tensor, and the boxes that it fills."""
-
-    key: str
-    kind: str
-    dtype: Any
-    global_shape: Ints
-    main: bool
-    boxes: tuple[Box, ...]
-
-
-def _make_claim(shard: ShardedBase) -> _Claim:
-    kind, key, dtype, shape = _identify(shard)
-    return _Claim(key, kind, dtype, shape, is_main_replica(shard.replica_id), tuple(_find_boxes(shard)))
+def group_by_name(columns_by_rank: Iterable[Columns]) -> dict[Name, list[RankBox]]:
+    """Return the boxes of all ranks by the tensors and objects that they belong to, in rank order."""
+    found: dict[Name, list[RankBox]] = defaultdict(list)
+    for rank, (specs, table) in enumerate(columns_by_rank):
+        corners = zip(table.spec.tolist(), table.offset.tolist(), table.extent.tolist(), strict=True)
+        for number, offset, extent in corners:
+            kind, key, _, shape = specs[number]
+            axes = len(shape)
+            found[kind, key].append(RankBox(rank, shape, Box(tuple(offset[:axes]), tuple(extent[:axes]))))
+    return dict(found)
 
 
-def _find_faults(claims_by_rank: Sequence[Sequence[_Claim]]) -> list[str]:
+def _find_faults(columns_by_rank: Sequence[Columns]) -> list[str]:
     """Return what is wrong with the shards of all ranks, sorted by key."""
-    ranked = ((rank, claim) for rank, claims in enumerate(claims_by_rank) for claim in claims)
-    by_key = map_reduce(ranked, lambda item: (item[1].key, item[1].kind), lambda item: item, list)
-    faults: list[str] = []
-    for key, kind in sorted(by_key):
-        faults.extend(f"{kind} {key!r}: {fault}" for fault in _faults_of_key(by_key[key, kind], kind))
-    return faults
+    specs: dict[Name, list[tuple[int, TensorSpec]]] = defaultdict(list)
+    for rank, (described, _) in enumerate(columns_by_rank):
+        for spec in described:
+            specs[spec.kind, spec.key].append((rank, spec))
+    boxes = group_by_name(columns_by_rank)
+    return [
+        f"{kind} {key!r}: {fault}"
+        for kind, key in sorted(specs, key=lambda name: name[::-1])
+        for fault in _faults_of_key(specs[kind, key], boxes.get((kind, key), []))
+    ]
 
 
-def _faults_of_key(claims: list[tuple[int, _Claim]], kind: str) -> Iterable[str]:
-    first_rank, first = claims[0]
-    for what in ("global_shape", "dtype"):
-        for rank, claim in claims:
-            if getattr(claim, what) != getattr(first, what):
+def _faults_of_key(specs: list[tuple[int, TensorSpec]], parts: list[RankBox]) -> Iterable[str]:
+    first_rank, first = specs[0]
+    # one fault per key is enough, and the first explains those that follow
+    for what, field in (("global_shape", "shape"), ("dtype", "dtype")):
+        for rank, spec in specs:
+            if getattr(spec, field) != getattr(first, field):
                 yield (
-                    f"ranks disagree on its {what}: {getattr(first, what)} on rank {first_rank}, "
-                    f"{getattr(claim, what)} on rank {rank}"
+                    f"ranks disagree on its {what}: {getattr(first, field)} on rank {first_rank}, "
+                    f"{getattr(spec, field)} on rank {rank}"
                 )
                 return
-    mains = [(rank, box) for rank, claim in claims if claim.main for box in claim.boxes]
-    boxes = [box for _, box in mains]
+    boxes = [part.box for part in parts]
     overlap = find_overlap(boxes)
     if overlap is not None:
         yield (
-            f"{format_box(overlap.common)} is described as the main replica twice, by rank {mains[overlap.first][0]} "
-            f"and rank {mains[overlap.second][0]}: give copies a replica_id other than 0"
+            f"{format_box(overlap.common)} is described as the main replica twice, by rank {parts[overlap.first].rank} "
+            f"and rank {parts[overlap.second].rank}: give copies a replica_id other than 0"
         )
         return
-    hole = find_hole(first.global_shape, boxes)
+    hole = find_hole(first.shape, boxes)
     if hole is not None:
-        part = "no object" if kind == "object" else "no shard"
+        part = "no object" if first.kind == "object" else "no shard"
         hint = "" if boxes else " (no rank holds a main replica: replica_id 0)"
-        yield f"{part} describes {format_box(hole)} of the global shape {first.global_shape}{hint}"
+        yield f"{part} describes {format_box(hole)} of the global shape {first.shape}{hint}"
 
 
 def _refuse(faults: Sequence[str]) -> None:
     """Raise one error with the first faults, if there are any."""
     if faults:
-        raise ShardingError("shards do not fit together:\n  " + listed(faults, "\n  "))
+        # Megatron's term, for which its callers look
+        raise ShardingError("Invalid access pattern, shards do not fit together:\n  " + listed(faults, "\n  "))
 
 
 def format_box(box: Box) -> str:
     """Return a box as errors show it: ``[0:4, 2:3]``."""
     return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(box.offset, box.end, strict=True)) + "]"
-
-
-__all__ = ["Described", "describe_shards", "format_box", "validate_shards", "validate_shards_by_rank"]

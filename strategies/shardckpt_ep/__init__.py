@@ -9,16 +9,7 @@ if TYPE_CHECKING:
     from shardckpt_ep.layout import ExpertLayout
     from shardckpt_ep.load import EPLoadStrategy
     from shardckpt_ep.load_planner import EPLoadPlanner, LocalExpertsLoadPlanner, local_plan
-    from shardckpt_ep.meshes import (
-        EP_NAMES,
-        FSDP_NAMES,
-        Names,
-        find_mesh_dim,
-        gather_experts_per_rank,
-        get_local_tensor,
-        get_replica_coordinates,
-        has_mesh_dim,
-    )
+    from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, Names, find_mesh_dim, gather_experts_per_rank, has_mesh_dim
     from shardckpt_ep.models import expert_layouts, expert_parameters
     from shardckpt_ep.names import ExpertNames
     from shardckpt_ep.objects import ExpertObject, expert_object
@@ -28,38 +19,28 @@ if TYPE_CHECKING:
     from shardckpt_ep.state import expert_sharded_state_dict
     from shardckpt_ep.torch_private import StridedShard
 
-#: The module of each name, which is imported when the name is first used: importing this package imports no torch.
-_MODULES = {
-    "EPLoadPlanner": "load_planner",
-    "EPLoadStrategy": "load",
-    "EPSavePlanner": "save_planner",
-    "EPSaveStrategy": "save",
-    "EP_NAMES": "meshes",
-    "ExpertLayout": "layout",
-    "ExpertNames": "names",
-    "ExpertObject": "objects",
-    "FSDP_NAMES": "meshes",
-    "LocalExpertsLoadPlanner": "load_planner",
-    "Names": "meshes",
-    "StridedShard": "torch_private",
-    "expert_layouts": "models",
-    "expert_object": "objects",
-    "expert_parameters": "models",
-    "expert_sharded_state_dict": "state",
-    "gather_experts_per_rank": "meshes",
-    "has_mesh_dim": "meshes",
-    "get_local_tensor": "meshes",
-    "local_plan": "load_planner",
-    "find_mesh_dim": "meshes",
-    "get_replica_coordinates": "meshes",
-    "get_stored_tensor": "read_items",
+#: The names of each module, which is imported at the first use of one: importing this package imports no torch.
+_NAMES = {
+    "layout": ("ExpertLayout",),
+    "load": ("EPLoadStrategy",),
+    "load_planner": ("EPLoadPlanner", "LocalExpertsLoadPlanner", "local_plan"),
+    "meshes": ("EP_NAMES", "FSDP_NAMES", "Names", "find_mesh_dim", "gather_experts_per_rank", "has_mesh_dim"),
+    "models": ("expert_layouts", "expert_parameters"),
+    "names": ("ExpertNames",),
+    "objects": ("ExpertObject", "expert_object"),
+    "read_items": ("get_stored_tensor",),
+    "save": ("EPSaveStrategy",),
+    "save_planner": ("EPSavePlanner",),
+    "state": ("expert_sharded_state_dict",),
+    "torch_private": ("StridedShard",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
@@ -81,8 +62,6 @@ __all__ = [
     "expert_sharded_state_dict",
     "find_mesh_dim",
     "gather_experts_per_rank",
-    "get_local_tensor",
-    "get_replica_coordinates",
     "get_stored_tensor",
     "has_mesh_dim",
     "local_plan",

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardckpt.distributed import Comm
-    from shardckpt.mapping import ShardedBase
-    from shardckpt.planning import Overlap
 
 
 class Claim(NamedTuple):
@@ -38,13 +36,11 @@ class Claim(NamedTuple):
     box: Box
 
 
-def check_experts(shards: Sequence[ShardedBase], expert_dims: Mapping[str, int], comm: Comm) -> None:
+def check_experts(shards: Sequence[ShardedTensor | ShardedObject], expert_dims: Mapping[str, int], comm: Comm) -> None:
     """Collective: check that the ranks describe every expert exactly once; all raise the same error if not.
 
-    Args:
-        shards: This rank's shards of expert tensors, and its objects of single experts.
-        expert_dims: The axis that counts experts, by tensor key.
-        comm: The ranks that save or load together.
+    ``shards`` are this rank's expert tensors and objects of single experts; ``expert_dims`` has the axis that counts
+    experts, by tensor key.
 
     Raises:
         ShardingError: for every tensor, it names the experts that no rank has, or several.
@@ -53,7 +49,7 @@ def check_experts(shards: Sequence[ShardedBase], expert_dims: Mapping[str, int],
     try:
         validate_shards(shards, comm)
     except ShardingError as generic:
-        everyone = comm.gather([_claim(shard, expert_dims) for shard in shards])
+        everyone = comm.gather([make_claim(shard, expert_dims.get(shard.key, 0)) for shard in shards])
         with comm.collective_phase("checking the experts of all ranks"):
             if comm.is_main:
                 check_claims(everyone)
@@ -61,14 +57,7 @@ def check_experts(shards: Sequence[ShardedBase], expert_dims: Mapping[str, int],
 
 
 def check_claims(claims_by_rank: Sequence[Sequence[Claim]]) -> None:
-    """Check the experts of all ranks.
-
-    Args:
-        claims_by_rank: The claims of every rank, in rank order.
-
-    Raises:
-        ShardingError: ranks disagree on a tensor, or experts are missing or claimed by several ranks; it names them.
-    """
+    """Raise :class:`ShardingError`, which names the experts, if the claims of all ranks are not each expert once."""
     ranked = [(rank, claim) for rank, claims in enumerate(claims_by_rank) for claim in claims]
     by_key = map_reduce(ranked, lambda item: item[1].key, lambda item: item, list)
     faults = [fault for key in sorted(by_key) for fault in _faults(key, by_key[key])]
@@ -76,19 +65,14 @@ def check_claims(claims_by_rank: Sequence[Sequence[Claim]]) -> None:
         raise ShardingError("invalid sharding of experts:\n  " + listed(faults, "\n  "))
 
 
-def _claim(shard: ShardedBase, expert_dims: Mapping[str, int]) -> Claim:
-    """Return the claim of a shard."""
-    main = is_main_replica(shard.replica_id)
-    if isinstance(shard, ShardedTensor):
-        box = Box(tuple(shard.global_offset), tuple(shard.local_shape))
-        return Claim(shard.key, tuple(shard.global_shape), str(shard.dtype), expert_dims[shard.key], main, box)
-    if isinstance(shard, ShardedObject):
-        box = Box(tuple(shard.global_offset), (1,) * len(shard.global_shape))
-        return Claim(shard.key, tuple(shard.global_shape), "", 0, main, box)
-    raise ShardingError(
-        f"{shard.key!r}: a {type(shard).__name__} cannot hold an expert: describe it as a ShardedTensor or by "
-        "expert_object"
+def make_claim(shard: ShardedTensor | ShardedObject, expert_dim: int) -> Claim:
+    """Return the claim of a shard of an expert tensor, or of an object of one expert."""
+    shape = tuple(shard.global_shape)
+    extent, dtype = (
+        (shard.local_shape, str(shard.dtype)) if isinstance(shard, ShardedTensor) else ((1,) * len(shape), "")
     )
+    box = Box(tuple(shard.global_offset), tuple(extent))
+    return Claim(shard.key, shape, dtype, expert_dim, is_main_replica(shard.replica_id), box)
 
 
 def _faults(key: str, claims: list[tuple[int, Claim]]) -> Iterator[str]:
@@ -105,57 +89,40 @@ def _faults(key: str, claims: list[tuple[int, Claim]]) -> Iterator[str]:
     mains = [(rank, claim.box) for rank, claim in claims if claim.main]  # copies may overlap them
     boxes = [box for _, box in mains]
     overlap = find_overlap(boxes)
+    if overlap is None and find_hole(first.shape, boxes) is None:
+        return
+    repeated, missing, incomplete = _sort_experts(first, boxes)
     if overlap is not None:
-        yield _describe_overlap(key, first, mains, overlap)
-    # find_hole compares volumes, which an overlap falsifies: then look for holes expert by expert
-    if overlap is not None or find_hole(first.shape, boxes) is not None:
-        yield from _describe_missing(key, first, mains)
-
-
-def _describe_overlap(key: str, claim: Claim, mains: list[tuple[int, Box]], overlap: Overlap) -> str:
-    ranks = (mains[overlap.first][0], mains[overlap.second][0])
-    count = claim.shape[claim.expert_dim]
-    twice = [expert for expert in range(count) if find_overlap(_clip(mains, _expert_box(claim, expert)))]
-    return (
-        f"{_format_experts(twice)} of {key!r} are described by several ranks (rank {ranks[0]} and rank {ranks[1]}, "
-        "which are not copies of each other): the mesh that was passed has other expert-parallel ranks, or lacks a "
-        "dimension that holds copies"
-    )
-
-
-def _describe_missing(key: str, claim: Claim, mains: list[tuple[int, Box]]) -> Iterator[str]:
-    missing, incomplete = [], []
-    for expert in range(claim.shape[claim.expert_dim]):
-        wanted = _expert_box(claim, expert)
-        found = _clip(mains, wanted)
-        if not found and wanted.volume:
-            missing.append(expert)
-        elif _has_hole(wanted, found):
-            incomplete.append(expert)
+        ranks = f"rank {mains[overlap.first][0]} and rank {mains[overlap.second][0]}"
+        yield (
+            f"{_format_experts(repeated)} of {key!r} are described by several ranks ({ranks}, which are not copies of "
+            "each other): the mesh that was passed has other expert-parallel ranks, or lacks a dimension that holds "
+            "copies"
+        )
     if missing:
         yield f"{_format_experts(missing)} of {key!r} are described by no rank"
     if incomplete:
         yield f"{_format_experts(incomplete)} of {key!r} are described in part: some of their elements by no rank"
 
 
-def _clip(mains: list[tuple[int, Box]], to: Box) -> list[Box]:
-    """Return the parts of the boxes that lie in another box."""
-    return [common for _, box in mains if (common := intersect(box, to))]
-
-
-def _has_hole(wanted: Box, found: Sequence[Box]) -> bool:
-    """Return whether boxes inside another leave a part of it uncovered."""
-    if find_overlap(found) is not None:
-        return False  # reported as an overlap
-    back = tuple(-offset for offset in wanted.offset)
-    return find_hole(wanted.shape, [box.moved(back) for box in found]) is not None
-
-
-def _expert_box(claim: Claim, expert: int) -> Box:
-    """Return the box of one expert in the tensor of all."""
+def _sort_experts(claim: Claim, boxes: Sequence[Box]) -> tuple[list[int], list[int], list[int]]:
+    """Return the experts that boxes overlap in, those that no box touches, and those that boxes fill in part."""
     axis = claim.expert_dim
-    offset = tuple(expert if dim == axis else 0 for dim in range(len(claim.shape)))
-    return Box(offset, tuple(1 if dim == axis else size for dim, size in enumerate(claim.shape)))
+    repeated: list[int] = []
+    missing: list[int] = []
+    incomplete: list[int] = []
+    for expert in range(claim.shape[axis]):
+        offset = tuple(expert if dim == axis else 0 for dim in range(len(claim.shape)))
+        own = Box(offset, tuple(1 if dim == axis else size for dim, size in enumerate(claim.shape)))
+        found = [common for box in boxes if (common := intersect(box, own))]
+        # find_hole compares volumes, which an overlap falsifies: it is asked only where none is
+        if find_overlap(found) is not None:
+            repeated.append(expert)
+        elif not found and own.volume:
+            missing.append(expert)
+        elif find_hole(own.shape, [box.moved([-start for start in offset]) for box in found]) is not None:
+            incomplete.append(expert)
+    return repeated, missing, incomplete
 
 
 def _format_experts(numbers: Iterable[int]) -> str:
@@ -169,6 +136,3 @@ def _format_experts(numbers: Iterable[int]) -> str:
     short = 2
     texts = (f"{run[0]}-{run[-1]}" if len(run) > short else ", ".join(map(str, run)) for run in runs)
     return "experts " + ", ".join(texts)
-
-
-__all__ = ["Claim", "check_claims", "check_experts"]

@@ -7,27 +7,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardckpt.adapters import get_local_tensor, make_shards
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedTensor
+from shardckpt.planning import Box
 from shardckpt.tensors import is_quantized
-from shardckpt_ep.meshes import EP_NAMES, get_local_tensor, has_mesh_dim
+from shardckpt_ep.meshes import EP_NAMES, has_mesh_dim
 from shardckpt_ep.names import SECTIONS, ExpertNames, clean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from shardckpt.planning import Ints
+    from shardckpt.distributed import Comm
+    from shardckpt.mapping import ShardedBase
     from shardckpt_ep.layout import ExpertLayout
 
 
 class Experts:
     """The layouts of a rank's expert parameters, and the keys of a state dict that they apply to.
 
-    Args:
-        layouts: The layout of every expert parameter that this rank has.
-        sections: What may stand before a parameter's name in a key; see :class:`shardckpt_ep.names.ExpertNames`.
-        is_expert: Takes a key and returns whether it is an expert's, so that one without a layout is an error. By
-            default a key is that differs only in numbers from a parameter with a layout (of another layer or expert).
+    Arguments are those of :func:`shardckpt_ep.expert_sharded_state_dict`.
     """
 
     def __init__(
@@ -41,14 +40,9 @@ class Experts:
         self._is_expert = self.names.resembles if is_expert is None else is_expert
 
     def layout_of(self, key: str, value: Any) -> ExpertLayout | None:
-        """Find the layout of a value of the state dict.
+        """Return the layout of a value of any type, under a key with dots, of the state dict.
 
-        Args:
-            key: Its key, with dots.
-            value: The value, of any type.
-
-        Returns:
-            Its layout. None if it is not an expert's tensor, or optimizer state without a layout (a step count).
+        It is None if the value is not an expert's tensor, or is optimizer state without a layout (a step count).
 
         Raises:
             ShardingError: it is an expert's and has no layout, or its shape is not that of its layout.
@@ -57,7 +51,17 @@ class Experts:
             return None
         name = self.names.find(key)
         if name is None:
-            self._check_not_expert(key, value)
+            kind = "plain tensor"
+            if isinstance(value, DTensor):
+                if has_mesh_dim(value.device_mesh, EP_NAMES):
+                    return None
+                kind = "DTensor without an expert-parallel mesh dimension"
+            if value.dim() and self._is_expert(key):
+                raise ShardingError(
+                    f"{key!r} is an expert's and has no layout: a {kind} of shape {tuple(value.shape)} does not say "
+                    "which experts it holds, so all but one rank's would be lost. Pass its layout, or an is_expert= "
+                    "that excludes it"
+                )
             return None
         layout = self._layouts[name.fqn]
         shape = tuple(get_local_tensor(value).shape)
@@ -77,79 +81,43 @@ class Experts:
         found = {name.fqn for key in keys if (name := self.names.find(key))}
         return sorted(self._layouts.keys() - found)
 
-    def check_shard(self, shard: ShardedTensor) -> None:
-        """Check a shard against its layout, if it is an expert's.
+    def check_shards(self, shards: Iterable[ShardedBase], comm: Comm) -> None:
+        """Collective: check those of this rank's shards that are expert tensors against their layouts.
 
         Raises:
-            ShardingError: it is not described as its layout says.
+            ShardingError: a shard is not described as its layout says; the same on every rank.
         """
-        name = self.names.find(shard.key)
-        if name is None:
-            return
-        layout = self._layouts[name.fqn]
-        same = tuple(shard.global_shape) == layout.global_shape
-        if name.slot and not same:  # optimizer state of another shape than its parameter's
-            return
-        box = (tuple(shard.global_offset), tuple(shard.local_shape))
-        if not same or all(box != piece.box for piece in layout.pieces() or [layout.empty()]):
-            raise ShardingError(
-                f"{shard.key!r} is described as {box[1]} at {box[0]} of {tuple(shard.global_shape)}; its layout has "
-                f"{[piece.box for piece in layout.pieces()]} of {layout.global_shape} on this rank: describe the state "
-                "dict by expert_sharded_state_dict with the same layouts"
-            )
-
-    def _check_not_expert(self, key: str, value: torch.Tensor) -> None:
-        """Raise if a tensor without a layout is an expert's and does not say itself which experts it holds."""
-        if not value.dim() or not self._is_expert(key):
-            return
-        if isinstance(value, DTensor) and has_mesh_dim(value.device_mesh, EP_NAMES):
-            return
-        kind = "DTensor without an expert-parallel mesh dimension" if isinstance(value, DTensor) else "plain tensor"
-        raise ShardingError(
-            f"{key!r} is an expert's and has no layout: a {kind} of shape {tuple(value.shape)} does not say which "
-            "experts it holds, so all but one rank's would be lost. Pass its layout, or an is_expert= that excludes it"
-        )
+        with comm.collective_phase("comparing experts with their layouts"):
+            for shard in shards:
+                name = self.names.find(shard.key)
+                if name is None or not isinstance(shard, ShardedTensor):
+                    continue
+                layout, shape = self._layouts[name.fqn], tuple(shard.global_shape)
+                if name.slot and shape != layout.global_shape:  # optimizer state of another shape
+                    continue
+                box = Box(tuple(shard.global_offset), tuple(shard.local_shape))
+                if shape != layout.global_shape or all(box != piece.box for piece in layout.described_pieces()):
+                    raise ShardingError(
+                        f"{shard.key!r} is described as {box.shape} at {box.offset} of {shape}; its layout has "
+                        f"{[piece.box for piece in layout.pieces()]} of {layout.global_shape} on this rank: describe "
+                        "the state dict by expert_sharded_state_dict with the same layouts"
+                    )
 
 
 def expert_shards(
     key: str, value: torch.Tensor, layout: ExpertLayout, *, check_replicas: bool = False
 ) -> list[ShardedTensor]:
-    """Describe a tensor by the boxes of the tensor of all experts that it holds.
+    """Return a tensor as shards of the tensor of all experts, whose data are views of its memory.
 
-    Args:
-        key: The key.
-        value: A DTensor, or this rank's plain tensor.
-        layout: Its layout.
-        check_replicas: Whether a save compares the copies of a box.
-
-    Returns:
-        ShardedTensors of that key, whose data are views of the value's memory. One without elements for an empty value;
-        none on a rank outside the mesh.
+    An empty tensor is one shard without elements; a rank outside the mesh has no shard.
 
     Raises:
         ShardingError: it is quantized and consists of several boxes: its scales cannot be divided.
     """
     local = get_local_tensor(value)
-    pieces = layout.pieces() or [layout.empty()] * layout.inside
-    if len(pieces) == 1 and pieces[0].box.shape == tuple(local.shape):
-        return [_make_shard(key, local, pieces[0].box.offset, layout, check_replicas)]
-    if pieces and is_quantized(local):
+    pieces = layout.described_pieces()
+    if len(pieces) > 1 and is_quantized(local):
         raise ShardingError(
             f"{key!r} is quantized and has {len(pieces)} boxes of the tensor of all experts: dequantize it first"
         )
-    found = []
-    for box, place in pieces:
-        data = local
-        for axis, (start, size) in enumerate(zip(place, box.shape, strict=True)):
-            data = data.narrow(axis, start, size)
-        found.append(_make_shard(key, data, box.offset, layout, check_replicas))
-    return found
-
-
-def _make_shard(key: str, data: torch.Tensor, offset: Ints, layout: ExpertLayout, replicated: bool) -> ShardedTensor:
-    shape, replica = tuple(data.shape), layout.replica or 0
-    full_shape = layout.global_shape
-    return ShardedTensor(key, data, data.dtype, shape, full_shape, offset, None, replica, replicated=replicated)
-
-
-__all__ = ["Experts", "expert_shards"]
+    return make_shards(key, local, pieces, layout.global_shape, layout.replica or 0, replicated=check_replicas)

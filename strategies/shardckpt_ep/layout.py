@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from shardckpt.adapters import get_dtensor_splits
+from shardckpt.adapters import get_dtensor_splits, get_local_tensor, get_replica_coordinates
 from shardckpt.errors import ShardingError
 from shardckpt.planning import Box, HeldBox, Split, compute_local_shape, list_held_boxes, make_empty_box
-from shardckpt_ep.meshes import (
-    EP_NAMES,
-    FSDP_NAMES,
-    find_mesh_dim,
-    get_local_tensor,
-    get_outer_replica_coordinates,
-    get_replica_coordinates,
-)
+from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, find_mesh_dim, get_outer_replica_coordinates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,10 +75,14 @@ class ExpertLayout:
         found = list_held_boxes(self.block.shape, self.splits)
         return [HeldBox(piece.box.moved(self.block.offset), piece.place) for piece in found]
 
-    def empty(self) -> HeldBox:
-        """Return the box that describes a local tensor without elements: an empty one inside the global shape."""
+    def described_pieces(self) -> list[HeldBox]:
+        """Return :meth:`pieces`; for a local tensor without elements, an empty box inside the global shape."""
+        found = self.pieces()
+        if found or not self.inside:
+            return found
+        # every rank of the mesh describes the key, so that the ranks' keys can be compared
         box = make_empty_box(self.block.shape, self.splits).moved(self.block.offset)
-        return HeldBox(box, (0,) * len(box.shape))
+        return [HeldBox(box, (0,) * len(box.shape))]
 
     def get_state_layout(self, shape: Ints) -> ExpertLayout | None:
         """Return the layout of a parameter's optimizer state.
@@ -100,9 +96,21 @@ class ExpertLayout:
         Returns:
             The layout, or None for state of any other shape.
         """
-        if tuple(shape) == self.local_shape:
+        own = self.local_shape
+        if tuple(shape) == own:
             return self
-        return self._collapse_axes(self._find_reduced_axes(tuple(shape)))
+        if not self.inside or len(shape) != len(own):
+            return None
+        reduced = {axis for axis, (size, full) in enumerate(zip(shape, own, strict=True)) if size != full}
+        if any(shape[axis] != 1 for axis in reduced):
+            return None
+        # Along a sharded axis each rank has its own statistics: size 1 there is not a box of one global tensor.
+        sharded = {axis for axis, size in enumerate(self.block.shape) if size != self.global_shape[axis]}
+        sharded |= {split.dim for split in self.splits if split.count > 1} | {self.expert_dim}
+        if reduced & sharded:
+            return None
+        block = Box(self.block.offset, _with_ones(self.block.shape, reduced))
+        return replace(self, global_shape=_with_ones(self.global_shape, reduced), block=block)
 
     @classmethod
     def from_dtensor(cls, dtensor: DTensor, *, expert_dim: int = 0, name: str = _NAMELESS) -> ExpertLayout:
@@ -119,14 +127,12 @@ class ExpertLayout:
         Raises:
             ShardingError: it has a placement other than shard and replicate, or a local tensor of another shape.
         """
-        shape = tuple(dtensor.shape)
-        axis = _normalize_axis(expert_dim, shape, name)
+        outside = cls._of_rank_outside(tuple(dtensor.shape), expert_dim, name)
         if dtensor.device_mesh.get_coordinate() is None:
-            return cls(shape, _full_box(shape), expert_dim=axis, inside=False)
-        layout = cls(
-            shape, _full_box(shape), tuple(get_dtensor_splits(name, dtensor)), get_replica_coordinates(dtensor), axis
-        )
-        return layout._validate(tuple(get_local_tensor(dtensor).shape), name)
+            return outside
+        splits = tuple(get_dtensor_splits(name, dtensor))
+        layout = replace(outside, splits=splits, replica=get_replica_coordinates(dtensor), inside=True)
+        return _check_shape(layout, tuple(get_local_tensor(dtensor).shape), layout.local_shape, name)
 
     @classmethod
     def from_efsdp(
@@ -160,19 +166,20 @@ class ExpertLayout:
         Raises:
             ShardingError: the meshes contradict each other or the tensor's shape.
         """
-        if mesh.get_coordinate() is None or dtensor.device_mesh.get_coordinate() is None:
-            return cls._of_rank_outside(tuple(dtensor.shape), mesh, dtensor.device_mesh, expert_dim, name)
-        ep_dim = find_mesh_dim(mesh, ep)
-        replica = (
-            *get_replica_coordinates(dtensor),
-            *get_outer_replica_coordinates(dtensor.device_mesh, mesh, ep_dim, name),
-        )
-        experts = _ExpertSplit(mesh, ep_dim, _normalize_axis(expert_dim, dtensor.shape, name), experts_per_rank, name)
-        shape, block = experts.locate(tuple(dtensor.shape), global_shape)
-        layout = cls(shape, block, tuple(get_dtensor_splits(name, dtensor)), replica, experts.axis)
-        if block.shape != tuple(dtensor.shape):
-            raise _shape_error(name, tuple(dtensor.shape), block.shape, layout)
-        return layout._validate(tuple(get_local_tensor(dtensor).shape), name)
+        inner, uncut = dtensor.device_mesh, tuple(dtensor.shape)
+        if (mesh.get_coordinate() is None) != (inner.get_coordinate() is None):
+            raise ShardingError(
+                f"{name!r}: this rank must be in both meshes or in neither: the mesh {mesh.mesh_dim_names} has ranks "
+                f"{mesh.mesh.flatten().tolist()}, the tensor's own mesh has ranks {inner.mesh.flatten().tolist()}"
+            )
+        if mesh.get_coordinate() is None:
+            return cls._of_rank_outside(uncut, expert_dim, name)
+        ep_dim, axis = find_mesh_dim(mesh, ep), _normalize_axis(expert_dim, uncut, name)
+        replica = get_replica_coordinates(dtensor) + get_outer_replica_coordinates(inner, mesh, ep_dim, name)
+        shape, block = _locate_experts(uncut, mesh, ep_dim, axis, experts_per_rank, global_shape, name)
+        layout = cls(shape, block, tuple(get_dtensor_splits(name, dtensor)), replica, axis)
+        _check_shape(layout, uncut, block.shape, name)
+        return _check_shape(layout, tuple(get_local_tensor(dtensor).shape), layout.local_shape, name)
 
     @classmethod
     def from_local(
@@ -214,106 +221,66 @@ class ExpertLayout:
         shape = tuple(tensor.shape)
         here = mesh.get_coordinate()
         if here is None:
-            return cls(shape, _full_box(shape), expert_dim=_normalize_axis(expert_dim, shape, name), inside=False)
-        ep_dim, uncut = find_mesh_dim(mesh, ep), list(shape)
-        used = {ep_dim}
-        splits: tuple[Split, ...] = ()
+            return cls._of_rank_outside(shape, expert_dim, name)
+        ep_dim, axis, uncut = find_mesh_dim(mesh, ep), _normalize_axis(expert_dim, shape, name), shape
+        splits: dict[int, Split] = {}  # by mesh dimension
         if fsdp_dim is not None:
-            step = find_mesh_dim(mesh, fsdp)
-            used.add(step)
-            split = Split(_normalize_axis(fsdp_dim, shape, name), mesh.size(step), here[step])
-            splits = (split,)
-            uncut[split.dim] *= split.count
-        experts = _ExpertSplit(mesh, ep_dim, _normalize_axis(expert_dim, shape, name), experts_per_rank, name)
-        full_shape, block = experts.locate(tuple(uncut), global_shape)
-        replica = tuple(index for dim, index in enumerate(here) if dim not in used)
-        layout = cls(full_shape, block, splits, replica, experts.axis)
-        return layout._validate(shape, name)
+            dim = find_mesh_dim(mesh, fsdp)
+            split = splits[dim] = Split(_normalize_axis(fsdp_dim, shape, name), mesh.size(dim), here[dim])
+            uncut = _with_size(shape, split.dim, shape[split.dim] * split.count)
+        full_shape, block = _locate_experts(uncut, mesh, ep_dim, axis, experts_per_rank, global_shape, name)
+        replica = tuple(index for dim, index in enumerate(here) if dim != ep_dim and dim not in splits)
+        layout = cls(full_shape, block, tuple(splits.values()), replica, axis)
+        return _check_shape(layout, shape, layout.local_shape, name)
 
     @classmethod
-    def _of_rank_outside(
-        cls, shape: Ints, mesh: DeviceMesh, inner: DeviceMesh, expert_dim: int, name: str
-    ) -> ExpertLayout:
-        """Return the layout of a rank that is in neither of two meshes; raise if it is in one of them."""
-        if (mesh.get_coordinate() is None) != (inner.get_coordinate() is None):
-            raise ShardingError(
-                f"{name!r}: this rank must be in both meshes or in neither: the mesh {mesh.mesh_dim_names} has ranks "
-                f"{mesh.mesh.flatten().tolist()}, the tensor's own mesh has ranks {inner.mesh.flatten().tolist()}"
-            )
-        return cls(shape, _full_box(shape), expert_dim=_normalize_axis(expert_dim, shape, name), inside=False)
-
-    def _validate(self, shape: Ints, name: str) -> ExpertLayout:
-        """Return this layout, or raise if the rank's tensor has another shape than it says."""
-        if self.inside and shape != self.local_shape:
-            raise _shape_error(name, shape, self.local_shape, self)
-        return self
-
-    def _find_reduced_axes(self, shape: Ints) -> tuple[int, ...] | None:
-        """Return the axes where the state has size 1 and the parameter another; None for any other difference."""
-        pairs = list(zip(shape, self.local_shape, strict=False))
-        if len(shape) != len(self.local_shape) or any(size not in (1, full) for size, full in pairs):
-            return None
-        return tuple(axis for axis, (size, full) in enumerate(pairs) if size != full)
-
-    def _collapse_axes(self, axes: tuple[int, ...] | None) -> ExpertLayout | None:
-        """Return the layout with size 1 along some axes, or None if one of them is sharded."""
-        if axes is None or not self.inside:
-            return None
-        # Along a sharded axis each rank has its own statistics: size 1 there is not a box of one global tensor.
-        if any(self.block.shape[axis] != self.global_shape[axis] for axis in axes):
-            return None
-        if {split.dim for split in self.splits if split.count > 1} & {*axes} or self.expert_dim in axes:
-            return None
-        block = Box(self.block.offset, _with_ones(self.block.shape, axes))
-        return replace(self, global_shape=_with_ones(self.global_shape, axes), block=block)
+    def _of_rank_outside(cls, shape: Ints, expert_dim: int, name: str) -> ExpertLayout:
+        """Return the layout of a rank that is not in the mesh; the block stands for no data."""
+        return cls(
+            shape, Box((0,) * len(shape), shape), expert_dim=_normalize_axis(expert_dim, shape, name), inside=False
+        )
 
 
-class _ExpertSplit:
-    """How the expert-parallel mesh dimension splits the experts."""
-
-    def __init__(
-        self, mesh: DeviceMesh, ep_dim: int, axis: int, experts_per_rank: Sequence[int] | None, name: str
-    ) -> None:
-        self.axis = axis
-        self._ranks = mesh.size(ep_dim)
-        self._rank = (mesh.get_coordinate() or ())[ep_dim]
-        self._counts = None if experts_per_rank is None else tuple(experts_per_rank)
-        self._name = name
-        if self._counts is not None and len(self._counts) != self._ranks:
-            raise ShardingError(
-                f"{name!r}: experts_per_rank={list(self._counts)} has {len(self._counts)} counts, the expert-parallel "
-                f"dimension {self._ranks} ranks"
-            )
-
-    def locate(self, uncut: Ints, global_shape: Sequence[int] | None) -> tuple[Ints, Box]:
-        """Return the shape with all experts, and this rank's block of it.
-
-        Args:
-            uncut: Shape of this rank's experts before FSDP cuts them.
-            global_shape: The shape with all experts, if the caller passed it.
-        """
-        total = uncut[self.axis] * self._ranks if self._counts is None else sum(self._counts)
-        shape = _with_size(uncut, self.axis, total) if global_shape is None else tuple(global_shape)
-        if len(shape) != len(uncut) or (self._counts is not None and shape[self.axis] != total):
-            raise ShardingError(
-                f"{self._name!r}: global_shape {shape} does not fit this rank's {uncut}"
-                + ("" if self._counts is None else f" and experts_per_rank={list(self._counts)}")
-            )
-        if self._counts is None:
-            split = Split(self.axis, self._ranks, self._rank)
-            found = list_held_boxes(shape, [split])
-            return shape, found[0].box if found else make_empty_box(shape, [split])  # fewer experts than ranks
-        starts = list(accumulate(self._counts, initial=0))
-        offset = _with_size((0,) * len(shape), self.axis, starts[self._rank])
-        return shape, Box(offset, _with_size(shape, self.axis, self._counts[self._rank]))
+def _check_shape(layout: ExpertLayout, shape: Ints, expected: Ints, name: str) -> ExpertLayout:
+    """Return the layout, or raise if a shape of the rank's tensor is not the one that the layout implies."""
+    if shape != expected:
+        raise ShardingError(
+            f"{name!r}: this rank's tensor has shape {shape}, but by the mesh it should have {expected}, in "
+            f"{layout.block} of the global shape {layout.global_shape}: this is not the mesh that it was sharded on, "
+            "or ranks have different numbers of experts (pass experts_per_rank or global_shape)"
+        )
+    return layout
 
 
-def _shape_error(name: str, shape: Ints, expected: Ints, layout: ExpertLayout) -> ShardingError:
-    return ShardingError(
-        f"{name!r}: this rank's tensor has shape {shape}, but by the mesh it should have {expected}, in {layout.block} "
-        f"of the global shape {layout.global_shape}: this is not the mesh that it was sharded on, or ranks have "
-        "different numbers of experts (pass experts_per_rank or global_shape)"
-    )
+def _locate_experts(
+    uncut: Ints,
+    mesh: DeviceMesh,
+    ep_dim: int,
+    axis: int,
+    experts_per_rank: Sequence[int] | None,
+    global_shape: Sequence[int] | None,
+    name: str,
+) -> tuple[Ints, Box]:
+    """Return the shape with all experts, and this rank's block of it; ``uncut`` is its shape before FSDP cuts it."""
+    counts = None if experts_per_rank is None else list(experts_per_rank)
+    ranks, rank = mesh.size(ep_dim), (mesh.get_coordinate() or ())[ep_dim]
+    if counts is not None and len(counts) != ranks:
+        raise ShardingError(
+            f"{name!r}: experts_per_rank={counts} has {len(counts)} counts, the expert-parallel dimension {ranks} ranks"
+        )
+    total = uncut[axis] * ranks if counts is None else sum(counts)
+    shape = _with_size(uncut, axis, total) if global_shape is None else tuple(global_shape)
+    if len(shape) != len(uncut) or (counts is not None and shape[axis] != total):
+        raise ShardingError(
+            f"{name!r}: global_shape {shape} does not fit this rank's {uncut}"
+            + ("" if counts is None else f" and experts_per_rank={counts}")
+        )
+    if counts is None:
+        split = Split(axis, ranks, rank)
+        found = list_held_boxes(shape, [split])
+        return shape, found[0].box if found else make_empty_box(shape, [split])  # fewer experts than ranks
+    offset = _with_size((0,) * len(shape), axis, sum(counts[:rank]))
+    return shape, Box(offset, _with_size(shape, axis, counts[rank]))
 
 
 def _normalize_axis(axis: int, shape: Sequence[int], name: str) -> int:
@@ -323,16 +290,9 @@ def _normalize_axis(axis: int, shape: Sequence[int], name: str) -> int:
     return axis % len(shape)
 
 
-def _full_box(shape: Ints) -> Box:
-    return Box((0,) * len(shape), shape)
-
-
 def _with_size(shape: Ints, axis: int, size: int) -> Ints:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
-def _with_ones(shape: Ints, axes: tuple[int, ...]) -> Ints:
+def _with_ones(shape: Ints, axes: set[int]) -> Ints:
     return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
-
-
-__all__ = ["ExpertLayout"]

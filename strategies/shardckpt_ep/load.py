@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.mapping import ShardedTensor
 from shardckpt_ep.experts import Experts
 from shardckpt_ep.names import SECTIONS
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
@@ -51,11 +50,5 @@ class EPLoadStrategy(TorchDistLoadShardedStrategy):
         Raises:
             ShardingError: a shard is not described as its layout says.
         """
-        with context.comm.collective_phase("comparing experts with their layouts"):
-            for shard in wanted:
-                if isinstance(shard, ShardedTensor):
-                    self._experts.check_shard(shard)
+        self._experts.check_shards(wanted, context.comm)
         return super().load(wanted, context)
-
-
-__all__ = ["EPLoadStrategy"]

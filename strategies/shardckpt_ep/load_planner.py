@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 
+from shardckpt.adapters import get_local_tensor
+from shardckpt.archive import decode_object
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.planning import refuse_cast
 from shardckpt.tensors import is_quantized
 from shardckpt_ep.experts import Experts
-from shardckpt_ep.meshes import get_local_tensor
 from shardckpt_ep.names import SECTIONS
 from shardckpt_ep.read_items import expert_read_items, get_stored_tensor
-from shardckpt_torch_dist import load_bytes, set_rest_value
+from shardckpt_torch_dist import set_rest_value
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable
 
     import torch
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
     from shardckpt_ep.layout import ExpertLayout
+
+
+#: The arguments of MindSpeed's planner of the same name, by which its callers are told where it is.
+_OF_ANOTHER = frozenset({"check_moe_fn", "ep_rank", "ep_size"})
 
 
 class LocalExpertsLoadPlanner(DefaultLoadPlanner):
@@ -46,17 +52,11 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
         self._locals: dict[str, torch.Tensor] = {}
 
     def layout_of(self, key: str, value: Any, metadata: Metadata) -> ExpertLayout | None:  # noqa: ARG002 - for subclasses
-        """Return the layout of a value of the state dict, or None if it is not an expert's.
-
-        Args:
-            key: Its key.
-            value: The value, of any type.
-            metadata: The checkpoint's.
-        """
+        """Return the layout of a value of any type under a key of the state dict, or None if it is not an expert's."""
         return None
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank reads.
+        """Return this rank's plan: read items for its experts, then DCP's own.
 
         Raises:
             KeyMismatchError: an expert tensor is not stored, unless partial loads are allowed.
@@ -79,12 +79,16 @@ class LocalExpertsLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Store an object that was read in the caller's state dict."""
         key = read_item.dest_index.fqn
-        loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
+        # instead of DCP's torch.load(weights_only=False), which runs whatever code a checkpoint names
+        loaded = decode_object(value.getvalue(), f"object {key!r}", self._allow_globals)
         set_rest_value(self.original_state_dict, self.mappings.get(key, (key,)), loaded)
 
 
 class EPLoadPlanner(LocalExpertsLoadPlanner):
     """Fills this rank's experts from a checkpoint with all experts, saved in any layout and any number of chunks.
+
+    The planner of this name that takes ``ep_rank``, ``ep_size`` and ``check_moe_fn`` is
+    :class:`shardckpt.compat.mindspeed.EPLoadPlanner`.
 
     Args:
         layouts: The layout of every expert parameter that this rank has; its optimizer state is found by its name.
@@ -93,6 +97,9 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
         **kwargs: Arguments of DCP's DefaultLoadPlanner; ``allow_globals``, the classes and functions that stored
             objects may name; and ``allow_dtype_cast``, as for :func:`shardckpt.dist_checkpointing.load`.
 
+    Raises:
+        ShardingError: it is given no layouts, or the arguments of that other planner.
+
     Example::
 
         dcp.load(state, checkpoint_id="step-1", planner=EPLoadPlanner(expert_layouts(model, mesh, "layers.*.experts")))
@@ -100,12 +107,17 @@ class EPLoadPlanner(LocalExpertsLoadPlanner):
 
     def __init__(
         self,
-        layouts: Mapping[str, ExpertLayout],
-        *,
+        layouts: Mapping[str, ExpertLayout] | None = None,
+        *args: Any,
         sections: Iterable[str] = SECTIONS,
         is_expert: Callable[[str], bool] | None = None,
         **kwargs: Any,
     ) -> None:
+        if args or not isinstance(layouts, Mapping) or _OF_ANOTHER & kwargs.keys():
+            raise ShardingError(
+                "shardckpt_ep.EPLoadPlanner takes layouts: EPLoadPlanner(expert_layouts(model, mesh, modules)). For "
+                "EPLoadPlanner(ep_rank=0, ep_size=1, check_moe_fn=None) import it from shardckpt.compat.mindspeed"
+            )
         super().__init__(**kwargs)
         self._experts = Experts(layouts, sections, is_expert)
 
@@ -121,10 +133,10 @@ def local_plan(
     *,
     strict: bool,
 ) -> tuple[LoadPlan, list[str]]:
-    """Plan what this rank reads; see :class:`LocalExpertsLoadPlanner`.
+    """Plan what this rank reads into a flat state dict.
 
     Args:
-        state_dict: The flat state dict to fill.
+        state_dict: The state dict.
         metadata: The checkpoint's.
         layout_of: As :meth:`LocalExpertsLoadPlanner.layout_of`.
         strict: Whether a key that is not stored is an error.
@@ -142,21 +154,13 @@ def local_plan(
         raise KeyMismatchError(f"expert tensors that are not in the checkpoint: {', '.join(sorted(absent))}")
     rest = {key: value for key, value in state_dict.items() if key not in layouts}
     plan = create_default_local_load_plan(rest, metadata, strict)
-    stored = {key: layout for key, layout in layouts.items() if key not in absent}
-    items = list(_create_items(state_dict, stored, metadata))
-    return dataclasses.replace(plan, items=[*items, *plan.items]), list(stored)
-
-
-def _create_items(
-    state_dict: Mapping[str, Any], layouts: Mapping[str, ExpertLayout], metadata: Metadata
-) -> Iterator[ReadItem]:
-    for key, layout in layouts.items():
+    stored = [key for key in layouts if key not in absent]
+    items: list[ReadItem] = []
+    for key in stored:
         if is_quantized(get_local_tensor(state_dict[key])):
             raise ShardingError(
                 f"{key!r} is quantized, and DCP cannot fill a part of a quantized tensor: load it with "
                 "dist_checkpointing.load, or into a plain tensor"
             )
-        yield from expert_read_items(key, layout, get_stored_tensor(key, metadata))
-
-
-__all__ = ["EPLoadPlanner", "LocalExpertsLoadPlanner", "local_plan"]
+        items += expert_read_items(key, layouts[key], get_stored_tensor(key, metadata))
+    return dataclasses.replace(plan, items=[*items, *plan.items]), stored

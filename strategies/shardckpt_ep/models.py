@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
@@ -13,13 +15,16 @@ from shardckpt_ep.meshes import EP_NAMES, FSDP_NAMES, has_mesh_dim
 from shardckpt_ep.names import clean
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from shardckpt_ep.meshes import Names
+
+#: A number, or a range with both its ends.
+_NUMBERS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
 def expert_layouts(
@@ -46,7 +51,8 @@ def expert_layouts(
         model: The model, or a part of it.
         mesh: The mesh with the expert-parallel dimension.
         modules: Names of the modules with experts, or the last parts of them; ``*`` matches one part:
-            ``"layers.*.experts"``. A pipeline stage without experts passes ``()``.
+            ``"layers.*.experts"``. MindSpeed's ``{*}`` is ``*``; ``{0-5}`` is each number from 0 to 5, ``{0,2-4}`` each
+            that it lists. A pipeline stage without experts passes ``()``.
         ep: Name of that dimension; see :meth:`ExpertLayout.from_local` for this and all arguments that follow.
         fsdp: For plain tensors.
         fsdp_dim: For plain tensors.
@@ -58,40 +64,50 @@ def expert_layouts(
         Layouts by parameter name; wrappers such as ``_orig_mod`` are left out of the names.
 
     Raises:
-        ShardingError: a parameter's shape contradicts the mesh, or no module has such a name.
+        ShardingError: a parameter's shape contradicts the mesh, no module has such a name, or braces hold something
+            else.
 
     Example::
 
         layouts = expert_layouts(model, mesh, "layers.*.moe.experts")
     """
-    places = (modules,) if isinstance(modules, str) else tuple(modules)
     found: dict[str, ExpertLayout] = {}
-    for name, param in expert_parameters(model, places):
-        shape = (global_shapes or {}).get(name)
+    for name, param in expert_parameters(model, modules):
         if isinstance(param, DTensor) and has_mesh_dim(param.device_mesh, ep):
             found[name] = ExpertLayout.from_dtensor(param, expert_dim=expert_dim, name=name)
-        elif isinstance(param, DTensor):
-            found[name] = ExpertLayout.from_efsdp(
-                param,
-                mesh,
-                ep=ep,
-                expert_dim=expert_dim,
-                experts_per_rank=experts_per_rank,
-                global_shape=shape,
-                name=name,
-            )
+            continue
+        options: dict[str, Any] = {
+            "ep": ep,
+            "expert_dim": expert_dim,
+            "experts_per_rank": experts_per_rank,
+            "global_shape": (global_shapes or {}).get(name),
+            "name": name,
+        }
+        if isinstance(param, DTensor):
+            found[name] = ExpertLayout.from_efsdp(param, mesh, **options)
         else:
-            found[name] = ExpertLayout.from_local(
-                param,
-                mesh,
-                ep=ep,
-                fsdp=fsdp,
-                fsdp_dim=fsdp_dim,
-                expert_dim=expert_dim,
-                experts_per_rank=experts_per_rank,
-                global_shape=shape,
-                name=name,
-            )
+            found[name] = ExpertLayout.from_local(param, mesh, fsdp=fsdp, fsdp_dim=fsdp_dim, **options)
+    return found
+
+
+def expert_parameters(model: Module, modules: str | Collection[str]) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of expert modules, each with its name without wrappers.
+
+    Args:
+        model: The model.
+        modules: As for :func:`expert_layouts`.
+
+    Raises:
+        ShardingError: no parameter is in a module of these names, or braces hold no numbers.
+    """
+    places = (modules,) if isinstance(modules, str) else tuple(modules)
+    patterns = [[_expand_braces(part, place) for part in place.split(".")] for place in places]
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, param in model.named_parameters():
+        fqn = clean(name)
+        parents = fqn.split(".")[:-1]
+        if any(_ends_with(parents[:end], pattern) for end in range(1, len(parents) + 1) for pattern in patterns):
+            found.append((fqn, param))
     if places and not found:
         raise ShardingError(
             f"no parameter of the model is in a module at {', '.join(map(repr, places))}; its modules are "
@@ -100,25 +116,29 @@ def expert_layouts(
     return found
 
 
-def expert_parameters(model: Module, modules: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of expert modules, each with its name without wrappers.
+def _expand_braces(part: str, place: str) -> list[str]:
+    """Return the patterns, as ``fnmatch`` takes them, that a part of a pattern stands for.
 
-    Args:
-        model: The model.
-        modules: As for :func:`expert_layouts`.
+    Raises:
+        ShardingError: braces hold something else than ``*`` or numbers, which would match nothing.
     """
-    for name, param in model.named_parameters():
-        fqn = clean(name)
-        parents = fqn.split(".")[:-1]
-        if any(_ends_with(parents[:end], place) for end in range(1, len(parents) + 1) for place in modules):
-            yield fqn, param
+    pieces = re.split(r"\{([^{}]*)\}", part)  # every second one was in braces
+    choices = [_read_numbers(piece, place) if number % 2 else [piece] for number, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
-def _ends_with(path: Sequence[str], pattern: str) -> bool:
-    """Return whether the last parts of a path match a pattern."""
-    wanted = pattern.split(".")
-    tail = path[-len(wanted) :]
-    return len(tail) == len(wanted) and all(map(fnmatchcase, tail, wanted))
+def _read_numbers(braces: str, place: str) -> list[str]:
+    if braces == "*":
+        return ["*"]
+    bounds = [_NUMBERS.fullmatch(each.strip()) for each in braces.split(",")]
+    if not all(bounds):
+        raise ShardingError(f"{place!r}: {{{braces}}} is neither {{*}} nor numbers, as {{0-5}} or {{0,2-4}}")
+    return [str(n) for found in bounds if found for n in range(int(found[1]), int(found[2] or found[1]) + 1)]
 
 
-__all__ = ["expert_layouts", "expert_parameters"]
+def _ends_with(path: Sequence[str], pattern: Sequence[Collection[str]]) -> bool:
+    """Return whether the last parts of a path match a pattern, each one of the choices for it."""
+    tail = path[-len(pattern) :]
+    return len(tail) == len(pattern) and all(
+        any(fnmatchcase(part, choice) for choice in choices) for part, choices in zip(tail, pattern, strict=True)
+    )

@@ -15,14 +15,11 @@ SECTIONS = ("model", "optimizer")
 
 
 class ExpertName(NamedTuple):
-    """The parameter that a key belongs to.
+    """The parameter that a key belongs to."""
 
-    Attributes:
-        fqn: The parameter's name, without wrappers.
-        slot: The name of its optimizer state (``exp_avg``); empty for the parameter itself.
-    """
-
+    #: The parameter's name, without wrappers.
     fqn: str
+    #: The name of its optimizer state (``exp_avg``); empty for the parameter itself.
     slot: str
 
 
@@ -74,6 +71,3 @@ def clean(fqn: str) -> str:
 def _pattern(fqn: str) -> str:
     """Return the name with each number replaced by ``#``."""
     return re.sub(r"\d+", "#", fqn)
-
-
-__all__ = ["SECTIONS", "WRAPPERS", "ExpertName", "ExpertNames", "clean"]

@@ -35,6 +35,3 @@ def expert_object(key: str, obj: object, expert: int, num_experts: int, replica_
         state["stats"] = [expert_object("router.stats", stats[n], first + n, 64) for n in range(len(stats))]
     """
     return ExpertObject(key, obj, (num_experts,), (expert,), replica_id)
-
-
-__all__ = ["ExpertObject", "expert_object"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardckpt.mapping import ShardedTensor
 from shardckpt_ep.experts import Experts
 from shardckpt_ep.names import SECTIONS
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
@@ -67,16 +66,10 @@ class EPSaveStrategy(TorchDistSaveShardedStrategy):
             context: The options of this save.
 
         Returns:
-            As :meth:`shardckpt.strategy.SaveStrategy.prepare`.
+            As :meth:`shardckpt.strategy.AsyncSaveStrategy.prepare`.
 
         Raises:
             ShardingError: a shard is not described as its layout says.
         """
-        with context.comm.collective_phase("comparing experts with their layouts"):
-            for shard in shards:
-                if isinstance(shard, ShardedTensor):
-                    self._experts.check_shard(shard)
+        self._experts.check_shards(shards, context.comm)
         return super().prepare(shards, common, context)
-
-
-__all__ = ["EPSaveStrategy"]

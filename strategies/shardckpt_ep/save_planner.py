@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import is_main_replica
-from shardckpt.planning import Box
-from shardckpt_ep.coverage import Claim, check_claims
+from shardckpt_ep.coverage import Claim, check_claims, make_claim
 from shardckpt_ep.experts import Experts, expert_shards
 from shardckpt_ep.names import SECTIONS
 
@@ -29,12 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertSavePlan(SavePlan):
-    """A rank's plan, with what the coordinator needs to check the experts of all ranks.
+    """A rank's plan, with what the coordinator needs to check the experts of all ranks."""
 
-    Attributes:
-        claims: One for each box of this rank's expert tensors, also for copies that are not written.
-    """
-
+    #: One for each box of this rank's expert tensors, also for copies that are not written.
     claims: tuple[Claim, ...] = field(default=())
 
 
@@ -82,6 +77,7 @@ class EPSavePlanner(DefaultSavePlanner):
     ) -> None:
         """Take the experts out of the state dict and describe them; DCP calls it before it plans."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        # a planner may serve several saves
         self._claims.clear()
         self._shards.clear()
         rest = {}
@@ -89,22 +85,29 @@ class EPSavePlanner(DefaultSavePlanner):
             layout = self._experts.layout_of(key, value)
             if layout is None:
                 rest[key] = value
-            else:
-                self._describe(key, value, layout)
+                continue
+            for shard in expert_shards(key, value, layout):
+                claim = make_claim(shard, layout.expert_dim)
+                self._claims.append(claim)
+                if claim.box.volume:  # an empty box is not written, but its claim is checked
+                    self._shards[MetadataIndex(key, torch.Size(claim.box.offset))] = shard
         self.state_dict = rest
 
     def create_local_plan(self) -> SavePlan:
         """Return this rank's plan: an item for each box of its experts, then DCP's own items."""
+        items = []
+        for index, shard in self._shards.items():
+            chunk = ChunkStorageMetadata(torch.Size(shard.global_offset), torch.Size(shard.local_shape))
+            size, properties = torch.Size(shard.global_shape), TensorProperties(dtype=shard.dtype)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
         plan = super().create_local_plan()
-        items = [_create_item(index, shard) for index, shard in self._shards.items()]
-        # fields(): versions of torch have different fields
-        values = {each.name: getattr(plan, each.name) for each in fields(plan)}
-        values["items"] = [*items, *plan.items]
-        self.plan = ExpertSavePlan(**values, claims=tuple(self._claims))
+        plan = replace(plan, items=[*items, *plan.items])
+        # vars(): the fields of SavePlan differ between releases of torch
+        self.plan = ExpertSavePlan(**vars(plan), claims=tuple(self._claims))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that every expert is there exactly once, and return DCP's global plan; the coordinator calls it.
+        """Check that every expert is there exactly once, and make DCP's global plan; the coordinator calls it.
 
         Args:
             all_plans: The plans of all ranks, in rank order.
@@ -124,24 +127,3 @@ class EPSavePlanner(DefaultSavePlanner):
         if shard is None or shard.data is None:
             return super().resolve_data(write_item)
         return shard.data
-
-    def _describe(self, key: str, value: torch.Tensor, layout: ExpertLayout) -> None:
-        for shard in expert_shards(key, value, layout):
-            box = Box(shard.global_offset, shard.local_shape)
-            main = is_main_replica(shard.replica_id)
-            self._claims.append(Claim(key, shard.global_shape, str(shard.dtype), layout.expert_dim, main, box))
-            if box.volume:  # an empty box is not written, but its claim is checked
-                self._shards[MetadataIndex(key, torch.Size(box.offset))] = shard
-
-
-def _create_item(index: MetadataIndex, shard: ShardedTensor) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(shard.global_offset), torch.Size(shard.local_shape))
-    properties = TensorProperties(dtype=shard.dtype)
-    return WriteItem(
-        index=index,
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(shard.global_shape)),
-    )
-
-
-__all__ = ["EPSavePlanner", "ExpertSavePlan"]

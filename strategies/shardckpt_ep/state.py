@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.adapters import InPlaceFactory, to_sharded_state_dict
 from shardckpt.distributed import Comm
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
+from shardckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from shardckpt_ep.coverage import check_experts
 from shardckpt_ep.experts import Experts, expert_shards
 from shardckpt_ep.names import SECTIONS
@@ -72,7 +72,7 @@ def expert_sharded_state_dict(
     comm = Comm(process_group)
     with comm.collective_phase("describing experts"):
         describer = _Describer(Experts(layouts, sections, is_expert), prefix, check_replicas=check_replicas)
-        state = describer.describe(state_dict, "")
+        state = describer.describe(state_dict, ())
         describer.check_complete()
         state = to_sharded_state_dict(state, prefix=prefix)
     if validate:
@@ -81,27 +81,26 @@ def expert_sharded_state_dict(
 
 
 class _Describer:
-    """Walks a state dict, replaces its expert tensors, and collects the shards that it makes."""
+    """Replaces the expert tensors of a state dict by shards, and collects these."""
 
     def __init__(self, experts: Experts, prefix: str, *, check_replicas: bool) -> None:
         self._experts = experts
         self._prefix = prefix
         self._check_replicas = check_replicas
         self._keys: list[str] = []
-        #: Shards of experts, and objects of single ones.
-        self.shards: list[ShardedBase] = []
+        self.shards: list[ShardedTensor | ShardedObject] = []
         #: The axis that counts experts, by tensor key.
         self.expert_dims: dict[str, int] = {}
 
-    def describe(self, value: Any, path: str) -> Any:
-        """Return a copy of nested dicts and lists with the expert tensors replaced."""
+    def describe(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """Return a copy of nested dicts and lists with the expert tensors replaced; ``path`` leads to them."""
         if isinstance(value, dict):
-            return {name: self.describe(inner, _join(path, name)) for name, inner in value.items()}
+            return {name: self.describe(inner, (*path, name)) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self.describe(inner, _join(path, index)) for index, inner in enumerate(value)]
+            return [self.describe(inner, (*path, index)) for index, inner in enumerate(value)]
         if isinstance(value, ExpertObject):
             self.shards.append(value)
-        return value if isinstance(value, ShardedBase) else self._leaf(value, path)
+        return value if isinstance(value, ShardedBase) else self._leaf(value, ".".join(map(str, path)))
 
     def check_complete(self) -> None:
         """Raise :class:`ShardingError` if a layout belongs to nothing in the state dict."""
@@ -113,16 +112,16 @@ class _Describer:
                 f"parameters, after one of {', '.join(sorted(self._experts.names.sections))} (sections=) or nothing"
             )
 
-    def _leaf(self, value: Any, path: str) -> Any:
-        self._keys.append(path)
-        layout = self._experts.layout_of(path, value)
+    def _leaf(self, value: Any, key: str) -> Any:
+        self._keys.append(key)
+        layout = self._experts.layout_of(key, value)
         if layout is None:
             return value
         if not layout.inside:
             return LocalNonpersistentObject(value)  # other ranks save it; a load returns this rank's value
         # A DTensor's own mesh says where it lies; for a plain tensor only its copies can show a wrong mesh.
         build = partial(_build, layout, self._check_replicas and not isinstance(value, DTensor))
-        factory = InPlaceFactory(f"{self._prefix}{path}", value, build)
+        factory = InPlaceFactory(f"{self._prefix}{key}", value, build)
         self.shards.extend(factory.build())
         self.expert_dims[factory.key] = layout.expert_dim
         return factory
@@ -130,10 +129,3 @@ class _Describer:
 
 def _build(layout: ExpertLayout, check_replicas: bool, key: str, data: torch.Tensor, *_: Any) -> list[ShardedTensor]:
     return expert_shards(key, data, layout, check_replicas=check_replicas)
-
-
-def _join(path: str, name: Any) -> str:
-    return f"{path}.{name}" if path else str(name)
-
-
-__all__ = ["expert_sharded_state_dict"]

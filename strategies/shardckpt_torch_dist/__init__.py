@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
-    from shardckpt_torch_dist.archive import load_bytes
     from shardckpt_torch_dist.dcp import CheckpointStorageReader, CheckpointStorageWriter
+    from shardckpt_torch_dist.dialects import DictKey, NestedState, nest_values
     from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
     from shardckpt_torch_dist.plan import ShardedLoadPlanner, ShardedSavePlanner, set_rest_value
     from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 
-#: The module of each name. It is imported when the name is first used: importing the package does not import torch.
-_MODULES = {
-    "CheckpointStorageReader": "dcp",
-    "CheckpointStorageWriter": "dcp",
-    "ShardedLoadPlanner": "plan",
-    "ShardedSavePlanner": "plan",
-    "TorchDistLoadShardedStrategy": "load",
-    "TorchDistSaveShardedStrategy": "save",
-    "load_bytes": "archive",
-    "set_rest_value": "plan",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
+# lazy: a plugin's registration must not import torch
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "dcp": ("CheckpointStorageReader", "CheckpointStorageWriter"),
+        "dialects": ("DictKey", "NestedState", "nest_values"),
+        "load": ("TorchDistLoadShardedStrategy",),
+        "plan": ("ShardedLoadPlanner", "ShardedSavePlanner", "set_rest_value"),
+        "save": ("TorchDistSaveShardedStrategy",),
+    },
+)
 
 __all__ = [
     "CheckpointStorageReader",
     "CheckpointStorageWriter",
+    "DictKey",
+    "NestedState",
     "ShardedLoadPlanner",
     "ShardedSavePlanner",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
-    "load_bytes",
+    "nest_values",
     "set_rest_value",
 ]

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
+from shardckpt.archive import ARCHIVE_ALIGN, Archive
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME
 from shardckpt.planning import make_column
-from shardckpt.strategy import StoredFile
-from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, Archive
-from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, Item, needs_common_file, read_index
+from shardckpt.strategy import StoredFile, find_error
+from shardckpt_torch_dist.dialects import (
+    COMMON_FILE,
+    INDEX_FILE,
+    METADATA_FILE,
+    Item,
+    has_own_index,
+    needs_common_file,
+    read_index,
+)
 from shardckpt_torch_dist.plan import padded_length
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ _BEGIN_MAGIC = b"PK\x03\x04"
 def list_files(reader: CheckpointReader) -> list[StoredFile]:
     """Return the files that a checkpoint of any dialect must have; see :class:`shardckpt.strategy.ChecksFiles`."""
     index = read_index(reader)
-    named = [INDEX_FILE] if reader.manifest.record is not None and reader.has(INDEX_FILE) else []
+    named = [INDEX_FILE] if has_own_index(reader) else []
     if index.common is None and (needs_common_file(reader.manifest, index) or reader.has(COMMON_FILE)):
         named.append(COMMON_FILE)
     return [*(StoredFile(name) for name in (METADATA_FILE, *named)), *_list_data_files(index)]
@@ -39,7 +47,7 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
     index = read_index(reader)
-    errors = {file.name: _find_error(file, reader, index) for file in list_files(reader)}
+    errors = {file.name: find_error(_check_file, file, reader, index) for file in list_files(reader)}
     return errors | _find_lost_files(reader, index)
 
 
@@ -53,32 +61,18 @@ def _list_data_files(index: StoredIndex) -> Iterator[StoredFile]:
     keys: dict[str, list[str]] = {}
     for file, tensor in pairs:
         keys.setdefault(index.files[file], []).append(index.keys[tensor])
-    for key, item in _named_objects(index).items():
+    for key, item in index.named.items():
         ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
         keys.setdefault(item.file, []).append(key)
     for name in sorted(keys):
         yield StoredFile(name, ends[name], tuple(keys[name]))
 
 
-def _named_objects(index: StoredIndex) -> dict[str, Item]:
-    """Return every object by its name in ``.metadata``."""
-    return index.named or index.objects  # our own index has no names: they are the unique keys
-
-
-def _find_error(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> CheckpointingException | None:
-    try:
-        _check_file(file, reader, index)
-    except CheckpointReplacedError:  # another save replaced the checkpoint: the error is not about these files
-        raise
-    except CheckpointingException as exc:
-        return exc
-    return None
-
-
 def _check_file(file: StoredFile, reader: CheckpointReader, index: StoredIndex) -> None:
     size = reader.size(file.name)
     path = reader.directory / file.name
     if file.name == METADATA_FILE:
+        # A reader of pickles stops at the STOP opcode, and never sees what is behind it.
         if reader.read_range(METADATA_FILE, max(size - 1, 0), min(size, 1), METADATA_FILE) != pickle.STOP:
             raise CorruptCheckpointError(f"{path} does not end as a pickle does: something was written behind it")
         _check_coverage(index, str(path))
@@ -112,7 +106,7 @@ def _list_archives(index: StoredIndex, name: str) -> list[_Stored]:
     for start, length, tensor, volume in zip(*(column[rows].tolist() for column in columns), strict=True):
         item = Item(name, start, length)
         found[item] = _Stored(index.keys[tensor], item, index.dtypes[tensor], volume)
-    found.update({item: _Stored(key, item) for key, item in _named_objects(index).items() if item.file == name})
+    found.update({item: _Stored(key, item) for key, item in index.named.items() if item.file == name})
     return sorted(found.values(), key=lambda archive: archive.item)
 
 
@@ -145,14 +139,14 @@ def _check_archive(reader: CheckpointReader, item: Item, source: str) -> Archive
 
 def _check_tail(reader: CheckpointReader, file: StoredFile, size: int, *, aligned: bool) -> None:
     """Check the bytes behind a file's last item: they are alignment, or items that were removed from the index."""
-    rest = size - file.nbytes
-    if not rest:
+    nbytes = min(size - file.nbytes, 2 * ARCHIVE_ALIGN)
+    if not nbytes:
         return
     what = f"the end of {file.name}"
-    first = reader.read_range(file.name, file.nbytes, min(rest, 2 * ARCHIVE_ALIGN), what)
+    first = reader.read_range(file.name, file.nbytes, nbytes, what)
     if aligned and size == padded_length(file.nbytes) and not any(first):
         return
-    end = reader.read_range(file.name, size - min(rest, 2 * ARCHIVE_ALIGN), min(rest, 2 * ARCHIVE_ALIGN), what)
+    end = reader.read_range(file.name, size - nbytes, nbytes, what)
     if not (first.lstrip(b"\0").startswith(_BEGIN_MAGIC) and _END_MAGIC in end):
         raise CorruptCheckpointError(
             f"{reader.directory / file.name} has {size:,} bytes, of which {METADATA_FILE} lists {file.nbytes:,}: the "
@@ -162,6 +156,7 @@ def _check_tail(reader: CheckpointReader, file: StoredFile, size: int, *, aligne
 
 def _check_coverage(index: StoredIndex, source: str) -> None:
     """Check that the chunks of each tensor have as many elements as its shape."""
+    # In floats: the sum of what a hostile index claims may overflow an int64.
     volumes = torch.zeros(len(index.keys), dtype=torch.float64, device="cpu")
     volumes.index_add_(0, index.chunks.box.spec, index.chunks.box.volume().double())
     for key, shape, volume in zip(index.keys, index.shapes, volumes.tolist(), strict=True):
@@ -187,6 +182,3 @@ def _find_lost_files(reader: CheckpointReader, index: StoredIndex) -> dict[str, 
             "directory: the save did not finish, or the file was lost"
         )
     return found
-
-
-__all__ = ["check_files", "list_files"]

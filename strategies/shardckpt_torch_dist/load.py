@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.archive import decode_object
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
-from shardckpt.mapping import ShardedTensor
-from shardckpt.storage import replaced_error
+from shardckpt.mapping import ShardedObject
 from shardckpt.strategy import LoadStrategy
-from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.check import check_files, list_files
 from shardckpt_torch_dist.dialects import (
     COMMON_FILE,
     INDEX_FILE,
     METADATA_FILE,
+    NestedState,
     StoredIndex,
     needs_common_file,
+    nest_values,
     read_index,
 )
-from shardckpt_torch_dist.plan import LoadPlan, read_object
+from shardckpt_torch_dist.plan import LoadPlan
 from shardckpt_torch_dist.remove import plan_removal
 
 if TYPE_CHECKING:
@@ -54,14 +56,27 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         """
         index = read_index(context.reader)
         with context.comm.local_phase("planning the load"):
-            plan = LoadPlan(wanted, index, context.reader, context.allow_globals)
-        # This collective also waits until every rank has planned: no destination changes if one cannot.
-        if not context.comm.all_alike(index.save.encode()):
-            with context.comm.local_phase("comparing the metadata that the ranks have read"):
-                raise replaced_error(context.reader.directory, "the ranks have read different metadata")
+            absent = {n: shard for n, shard in enumerate(wanted) if _is_absent(shard, index)}
+            nested = _read_nested_state(index, context) if absent else NestedState((), {}, str)
+            built = {n: shard for n, shard in absent.items() if nested.has(shard.key)}
+            stored = [shard for n, shard in enumerate(wanted) if n not in built]
+            parts = {key: index.tensor_of(key) for shard in built.values() for key in nested.tensors(shard.key)}
+            plan = LoadPlan([*stored, *parts.values()], index, context.reader, context.allow_globals)
+        context.require_same_save(index.save.encode(), "metadata")
         with context.comm.local_phase("reading shards"):
             plan.read()
-        return [_loaded_value(shard) for shard in wanted]
+            objects = {n: nested.build(shard.key, {k: t.data for k, t in parts.items()}) for n, shard in built.items()}
+        return [objects[n] if n in built else shard.data for n, shard in enumerate(wanted)]
+
+    def can_build(self, wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
+        """Return for each object whether a plain DCP directory has its values, stored one by one below its key.
+
+        Args:
+            wanted: Objects that :meth:`load_index` does not list.
+            context: The checkpoint's files.
+        """
+        nested = _read_nested_state(read_index(context.reader), context)
+        return [nested.has(shard.key) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
         """Read the common state, from where the dialect keeps it: an object, ``common.pt``, or single values.
@@ -79,27 +94,28 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         reader = context.reader
         index = read_index(reader)
         if index.common is not None:
-            found = load_bytes(read_object(reader, index.common, "common state"), "common state", context.allow_globals)
-            return found[0]  # type: ignore[no-any-return]
+            data = reader.read_range(*index.common, "common state")
+            # Megatron stores a list of the objects that share the key.
+            return decode_object(data, "common state", context.allow_globals)[0]  # type: ignore[no-any-return]
+        path = f"{reader.directory}/{COMMON_FILE}"
         if reader.has(COMMON_FILE):
-            source = f"{reader.directory}/{COMMON_FILE}"
-            return load_bytes(reader.read(COMMON_FILE), source, context.allow_globals)  # type: ignore[no-any-return]
+            return decode_object(reader.read(COMMON_FILE), path, context.allow_globals)  # type: ignore[no-any-return]
         if needs_common_file(reader.manifest, index):
-            path = f"{reader.directory}/{COMMON_FILE}"
             raise CorruptCheckpointError(
                 f"{path} is missing: it has the common state. Copy it from where the checkpoint came from. "
                 "Without it, open_checkpoint reads the tensors alone; for a checkpoint that never had any common "
                 f"state, torch.save({{}}, {path!r}) makes an empty one"
             )
-        return _load_loose_values(index, context)
+        return _build_loose_state(index, context)
 
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the stored tensors without data, unsharded with their true global shapes, and the stored objects."""
         return read_index(context.reader).shards()
 
     def recognises(self, directory: Path) -> int | None:
-        """Return the version if the directory has ``.metadata``, as plain DCP directories do, or None."""
-        return self.version if (directory / METADATA_FILE).is_file() else None
+        """Return 1 if the directory has ``.metadata``, as plain DCP directories do, or None."""
+        # not self.version: what plain DCP writes is a dialect of version 1, also where a subclass is a later version
+        return 1 if (directory / METADATA_FILE).is_file() else None
 
     def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
         """Plan the removal of the tensors and objects whose keys begin with a prefix, in any dialect.
@@ -127,33 +143,30 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
         return {path.name for path in directory.iterdir() if path.name in named or path.suffix == ".distcp"}
 
 
-def _loaded_value(shard: ShardedBase) -> Any:
-    if isinstance(shard, ShardedTensor):
-        shard.init_data("cpu")
-    return shard.data
+def _read_nested_state(index: StoredIndex, context: LoadContext) -> NestedState:
+    """Return what a plain DCP directory stored value by value; nothing for any other dialect."""
+    values = _read_loose_values(index, context)
+    return context.reader.parsed("nested state", lambda: NestedState(values, index.tensor_paths, values.__getitem__))
 
 
-def _load_loose_values(index: StoredIndex, context: LoadContext) -> StateDict:
+def _is_absent(shard: ShardedBase, index: StoredIndex) -> bool:
+    return isinstance(shard, ShardedObject) and shard.unique_key not in index.objects
+
+
+def _build_loose_state(index: StoredIndex, context: LoadContext) -> StateDict:
     """Return the values that plain DCP stored one by one, as the nested dicts and lists that were saved."""
-    state: Any = {}
-    for path, item in sorted(index.loose.items(), key=lambda entry: tuple(map(str, entry[0]))):
+    values = _read_loose_values(index, context)
+    paths = sorted(values, key=lambda path: tuple(map(str, path)))
+    return nest_values((path, deepcopy(values[path])) for path in paths)  # type: ignore[no-any-return]
+
+
+def _read_loose_values(index: StoredIndex, context: LoadContext) -> dict[tuple[Any, ...], Any]:
+    """Return the values by path; they are read once, and kept with the reader."""
+
+    def read(path: tuple[Any, ...]) -> Any:
         name = ".".join(map(str, path))
-        value = load_bytes(read_object(context.reader, item, name), f"object {name!r}", context.allow_globals)
-        node = state
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = value
-    return _restore_lists(state)  # type: ignore[no-any-return]
+        data = context.reader.read_range(*index.loose[path], name)
+        return decode_object(data, f"object {name!r}", context.allow_globals)
 
-
-def _restore_lists(node: Any) -> Any:
-    """Turn dicts whose keys are all integers back into lists."""
-    if not isinstance(node, dict):
-        return node
-    values = {key: _restore_lists(value) for key, value in node.items()}
-    if values and all(isinstance(key, int) for key in values):
-        return [values[key] for key in sorted(values)]
-    return values
-
-
-__all__ = ["TorchDistLoadShardedStrategy"]
+    # values, not functions: what the reader keeps must not refer to the reader, or its directory stays open
+    return context.reader.parsed("loose values", lambda: {path: read(path) for path in index.loose})

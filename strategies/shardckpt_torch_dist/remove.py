@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
+from shardckpt.archive import ARCHIVE_ALIGN
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Table, make_column, repeat_values
-from shardckpt.storage import SMALL_RECORD, KeptItem
-from shardckpt.strategy import Removal
-from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, load_metadata
+from shardckpt.storage import SMALL_RECORD
+from shardckpt.strategy import KeptItem, Removal
 from shardckpt_torch_dist.dialects import (
     COMMON_KEY,
     INDEX_FILE,
@@ -30,20 +28,23 @@ from shardckpt_torch_dist.dialects import (
     Chunks,
     Item,
     StoredIndex,
-    dump,
-    encode,
+    encode_index,
+    encode_metadata,
+    has_own_index,
     parse_object_key,
     read_index,
+    read_metadata,
+    to_dcp_tensor,
 )
 from shardckpt_torch_dist.plan import build_own_archive
 from shardckpt_torch_dist.torch_private import StorageInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from shardckpt.storage import CheckpointReader
 
-DATA_SUFFIX = ".distcp"
+_DATA_SUFFIX = ".distcp"
 
 
 def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
@@ -59,40 +60,63 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
     Raises:
         CorruptCheckpointError: The index is damaged, or of an unknown dialect.
     """
-    index = read_index(reader)  # this checks the metadata that is read again below
     record = reader.manifest.record
-    if record is not None and reader.has(INDEX_FILE):
-        return _plan_own_format(index, prefix, reader, record.save_id)
-    return _plan_foreign_format(index, prefix, reader)
+    is_ours = has_own_index(reader)
+    raw: Any = None
+    if is_ours:
+        index = read_index(reader)
+    else:
+        raw, index = read_metadata(reader)
+    try:
+        if is_ours:
+            keys = frozenset(key for key in (*index.keys, *index.objects) if key.startswith(prefix))
+            dropped, kept = _split_files(_list_archives(index), keys)
+        else:
+            keys = frozenset(key for key, entry in raw.state_dict_metadata.items() if _is_removed(key, entry, prefix))
+            archives = ((index.fqn, _locate(info)) for index, info in raw.storage_data.items())
+            dropped, kept = _split_files(archives, keys)
+        if not keys:
+            return Removal(keys, {}, frozenset())
+        rewritten = {
+            name: _repack(name, items, _digest_boundaries(index, name), reader) for name, items in kept.items()
+        }
+        if is_ours and record is not None:
+            updated = _with_new_offsets(remove_keys(index, keys), rewritten)
+            renewed = {METADATA_FILE: encode_metadata(updated, record.save_id), INDEX_FILE: encode_index(updated)}
+        else:
+            renewed = {METADATA_FILE: pickle.dumps(_copy_metadata(raw, keys, rewritten), protocol=4)}
+    except (AttributeError, TypeError, ValueError, LookupError, RecursionError, pickle.PicklingError) as exc:
+        source = f"{reader.directory}/{METADATA_FILE}"
+        raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
+    return Removal(keys, renewed, dropped, rewritten)
 
 
-def _plan_own_format(index: StoredIndex, prefix: str, reader: CheckpointReader, save_id: str) -> Removal:
-    keys = frozenset(key for key in (*index.keys, *index.objects) if key.startswith(prefix))
-    if not keys:
-        return Removal(keys, {}, frozenset())
-    kept = without(index, keys)
-    before, after = _archives_by_file(index), _archives_by_file(kept)
-    rewritten = {
-        name: _repack(name, items, _digest_boundaries(kept, name), reader)
-        for name, items in after.items()
-        if len(items) < len(before[name])
-    }
-    updated = _with_new_offsets(kept, rewritten)
-    renewed = {METADATA_FILE: encode(updated, save_id), INDEX_FILE: dump(updated)}
-    return Removal(keys, renewed, frozenset(index.files).difference(kept.files), rewritten)
-
-
-def _archives_by_file(index: StoredIndex) -> dict[str, dict[Item, str]]:
-    """Return the archives of each file with their keys, for our own index: each archive has one key."""
-    found: dict[str, dict[Item, str]] = {name: {} for name in index.files}
+def _list_archives(index: StoredIndex) -> Iterator[tuple[str, Item]]:
+    """Yield the archives of our own index with their keys; an object may have several."""
     chunks = index.chunks
     columns = (chunks.file, chunks.start, chunks.length, chunks.box.spec)
     for file, start, length, tensor in zip(*(column.tolist() for column in columns), strict=True):
-        name = index.files[file]
-        found[name][Item(name, start, length)] = index.keys[tensor]
-    for key, item in index.objects.items():
-        found.setdefault(item.file, {})[item] = key
-    return found
+        yield index.keys[tensor], Item(index.files[file], start, length)
+    yield from index.objects.items()
+
+
+def _locate(info: Any) -> Item:
+    """Return the archive of an entry of DCP's ``storage_data``."""
+    return Item(info.relative_path, int(info.offset), int(info.length))
+
+
+def _split_files(
+    archives: Iterable[tuple[str, Item]], keys: Collection[str]
+) -> tuple[frozenset[str], dict[str, dict[Item, str]]]:
+    """Return the data files that hold only these keys, and the other archives of the data files that hold more."""
+    holders: set[str] = set()
+    others: dict[str, dict[Item, str]] = {}
+    for key, item in archives:
+        if key not in keys:
+            others.setdefault(item.file, {})[item] = key
+        elif item.file.endswith(_DATA_SUFFIX):
+            holders.add(item.file)
+    return frozenset(holders - others.keys()), {name: others[name] for name in sorted(holders & others.keys())}
 
 
 def _repack(
@@ -106,6 +130,7 @@ def _repack(
     size, claimed = reader.size(name), sum(item.length for item in items)
     if claimed > size:
         raise CorruptCheckpointError(f"{reader.directory / name} has {size} bytes, its items claim {claimed}")
+    # Megatron's and DCP's own files are not aligned; a file of ours stays as our own saves write it.
     align = 1 if any(item.offset % ARCHIVE_ALIGN for item in items) else ARCHIVE_ALIGN
     found, position = [], 0
     for item in sorted(items):
@@ -116,10 +141,8 @@ def _repack(
 
 
 def _digest_boundaries(index: StoredIndex, name: str) -> dict[Item, tuple[int, ...]]:
-    """Return where the head and the payload of the large archives of a file end, for archives as we write them.
-
-    A load reads head and payload separately, in whole ranges of digests, so a range must end at each boundary.
-    """
+    """Return where the head and the payload of the large archives of a file end, for archives as we write them."""
+    # A load reads head and payload separately, in entire ranges of digests, so a range must end at each boundary.
     chunks = index.chunks
     found: dict[Item, tuple[int, ...]] = {}
     if name not in index.files:
@@ -142,51 +165,33 @@ def _with_new_offsets(index: StoredIndex, rewritten: Mapping[str, list[KeptItem]
     return replace(index, chunks=replace(chunks, start=make_column(starts)), objects=objects)
 
 
-def without(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
+def remove_keys(index: StoredIndex, keys: Collection[str]) -> StoredIndex:
     """Return the index without some tensors and objects, and without the files that hold nothing else."""
     kept = [key not in keys for key in index.keys]
     stays, counts = torch.tensor(kept, dtype=torch.bool, device="cpu"), index.bounds.diff()
     rows = repeat_values(stays, counts).nonzero().view(-1)
     objects = {key: item for key, item in index.objects.items() if key not in keys}
-    numbers = set(index.chunks.file[rows].tolist())
+    chunks, box = index.chunks, index.chunks.box.rows(rows)
+    numbers = set(chunks.file[rows].tolist())
     needed = {item.file for item in objects.values()}.union(index.files[number] for number in numbers)
     return StoredIndex(
         list(compress(index.keys, kept)),
         list(compress(index.dtypes, kept)),
         list(compress(index.shapes, kept)),
         torch.cat([index.bounds[:1], counts[stays].cumsum(0)]),
-        _select_chunks(index.chunks, rows, stays.cumsum(0) - 1, [name in needed for name in index.files]),
+        Chunks(
+            Table((stays.cumsum(0) - 1)[box.spec], box.offset, box.extent),
+            (make_column(list(accumulate(name in needed for name in index.files))) - 1)[chunks.file[rows]],
+            *(column[rows] for column in (chunks.start, chunks.length, chunks.first, chunks.volume)),
+        ),
         [name for name in index.files if name in needed],
         objects,
     )
 
 
-def _select_chunks(chunks: Chunks, rows: torch.Tensor, renumbered: torch.Tensor, needed: list[bool]) -> Chunks:
-    """Return some of the chunks, with the new numbers of their tensors and of their files."""
-    box, files = chunks.box.rows(rows), make_column(list(accumulate(needed)))
-    box = Table(renumbered[box.spec], box.offset, box.extent)
-    others = (column[rows] for column in (chunks.start, chunks.length, chunks.first, chunks.volume))
-    return Chunks(box, files[chunks.file[rows]] - 1, *others)
-
-
 def _new_offsets(rewritten: Mapping[str, list[KeptItem]]) -> dict[tuple[str, int, int], int]:
     """Return the new offset of each item of the rewritten files, by its (file, offset, length) now."""
     return {(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
-
-
-def _plan_foreign_format(index: StoredIndex, prefix: str, reader: CheckpointReader) -> Removal:
-    source = f"{reader.directory}/{METADATA_FILE}"
-    raw = load_metadata(reader.read(METADATA_FILE), source)
-    try:
-        keys = frozenset(key for key, entry in raw.state_dict_metadata.items() if _is_removed(key, entry, prefix))
-        dropped, kept = _split_files(keys, raw)
-        rewritten = {
-            name: _repack(name, items, _digest_boundaries(index, name), reader) for name, items in kept.items()
-        }
-        renewed = {METADATA_FILE: pickle.dumps(_copy_metadata(raw, keys, rewritten), protocol=4)} if keys else {}
-    except (AttributeError, TypeError, ValueError, LookupError, RecursionError, pickle.PicklingError) as exc:
-        raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
-    return Removal(keys, renewed, dropped, rewritten)
 
 
 def _is_removed(key: str, entry: Any, prefix: str) -> bool:
@@ -196,33 +201,21 @@ def _is_removed(key: str, entry: Any, prefix: str) -> bool:
     return hasattr(entry, "chunks") or (key != COMMON_KEY and parse_object_key(key) is not None)
 
 
-def _split_files(keys: Collection[str], raw: Any) -> tuple[frozenset[str], dict[str, dict[Item, str]]]:
-    """Return the data files that hold only these keys, and the other items of the data files that hold more."""
-    holders = {info.relative_path for index, info in raw.storage_data.items() if index.fqn in keys}
-    others: dict[str, dict[Item, str]] = {}
+def _copy_metadata(raw: Any, keys: Collection[str], rewritten: Mapping[str, list[KeptItem]]) -> Metadata:
+    """Return the metadata in torch's own classes, without some keys, and with the new offsets of the other items."""
+    # Not Megatron's ``all_local_plans``: they list all keys, and only let it skip the planning of its next save.
+    offsets, storage_data = _new_offsets(rewritten), {}
     for index, info in raw.storage_data.items():
         if index.fqn not in keys:
-            item = Item(info.relative_path, int(info.offset), int(info.length))
-            others.setdefault(info.relative_path, {})[item] = index.fqn
-    data = {name for name in holders if name.endswith(DATA_SUFFIX)}
-    return frozenset(data - others.keys()), {name: others[name] for name in sorted(data & others.keys())}
-
-
-def _copy_metadata(raw: Any, keys: Collection[str], rewritten: Mapping[str, list[KeptItem]]) -> Metadata:
-    """Return the metadata in torch's own classes, without some keys, and with the new offsets of the other items.
-
-    The plans of the ranks (``all_local_plans``) are left out: they list all keys, and they only let Megatron skip the
-    planning of its next save.
-    """
-    offsets = _new_offsets(rewritten)
+            entry = MetadataIndex(index.fqn, getattr(index, "offset", None), getattr(index, "index", None))
+            item = _locate(info)
+            storage_data[entry] = StorageInfo(item.file, offsets.get(item, item.offset), item.length)
     metadata = Metadata(
         state_dict_metadata={
             key: _copy_entry(entry) for key, entry in raw.state_dict_metadata.items() if key not in keys
         },
         planner_data=_drop_keys(getattr(raw, "planner_data", None), keys),
-        storage_data=dict(
-            _copy_location(index, info, offsets) for index, info in raw.storage_data.items() if index.fqn not in keys
-        ),
+        storage_data=storage_data,
         storage_meta=_copy_storage_meta(getattr(raw, "storage_meta", None)),
     )
     if getattr(raw, "version", None) is not None:
@@ -237,19 +230,10 @@ def _drop_keys(by_key: Any, keys: Collection[str]) -> Any:
 
 
 def _copy_entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    """Copy an entry; of the properties only the dtype: readers use no other, and torch has deprecated them."""
     if not hasattr(entry, "chunks"):
         return BytesStorageMetadata()
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=entry.properties.dtype), torch.Size(entry.size), chunks)
-
-
-def _copy_location(
-    index: Any, info: Any, offsets: Mapping[tuple[str, int, int], int]
-) -> tuple[MetadataIndex, StorageInfo]:
-    place = MetadataIndex(index.fqn, getattr(index, "offset", None), getattr(index, "index", None))
-    name, offset, length = info.relative_path, int(info.offset), int(info.length)
-    return place, StorageInfo(name, offsets.get((name, offset, length), offset), length)
+    boxes = ((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+    return to_dcp_tensor(entry.properties.dtype, entry.size, boxes)
 
 
 def _copy_storage_meta(raw: Any) -> StorageMeta | None:
@@ -262,6 +246,3 @@ def _copy_storage_meta(raw: Any) -> StorageMeta | None:
         load_id=getattr(raw, "load_id", None),
         modules=list(getattr(raw, "modules", ())),
     )
-
-
-__all__ = ["plan_removal", "without"]

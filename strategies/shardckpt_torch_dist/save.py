@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.archive import encode_object
 from shardckpt.errors import CheckpointingException
+from shardckpt.manifest import is_file_name
 from shardckpt.parallel import assign_main_replicas
-from shardckpt.storage import check_file_name, count_parallel_files
+from shardckpt.storage import count_parallel_files
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
-from shardckpt_torch_dist.archive import make_loadable_archive
 from shardckpt_torch_dist.plan import (
     GlobalFiles,
-    LocalPlan,
     collect_items,
     lay_out,
     merge_plans,
-    pack_plan,
     pickle_objects,
     view_tensors,
 )
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from shardckpt.distributed import Comm
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext
     from shardckpt_torch_dist.dialects import StoredIndex
@@ -42,8 +40,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     """Writes the dialect that Megatron-Core 0.9 to 0.20 and torch.distributed.checkpoint read.
 
     Args:
-        backend: Must be ``torch_dist``; Megatron's callers pass it.
-        version: Must be 1.
+        backend: Must be the class's own, ``torch_dist``; Megatron's callers pass it.
+        version: Must be the class's own, 1.
         keep_only_main_replica: Whether only the main replica of a shard may be written. If False, any rank with a copy
             may write it, and the bytes are balanced over all ranks.
         thread_count: Number of files per rank, balanced by bytes. By default one; on file systems known to write only
@@ -62,24 +60,25 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     version = 1
     reader = "shardckpt 0.1, Megatron-Core 0.9, torch 2.6"
     caches_plan = True
+    stores_plain_objects = True
 
     def __init__(
         self,
-        backend: str = "torch_dist",
-        version: int = 1,
+        backend: str | None = None,
+        version: int | None = None,
         keep_only_main_replica: bool = True,
         thread_count: int | None = None,
         cached_metadata: bool = False,  # noqa: ARG002 - see the class
         separation_hint: str | None = None,
     ) -> None:
-        if (backend, version) != (self.backend, self.version):
-            raise CheckpointingException(
-                f"{type(self).__qualname__} writes ('torch_dist', 1), not {(backend, version)}"
-            )
+        own = self.backend, self.version
+        asked = backend or self.backend, self.version if version is None else version
+        if asked != own:
+            raise CheckpointingException(f"{type(self).__qualname__} writes {own}, not {asked}")
         if thread_count is not None and thread_count < 1:
             raise CheckpointingException(f"thread_count={thread_count}: a rank writes at least one file")
         if separation_hint is not None:
-            check_file_name(separation_hint)
+            _check_hint(separation_hint)
         self._main_only = keep_only_main_replica
         self._files = thread_count
         self._hint = separation_hint
@@ -112,15 +111,17 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             items = collect_items(shards)
         with comm.local_phase("pickling objects"):
             archives = pickle_objects(items.objects, shards, context.allow_globals)
-        with comm.local_phase("placing items in files"):
+        with comm.local_phase("assigning items to files"):
             nbytes = sum(tensor.nbytes for tensor in items.tensors)
             files = _file_count(self._files, nbytes, context.staging)
-            layout = lay_out(items, archives, comm.rank, files, self._hint)
-            rank_plan = pack_plan(items, layout)
-        stored = _merge_on_main(rank_plan, comm)
+            write_plan, local_plan = lay_out(items, archives, comm.rank, files, self._hint)
+        plans = comm.gather(local_plan)
+        with comm.local_phase("planning for all ranks"):
+            index = merge_plans(plans) if comm.is_main else None
 
-        work = replace(layout.work, tensors=[], archives={}, stored=rank_plan.stored)
-        plan = SavePlan(items.sources, items.objects, _lengths(archives), nbytes, files, work, stored)
+        # The plan is kept for later saves, so it holds no values: a cached plan must not keep a model in memory.
+        write_plan = replace(write_plan, tensors=[], archives={})
+        plan = SavePlan(items.sources, items.objects, _lengths(archives), nbytes, files, write_plan, index)
         return plan.prepare(items.tensors, archives, stored_common, context)
 
     def replan(
@@ -137,9 +138,18 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         with comm.local_phase("pickling objects"):
             archives = pickle_objects(plan.objects, shards, context.allow_globals)
             files = _file_count(self._files, plan.nbytes, context.staging)
+        # An archive of another size would move all that is behind it in the file.
         if not comm.all_true(_lengths(archives) == plan.lengths and files == plan.files):
             return None
         return plan.prepare(view_tensors(plan.sources, shards), archives, stored_common, context)
+
+
+def _check_hint(hint: str) -> None:
+    """Raise unless names of files can begin with the separation hint."""
+    if not is_file_name(hint) or "/" in hint:
+        raise CheckpointingException(
+            f"separation_hint={hint!r}: names of files begin with it, so it has letters, digits, '.', '_' and '-' only"
+        )
 
 
 class SavePlan(NamedTuple):
@@ -151,8 +161,8 @@ class SavePlan(NamedTuple):
         lengths: The sizes of their archives, in bytes, by unique key.
         nbytes: The size of all tensors, in bytes.
         files: The number of files.
-        work: The write plan without values.
-        stored: What all ranks store; None except on the main rank.
+        write_plan: The write plan without values.
+        stored_index: What all ranks store; None except on the main rank.
     """
 
     sources: list[Source]
@@ -160,17 +170,17 @@ class SavePlan(NamedTuple):
     lengths: dict[str, int]
     nbytes: int
     files: int
-    work: WritePlan
-    stored: StoredIndex | None
+    write_plan: WritePlan
+    stored_index: StoredIndex | None
 
     def prepare(
         self, tensors: list[torch.Tensor], archives: dict[str, bytes], stored_common: bytes, context: PlanContext
     ) -> PreparedSave:
         """Return a save of these values by this plan; needs no other rank."""
-        global_files = None if self.stored is None else GlobalFiles(self.stored, context.save_id, stored_common)
-        return PreparedSave(
-            replace(self.work, tensors=tensors, archives=archives, global_files=global_files), plan=self
-        )
+        index = self.stored_index
+        global_files = None if index is None else GlobalFiles(index, context.save_id, stored_common)
+        work = replace(self.write_plan, tensors=tensors, archives=archives, global_files=global_files)
+        return PreparedSave(work, plan=self)
 
 
 def _file_count(asked: int | None, nbytes: int, directory: Path | None) -> int:
@@ -186,17 +196,4 @@ def _lengths(archives: dict[str, bytes]) -> dict[str, int]:
 def _pickle_common(common: CommonStateDict, context: PlanContext) -> bytes:
     """Pickle the common state on the main rank; the others return empty bytes. Needs no other rank."""
     with context.comm.local_phase("pickling the common state"):
-        return make_loadable_archive(common, "the common state", context.allow_globals) if context.comm.is_main else b""
-
-
-def _merge_on_main(rank_plan: LocalPlan, comm: Comm) -> StoredIndex | None:
-    """Collective: merge the plans of all ranks on the main rank; the others return None."""
-    plans = comm.gather(rank_plan)
-    plan = None
-    with comm.local_phase("planning for all ranks"):
-        if comm.is_main:
-            plan = merge_plans(plans)
-    return plan
-
-
-__all__ = ["TorchDistSaveShardedStrategy"]
+        return encode_object(common, "the common state", context.allow_globals) if context.comm.is_main else b""

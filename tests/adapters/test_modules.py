@@ -377,3 +377,15 @@ def test_nothing_of_modules_is_common_state() -> None:
     shards = list(nested_values(sharded))
     assert not list(nested_values(common))
     assert len({shard.key for shard in shards}) == len(shards)
+
+
+def test_parameters_named_like_options_of_numbered_groups(tmp_path: Path) -> None:
+    """A model's ``0.lr`` and the ``lr`` of its optimizer's group 0 have one key: the parameter's options keep it."""
+    model = nn.Sequential(nn.ParameterDict({"lr": nn.Parameter(torch.ones(2)), "eps": nn.Parameter(torch.ones(2))}))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.25)
+    dist_checkpointing.save(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
+    optimizer.param_groups[0]["lr"] = 0.5
+
+    loaded = dist_checkpointing.load(to_sharded_state_dict(model, optimizer), tmp_path / "ckpt")
+    load_into(loaded, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25

@@ -46,6 +46,15 @@ def fail_like_a_plugin() -> None:
     raise BadCodeError(7, path="f")
 
 
+class ForeignError(Exception):
+    """A plugin's error from outside the family."""
+
+
+def fail_like_a_foreign_plugin() -> None:
+    """An error of a class from outside the family."""
+    raise ForeignError("odd")
+
+
 def fail_like_nobody_else() -> None:
     """An error whose class is only in the process that raises it."""
 

@@ -67,7 +67,7 @@ def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "train.py"]
 
 
-@PERSISTENT
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
 def test_a_large_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:
     """Writing and its metadata need threads that the ending interpreter no longer gives: the save ends before that."""
     program = f"""

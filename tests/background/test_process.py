@@ -52,6 +52,10 @@ def test_an_error_of_a_plugin_keeps_its_class(worker: WorkerProcess) -> None:
     error = _outcome(worker, calls.fail_like_a_plugin)
     assert isinstance(error, calls.BadCodeError)
     assert (error.code, str(error)) == (7, f"in process {worker.pid}: f: code 7")
+    error = _outcome(worker, calls.fail_like_a_foreign_plugin)
+    assert isinstance(error, calls.ForeignError)
+    assert isinstance(error, CheckpointingException)
+    assert str(error) == f"in process {worker.pid}: odd"
     error = _outcome(worker, calls.fail_like_nobody_else)
     assert isinstance(error, RankFailedError)
     assert str(error) == f"in process {worker.pid}: LocalError: odd"

@@ -6,7 +6,11 @@ import types
 from pathlib import Path
 from typing import Any
 
+from shardckpt.plugins import get_plugin_manager
+
 SCRIPT = Path(__file__).with_name("training.py")
+#: Strategies of Megatron's kind, and a job that uses them.
+STRATEGIES = Path(__file__).with_name("path_strategy.py")
 
 
 def ported(text: str) -> str:
@@ -16,11 +20,21 @@ def ported(text: str) -> str:
     )
 
 
+def run_script(path: Path, function: str, *args: Any) -> Any:
+    """Call a function of a ported script. The registry is as it was again afterwards: other tests use the process."""
+    registry = get_plugin_manager().registry
+    before = dict(registry._entries)
+    module = types.ModuleType(f"ported_{path.stem}")
+    try:
+        exec(compile(ported(path.read_text()), str(path), "exec"), vars(module))
+        return getattr(module, function)(*args)
+    finally:
+        registry._entries = before
+
+
 def run(function: str, *args: Any) -> Any:
-    """Call a function of the ported script."""
-    module = types.ModuleType("ported_training")
-    exec(compile(ported(SCRIPT.read_text()), str(SCRIPT), "exec"), vars(module))
-    return getattr(module, function)(*args)
+    """Call a function of the ported training script."""
+    return run_script(SCRIPT, function, *args)
 
 
-__all__ = ["SCRIPT", "ported", "run"]
+__all__ = ["SCRIPT", "STRATEGIES", "ported", "run", "run_script"]

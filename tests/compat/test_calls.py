@@ -208,23 +208,23 @@ def test_a_registered_instance_is_of_megatrons_class_too(registry: Any, tmp_path
 
 def test_unknown_strategies_are_named() -> None:
     """A backend that nothing has, and an action on common state alone, say what there is."""
-    with pytest.raises(UnknownBackendError, match=r"no strategy loads \('zarr', 1\); installed: .*torch_dist 1"):
-        base.get_default_strategy(base.StrategyAction.LOAD_SHARDED, "zarr", 1)
+    with pytest.raises(UnknownBackendError, match=r"no strategy loads \('tensorstore', 1\); installed: .*torch_dist 1"):
+        base.get_default_strategy(base.StrategyAction.LOAD_SHARDED, "tensorstore", 1)
     with pytest.raises(CheckpointingException, match="load_common_state_dict"):
         base.get_default_strategy(base.StrategyAction.LOAD_COMMON, "torch", 1)
 
 
-def test_strategies_written_for_megatron_are_refused() -> None:
-    """A class that writes or reads a path itself is refused where it is defined, with the method to write instead."""
+def test_methods_of_megatrons_kind_below_ours_are_refused() -> None:
+    """A subclass of a strategy of ours that saves or loads by path is refused where it is defined, with the way out."""
     with pytest.raises(PluginError, match=r"save\(shards, common, context\)"):
 
-        class Saver(base.SaveShardedStrategy):
+        class Saver(TorchDistSaveShardedStrategy):
             def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
                 """Write to a path."""
 
     with pytest.raises(PluginError, match=r"load\(wanted, context\)"):
 
-        class Loader(base.LoadShardedStrategy):
+        class Loader(TorchDistLoadShardedStrategy):
             def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
                 """Read from a path."""
 
@@ -304,29 +304,75 @@ def _validate() -> list[str]:
 
 
 def test_shards_of_all_ranks_are_checked(ranks: RankPool) -> None:
-    """Megatron's validation functions give this rank's verdict by all ranks' shards: the same error on every one."""
+    """Megatron's validation functions check the shards of all ranks, and raise the same error on every one."""
     first, second = ranks.run(2, _validate)
-    assert (first[0], second[0]) == ("new/shard_0_2", "new/shard_1_2")
+    assert (first[0], second[0]) == ("new", "new")
     assert first[1] == second[1]
     assert "described as the main replica twice" in first[1]
 
 
 def test_keys_are_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """Shards leave a nest by their keys, and mismatches are raised or logged in both libraries' words."""
+    """Shards are left out by their keys, and mismatches are raised or logged in both libraries' words."""
     state = {"a": [_state(1.0)], "b": LocalNonpersistentObject(3)}
     kept = validation.adjust_non_strict_load(state, {"w", "o/shard_0_1"})
     assert kept == {"b": state["b"]}
     assert set(state["a"][0]) == {"w", "o"}
     validation.maybe_report_missing_and_unexpected_keys(set(), set())
-    with pytest.raises(KeyMismatchError, match=r"torch: unexpected keys.*gone"):
+    with pytest.raises(KeyMismatchError, match=r"^Missing keys, .*torch: unexpected keys\): gone$"):
         validation.maybe_report_missing_and_unexpected_keys({"gone"}, set())
     with caplog.at_level(logging.WARNING):
         validation.maybe_report_missing_and_unexpected_keys(set(), {"new"}, raise_error=False)
-    assert "torch: missing keys): new" in caplog.text
+    assert "Unexpected keys, wanted and not in the checkpoint (torch: missing keys): new" in caplog.text
 
 
-def test_state_dicts_are_taken_apart_without_change() -> None:
-    """Preprocessing for a save and for a load gives the parts, and leaves the caller's nest as it is."""
+def test_errors_have_megatrons_terms(tmp_path: Path) -> None:
+    """What Megatron's callers and tests look for in a message is there, with its capitals."""
+    with pytest.raises(CheckpointingException, match=rf"directory {tmp_path}/absent does not exist"):
+        dc.load(_wanted(), tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    for name in ("empty", "other"):
+        with pytest.raises(CheckpointingException, match=rf"{name} is not a distributed checkpoint"):
+            dc.load(_wanted(), tmp_path / name)
+    dc.save(_state(1.0), tmp_path / "c")
+    with pytest.raises(CheckpointingException, match="Global shape mismatch"):
+        dc.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(5))}, tmp_path / "c")
+    for shards in ([ShardedObject("o", 1, (2,), (0,))], [_state(1.0)["w"]] * 2):
+        with pytest.raises(CheckpointingException, match="Invalid access pattern"):
+            dc.save({"shards": shards}, tmp_path / "d")
+
+
+def test_a_filter_by_suffix_finds_objects(tmp_path: Path) -> None:
+    """Megatron's trainer leaves ``_extra_state`` out of what it reports: keys come back without the shard's place."""
+
+    def state(*keys: str) -> dict[str, Any]:
+        return {key: ShardedObject(f"{key}._extra_state", 1, (1,), (0,)) for key in keys} | {"w": _state(1.0)["w"]}
+
+    dc.save(state("a", "b"), tmp_path / "c")
+    for validate in (True, False):
+        loaded, missing, unexpected = dc.load(
+            state("a", "x"), tmp_path / "c", validate_access_integrity=validate, strict="return_all"
+        )
+        assert (missing, unexpected) == ({"b._extra_state"}, {"x._extra_state"})
+        assert set(loaded) == {"a", "w"}
+        assert not [key for key in missing | unexpected if not key.endswith("_extra_state")]
+        with pytest.raises(CheckpointingException, match=r"Unexpected keys(.|\n)*Missing keys"):
+            dc.load(state("a", "x"), tmp_path / "c", validate_access_integrity=validate, strict="raise_all")
+
+
+def test_a_shard_of_an_object_that_nobody_wants_is_missing(tmp_path: Path) -> None:
+    """Without validation, ``raise_all`` sees that one of two shards is not wanted, or was never saved."""
+    shards = [ShardedObject("o", cell, (2,), (cell,)) for cell in range(2)]
+    dc.save({"o": shards}, tmp_path / "whole")
+    dc.save({"o": shards[:1]}, tmp_path / "half", validate_access_integrity=False)
+    for name in ("whole", "half"):
+        with pytest.raises(KeyMismatchError, match=r"o/shard_1_2|1 of its 2 shards"):
+            dc.load({"o": shards[:1]}, tmp_path / name, validate_access_integrity=False, strict="raise_all")
+
+
+def test_state_dicts_are_split_without_change() -> None:
+    """Preprocessing for a save and for a load returns the parts, and leaves the caller's state dict as it is."""
     empty = ShardedTensor("flat", torch.empty(0), torch.float32, (4,), (4,), (0,), None, flattened_range=slice(2, 2))
     state = {**_state(1.0), "flat": empty, "local": [LocalNonpersistentObject(3)], "step": 2}
     sharded, common = save_preprocess({**state, "flat": _state(1.0)["w"]}, validate_access_integrity=False)
@@ -343,21 +389,21 @@ def _exchange() -> None:
     shards = {
         f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", torch.full((3,), float(n)), replica_id=rank) for n in range(6)
     }
-    deal = exchange_utils.determine_main_replica_uniform_distribution(shards, None, True)
+    distribution = exchange_utils.determine_main_replica_uniform_distribution(shards, None, True)
     ids = {utils._sharded_tensor_shard_id(shard): shard for shard in shards.values()}
-    loaded = {number: ids[number].data for number, owner in deal.main_rank_for_shard.items() if owner == rank}
+    loaded = {number: ids[number].data for number, owner in distribution.main_rank_for_shard.items() if owner == rank}
     assert len(loaded) == 6 // world
     wanted = {number: shard.without_data() for number, shard in ids.items() if number not in loaded}
     for way in ("broadcast", "gather_rounds", "gather_object"):
         exchange = getattr(exchange_utils, f"exchange_loaded_tensors_{way}")
-        found = exchange(loaded, wanted, deal, None)
+        found = exchange(loaded, wanted, distribution, None)
         assert {number: tensor.tolist() for number, tensor in found.items()} == {
             number: shard.data.tolist() for number, shard in ids.items()
         }
     assert exchange_utils.exchange_loaded_objects_gather_object({rank: str(rank)}) == {n: str(n) for n in range(world)}
 
 
-def test_shards_are_dealt_and_exchanged(ranks: RankPool) -> None:
+def test_shards_are_assigned_and_exchanged(ranks: RankPool) -> None:
     """The exchange by hand, by Megatron's names: each rank ends with all shards, whichever way they travel."""
     ranks.run(2, _exchange)
 
@@ -378,16 +424,16 @@ def test_blocks_have_names_and_times(caplog: pytest.LogCaptureFixture) -> None:
         assert (name, logger) == ("", utils.fallback_logger)
 
 
-def test_nests_are_shown_and_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The helpers of older releases: a map with keys, the types of a nest, and a flat dict with the paths."""
-    nest: dict[str, Any] = {"a": [1, {"b": 2}], "c": torch.ones(2, 3)}
-    flat, paths = flatten_state_dict(nest)
+def test_nested_dicts_are_printed_and_mapped(capsys: pytest.CaptureFixture[str]) -> None:
+    """The helpers of older releases: a map with keys, the types of nested dicts, and a flat dict with the paths."""
+    nested: dict[str, Any] = {"a": [1, {"b": 2}], "c": torch.ones(2, 3)}
+    flat, paths = flatten_state_dict(nested)
     assert (set(flat), paths["a.1.b"]) == ({"a.0", "a.1.b", "c"}, ("a", 1, "b"))
-    inspect_types(nest)
+    inspect_types(nested)
     assert "Tensor of shape (2, 3)" in capsys.readouterr().out
-    del nest["c"]
-    dict_map_with_key(lambda key, value: (key, value), nest)
-    assert nest == {"a": [(0, 1), {"b": ("b", 2)}]}
+    del nested["c"]
+    dict_map_with_key(lambda key, value: (key, value), nested)
+    assert nested == {"a": [(0, 1), {"b": ("b", 2)}]}
     with pytest.raises(ValueError, match="shorter"):
         list(utils.zip_strict([1], []))
 

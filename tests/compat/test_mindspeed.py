@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,22 +12,28 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import shardckpt_ep
 from shardckpt.compat.mindspeed import (
     EPLoadPlanner,
     build_ep_fqn2spec_info,
     create_default_local_load_plan_with_moe,
     drop_ep_dim,
+    empty_cache,
     get_check_moe_func,
     get_chunk_readitem,
     restore_ep_dim,
+    synchronize,
 )
-from shardckpt.errors import ShapeMismatchError, ShardingError
-from shardckpt_ep import expert_layouts
+from shardckpt.errors import CheckpointingException, ShapeMismatchError, ShardingError
+from shardckpt_ep import expert_layouts, expert_parameters
 from shardckpt_ep.torch_private import StridedShard
+from shardckpt_torch_dist import CheckpointStorageReader
 from tests.ep.checkpoints import store
 from tests.ep.live import (
     FQN,
@@ -44,6 +52,7 @@ from tests.ep.live import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.ranks import RankPool
@@ -213,7 +222,7 @@ def _load_by_rank(folder: Path, *, experts: int) -> int:
             dcp.load(held, checkpoint_id=path, planner=EPLoadPlanner(ep_rank, ep_size, is_expert))
             check(case, mesh, held)
             held = state(case, mesh, empty=True)
-            option = _Option(ep_rank, ep_size, is_expert)
+            option = _Option(ep_rank, None if experts % ep_size == 0 else ep_size, is_expert)
             dcp.load(held, checkpoint_id=path, planner=option)
             check(case, mesh, held)
             count += 1
@@ -223,12 +232,15 @@ def _load_by_rank(folder: Path, *, experts: int) -> int:
 class _Option(DefaultLoadPlanner):
     """DCP's own planner with the plan as an explicit option."""
 
-    def __init__(self, ep_rank: int, ep_size: int, is_expert: Any) -> None:
+    def __init__(self, ep_rank: int, ep_size: int | None, is_expert: Any) -> None:
         super().__init__()
-        self.given = {"ep_rank": ep_rank, "ep_size": ep_size, "check_moe_fn": is_expert}
+        self.ep_rank, self.ep_size, self.check_moe_fn = ep_rank, ep_size, is_expert
 
     def create_local_plan(self) -> Any:
-        return create_default_local_load_plan_with_moe(self.state_dict, self.metadata, **self.given)
+        assert self.metadata is not None
+        return create_default_local_load_plan_with_moe(
+            self.check_moe_fn, self.ep_rank, self.state_dict, self.metadata, ep_size=self.ep_size
+        )
 
 
 def _load_eight(folder: Path) -> int:
@@ -253,21 +265,23 @@ def test_the_seeds_planner_loads_any_chunks_by_rank(ranks: RankPool, tmp_path: P
 def test_a_tensor_of_neither_length_is_refused() -> None:
     """What is as long neither as the rank's part nor as the whole is an error, where the seed skipped the check."""
     stored = _stored((8, 6), [((0, 0), (8, 6))])
-    given = {"ep_rank": 0, "ep_size": 2, "check_moe_fn": lambda _: True}
+    given = {"state_dict": {"w1": torch.zeros(3, 6)}, "metadata": metadata.Metadata({"w1": stored})}
 
     with pytest.raises(ShapeMismatchError, match=r"rank 0 of 2 has \(4, 6\); the tensor to be filled has \(3, 6\)"):
-        create_default_local_load_plan_with_moe({"w1": torch.zeros(3, 6)}, metadata.Metadata({"w1": stored}), **given)
+        create_default_local_load_plan_with_moe(lambda _: True, 0, **given, ep_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match=r"different numbers of experts, .* pass ep_size="):
+        create_default_local_load_plan_with_moe(lambda _: True, 0, **given)  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="there is no ep_rank 2 of 2"):
+        create_default_local_load_plan_with_moe(lambda _: True, 2, **given, ep_size=2)  # type: ignore[arg-type]
 
 
 def test_a_missing_key_is_refused_where_strict() -> None:
     """Strict plans need every key; others leave it out."""
-    given = {"ep_rank": 0, "ep_size": 2, "check_moe_fn": lambda _: True}
+    state_dict, none = {"w1": torch.zeros(3)}, metadata.Metadata({})
 
     with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: w1"):
-        create_default_local_load_plan_with_moe({"w1": torch.zeros(3)}, metadata.Metadata({}), **given)
-    assert not create_default_local_load_plan_with_moe(
-        {"w1": torch.zeros(3)}, metadata.Metadata({}), False, **given
-    ).items
+        create_default_local_load_plan_with_moe(lambda _: True, 0, state_dict, none)
+    assert not create_default_local_load_plan_with_moe(lambda _: True, 0, state_dict, none, strict=False).items
 
 
 def _stored(shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Any:
@@ -308,6 +322,213 @@ def test_items_of_objects_are_not_moved() -> None:
     item = ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
 
     assert get_chunk_readitem(item, 3, stored=_stored((8,), [])) is item
+
+
+class _AsItWas(DefaultLoadPlanner):
+    """A planner that moves each item by the original's own call."""
+
+    def __init__(self, ep_rank: int) -> None:
+        super().__init__()
+        self.ep_rank = ep_rank
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored: Any = self.metadata.state_dict_metadata["w"]
+        target = self.state_dict["w"]
+        chunk = metadata.ChunkStorageMetadata(torch.Size((0, 0)), target.shape)
+        items = create_read_items_for_chunk_list("w", stored, [chunk])
+        return LoadPlan([get_chunk_readitem(readitem=item, ep_rank=self.ep_rank, operate_dim=0) for item in items])
+
+
+def test_the_original_call_moves_items_within_a_chunk(tmp_path: Path) -> None:
+    """get_chunk_readitem(item, ep_rank) reads a rank's rows of a stored tensor; past its chunk the reader refuses."""
+    whole_ = torch.arange(24.0).reshape(8, 3)
+    dcp.save({"w": whole_}, checkpoint_id=tmp_path)
+    for rank in range(4):
+        held = {"w": torch.zeros(2, 3)}
+        dcp.load(held, checkpoint_id=tmp_path, planner=_AsItWas(rank))
+        assert torch.equal(held["w"], whole_[2 * rank : 2 * rank + 2])
+    for reader in (dcp.FileSystemReader(tmp_path), CheckpointStorageReader(tmp_path)):
+        with pytest.raises((CheckpointException, CheckpointingException)):
+            dcp.load({"w": torch.zeros(2, 3)}, storage_reader=reader, planner=_AsItWas(4))
+
+
+def test_an_item_of_fsdps_part_needs_the_number_of_experts() -> None:
+    """Of a part of a rank's experts the length does not say where the next rank's begin: refused, not read wrongly."""
+    item = dataclasses.replace(
+        _item((0, 0), (2, 0), (2, 6)), dest_index=metadata.MetadataIndex("w1", torch.Size((2, 0)), 0)
+    )
+    with pytest.raises(ShardingError, match="pass their number as experts="):
+        get_chunk_readitem(item, 1)
+    assert get_chunk_readitem(item, 1, experts=4).storage_offsets == (6, 0)
+
+
+def test_the_planner_has_the_originals_defaults(tmp_path: Path) -> None:
+    """EPLoadPlanner() loads everything as DCP does: no rank but 0, and no key is an expert's."""
+    dcp.save({"w": torch.ones(4, 2)}, checkpoint_id=tmp_path)
+    for planner in (EPLoadPlanner(), EPLoadPlanner(1, 2), EPLoadPlanner(ep_rank=0, ep_size=1, check_moe_fn=None)):
+        held = {"w": torch.zeros(4, 2)}
+        dcp.load(held, checkpoint_id=tmp_path, planner=planner)
+        assert held["w"].eq(1).all()
+    with pytest.raises(ShardingError, match="there is no ep_rank 1 of 1"):
+        EPLoadPlanner(1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"ep_rank": 0, "ep_size": 2, "check_moe_fn": bool}, {"layouts": {}, "ep_rank": 0}]
+)
+def test_the_planner_of_the_same_name_points_to_it(arguments: dict[str, Any]) -> None:
+    """Who calls shardckpt_ep.EPLoadPlanner with the original's arguments is told where it is; so says its docstring."""
+    with pytest.raises(ShardingError, match=r"import it from shardckpt\.compat\.mindspeed"):
+        shardckpt_ep.EPLoadPlanner(**arguments)
+    with pytest.raises(ShardingError, match=r"import it from shardckpt\.compat\.mindspeed"):
+        shardckpt_ep.EPLoadPlanner(0, 2, bool)  # type: ignore[arg-type]
+    assert "shardckpt.compat.mindspeed.EPLoadPlanner" in (shardckpt_ep.EPLoadPlanner.__doc__ or "")
+
+
+def test_synchronize_and_empty_cache_run_without_an_accelerator() -> None:
+    """Trainers call them around a save on any machine; what nothing refers to is freed."""
+    ring = [torch.zeros(3)]
+    ring.append(ring)  # type: ignore[arg-type]
+    gone = weakref.ref(ring[0])
+    del ring
+    synchronize()
+    empty_cache()
+    assert gone() is None
+
+
+class _State:
+    """A trainer's parallel state: meshes as attributes, in dicts, and other things."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.ep_size = 2
+        self.__dict__.update(attributes)
+
+
+class _Plan:
+    """A trainer's plan of expert parallelism."""
+
+    def __init__(self, *apply_modules: str) -> None:
+        self.apply_modules = list(apply_modules)
+
+
+def _refusal(model: torch.nn.Module, parallel_state: Any, ep_plan: Any) -> str:
+    try:
+        build_ep_fqn2spec_info(model, parallel_state, ep_plan)
+    except ShardingError as exc:
+        return str(exc)
+    return ""
+
+
+def _specs_by_objects() -> Any:
+    mesh, dense = mesh_of(("efsdp", 2), ("ep", 2)), mesh_of(("dp", 4))
+    model = _Model()
+    infos = build_ep_fqn2spec_info(model, mesh, ["trunk.*.experts"])
+    one = _State(dp_mesh=dense, ep_fsdp_device_mesh=mesh, ep_mesh=mesh["ep"])
+    other = _State(meshes={"dense": dense, "ep": mesh})
+    plans: list[Any] = [_Plan("trunk.{*}.experts"), ["trunk.{*}.experts"], "experts"]
+    found = [build_ep_fqn2spec_info(model, each, plan) for each in (one, other) for plan in plans]
+    wrapped = torch.nn.ModuleDict({"model": model})
+    outer = build_ep_fqn2spec_info(wrapped, parallel_state=one, ep_plan=_Plan("model.trunk.{*}.experts"))
+    refused = [
+        (mesh, _Plan("model.layers.{*}.mlp.experts")),
+        (mesh, "exprets"),
+        (mesh, 3),
+        (_State(), "experts"),
+        (_State(dp_mesh=dense), "experts"),
+        (_State(a=mesh, b=mesh_of(("ep", 2), ("efsdp", 2))), "experts"),
+    ]
+    same_names = [name.removeprefix("model.") for name in outer] == list(infos)
+    return all(each == infos for each in found), same_names, [_refusal(model, *each) for each in refused]
+
+
+def test_a_trainers_objects_are_understood(ranks: RankPool) -> None:
+    """The parallel state is searched for its mesh, the plan for its patterns; what has none, or no match, is named."""
+    reasons = [
+        r"no parameter of the model is in a module at 'model.layers.\{\*\}.mlp.experts'; its modules are trunk.0",
+        "in a module at 'exprets'",
+        r"ep_plan=3: expected patterns of module names, such as 'layers.\{\*\}.mlp.experts'",
+        "has 0 meshes with a dimension 'ep' among its attributes .no mesh at all.",
+        r"has 0 meshes .*\(dp_mesh \('dp',\)\): pass the mesh",
+        "has 2 meshes",
+    ]
+    for same, same_names, errors in ranks.run(4, _specs_by_objects):
+        assert same
+        assert same_names
+        for reason, message in zip(reasons, errors, strict=True):
+            assert re.search(reason, message), message
+
+
+def test_a_plan_that_matches_nothing_is_no_model_without_experts() -> None:
+    """get_check_moe_func refuses a typo, where every expert would be taken for an ordinary tensor."""
+    with pytest.raises(ShardingError, match="in a module at 'exprets'"):
+        get_check_moe_func(_Model(), ["exprets"])
+    assert get_check_moe_func(_Model(), _Plan("trunk.{*}.experts"))("trunk.1.experts.w1")
+
+
+class _Layers(torch.nn.Module):
+    """Twelve layers with one expert module each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (torch.nn.ModuleDict({"experts": torch.nn.Linear(2, 2, bias=False)}) for _ in range(12))
+        self.layers = torch.nn.ModuleList(layers)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "numbers"),
+    [
+        ("layers.{*}.experts", range(12)),
+        ("layers.{0-5}.experts", range(6)),
+        ("layers.{10}.experts", [10]),
+        ("layers.{0,2-4,11}.experts", [0, 2, 3, 4, 11]),
+        ("layers.{9-20}.experts", [9, 10, 11]),
+        ("layers.1*.experts", [1, 10, 11]),
+        ("layers.1{*}.experts", [1, 10, 11]),
+        ("layers.1{0-5}.expert{*}", [10, 11]),
+    ],
+)
+def test_braces_hold_the_numbers_of_layers(pattern: str, numbers: Sequence[int]) -> None:
+    """A plan's {*}, {0-5} and {0,2-4} match the layers that they say, both ends of a range among them."""
+    assert [name for name, _ in expert_parameters(_Layers(), pattern)] == [
+        f"layers.{number}.experts.weight" for number in numbers
+    ]
+    check_moe = get_check_moe_func(_Layers(), _Plan(pattern))
+    assert [n for n in range(12) if check_moe(f"layers.{n}.experts.weight")] == list(numbers)
+
+
+@pytest.mark.parametrize("braces", ["{a}", "{}", "{1-}", "{*-3}", "{1;2}"])
+def test_braces_that_hold_something_else_are_named(braces: str) -> None:
+    """What no layer can match is an error by itself, even beside a pattern that matches."""
+    with pytest.raises(ShardingError, match=re.escape(f"{braces} is neither {{*}} nor numbers")):
+        get_check_moe_func(_Layers(), ["layers.0.experts", f"layers.{braces}.experts"])
+
+
+def test_what_is_no_tensor_is_not_restored() -> None:
+    """restore_ep_dim(3) says that 3 is no tensor; drop_ep_dim gives it back."""
+    with pytest.raises(ShardingError, match="origin_tensor=3 is a int, not a tensor"):
+        restore_ep_dim(3, None)  # type: ignore[arg-type]
+    assert drop_ep_dim(3) == 3  # type: ignore[arg-type,comparison-overlap]
+
+
+def _dropped_by_the_whole_mesh() -> Any:
+    mesh, other = mesh_of(("ep", 2), ("ep_fsdp", 2)), mesh_of(("ep_fsdp", 2), ("ep", 2))
+    local = torch.full((2, 3), float(dist.get_rank()))
+    on_ep = DTensor.from_local(local, mesh["ep"], [Shard(0)], run_check=False)
+    dropped = drop_ep_dim(loaded_tensor=on_ep, device_mesh=mesh)
+    restored = restore_ep_dim(origin_tensor=local, device_mesh=mesh)
+    try:
+        drop_ep_dim(on_ep, other)
+    except ShardingError as exc:
+        return type(dropped) is torch.Tensor, torch.equal(dropped, local), tuple(restored.shape), str(exc)
+    return None
+
+
+def test_a_tensor_on_a_part_of_the_mesh_is_dropped(ranks: RankPool) -> None:
+    """A tensor on mesh["ep"] is dropped with the whole mesh, as MindSpeed calls it; with another mesh it is refused."""
+    for plain, equal, shape, message in ranks.run(4, _dropped_by_the_whole_mesh):
+        assert (plain, equal, shape) == (True, True, (4, 3))
+        assert "the tensor is on the mesh ('ep',)" in message
 
 
 def _identities() -> Any:

@@ -66,6 +66,7 @@ def demo(place: Path) -> Demo:
     return _demo("--dir", str(place), PYTHONPATH=str(place.parent))
 
 
+@pytest.mark.slow
 def test_the_demo_succeeds_and_says_nothing_on_stderr(demo: Demo) -> None:
     """A first-time user sees exit status 0, the closing line and no warning."""
     assert demo.err == ""
@@ -73,6 +74,7 @@ def test_the_demo_succeeds_and_says_nothing_on_stderr(demo: Demo) -> None:
     assert "\nAll agree, after " in demo.out
 
 
+@pytest.mark.slow
 def test_the_demo_tells_its_progress(demo: Demo) -> None:
     """Every group says when it starts, saves or loads, and is killed or ends, before the report."""
     progress, _, _ = demo.out.partition("Losses after the checkpoint")
@@ -91,6 +93,7 @@ def test_the_demo_tells_its_progress(demo: Demo) -> None:
         assert said in progress
 
 
+@pytest.mark.slow
 def test_losses_after_the_load_agree_side_by_side(demo: Demo) -> None:
     """Eight steps of 4 ranks come again bit for bit with 4, and with 2 and 1 within the tolerance, no fresh model's."""
     rows = demo.rows("Losses after the checkpoint of 4 ranks at step 16")
@@ -103,6 +106,7 @@ def test_losses_after_the_load_agree_side_by_side(demo: Demo) -> None:
         assert float(difference) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_loaded_state_is_bit_for_bit_what_was_saved(demo: Demo) -> None:
     """Model and optimizer, gathered, have the digest that 4 ranks saved."""
     ((digest, *loaded),) = demo.rows("Model and optimizer at the checkpoint, bit for bit")
@@ -110,12 +114,14 @@ def test_the_loaded_state_is_bit_for_bit_what_was_saved(demo: Demo) -> None:
     assert loaded == ["the same"] * 3
 
 
+@pytest.mark.slow
 def test_the_demo_names_the_code_to_copy(demo: Demo) -> None:
     """The report ends with the path of the training script that ran."""
     (path,) = re.findall(r"to copy from: (\S+)", demo.out)
     assert "manager.save(" in Path(path).read_text()
 
 
+@pytest.mark.slow
 def test_the_kept_checkpoint_verifies(demo: Demo, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the demo leaves in ``--dir`` is a whole checkpoint, checked by the command that it prints."""
     checkpoint = place / "checkpoints" / "step-16"

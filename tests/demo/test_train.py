@@ -39,7 +39,7 @@ def _losses(reports: Sequence[dict[str, Any]]) -> dict[int, float]:
     return {fields["step"]: fields["loss"] for fields in reports if "loss" in fields}
 
 
-@pytest.mark.parametrize("options", [(), ("--ep", "2")])
+@pytest.mark.parametrize("options", [(), pytest.param(("--ep", "2"), marks=pytest.mark.slow)])
 def test_the_same_ranks_go_on_bit_for_bit(ranks: RankPool, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Three steps, a checkpoint and three more in a new model with other parameters are six steps in one go."""
     once = ranks.run(4, _reports, tmp_path / "once", "--steps=6", "--interval=9", *options)[0]

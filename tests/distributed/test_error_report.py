@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import sys
 import threading
 from types import ModuleType
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt.distributed import Comm, ErrorReport
-from shardckpt.errors import CheckpointingException, RankFailedError, ShardingError
+from shardckpt.errors import CheckpointingException, RankFailedError, ShardingError, StorageError
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -62,15 +64,45 @@ class BrokenTextError(CheckpointingException):
 
 
 class PairError(CheckpointingException):
-    """Wants two arguments when it is made, and so cannot be made of its text."""
+    """A class that wants two arguments when it is made, and has one."""
 
     def __new__(cls, first: Any, second: Any) -> Any:
         """Take both."""
-        return super().__new__(cls, first, second)
+        return super().__new__(cls, first)
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__(f"{first} and {second}")
 
 
 class DiskError(CheckpointingException, OSError):
     """A class that is an error of the system, too."""
+
+
+class MissingFileError(StorageError, FileNotFoundError):
+    """A class of two bases, of which one keeps the file's name outside of the error's attributes."""
+
+
+class ForeignError(Exception):
+    """A class from outside the family, whose constructor takes other arguments."""
+
+    def __init__(self, code: int, *, path: str) -> None:
+        super().__init__(f"{path}: code {code}")
+        self.code = code
+
+
+class ForeignFileError(FileNotFoundError):
+    """A class from outside the family, whose base makes the text."""
+
+
+class SealedError(Exception):
+    """A class from outside the family that permits no subclass."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no subclasses")
+
+
+class EndError(StopIteration):
+    """A class that ends the generator that it leaves."""
 
 
 def _local_error() -> CheckpointingException:
@@ -95,7 +127,12 @@ ERRORS = {
     "replaced": _replaced_error,
     "text of a lock": LockTextError,
     "no text": BrokenTextError,
-    "foreign": lambda: KeyError("odd"),
+    "of two bases": lambda: MissingFileError(2, "no such file", "f"),
+    "foreign": lambda: ForeignError(7, path="f"),
+    "foreign, of the system": lambda: ForeignFileError(2, "no such file", "f"),
+    "foreign, sealed": lambda: SealedError("odd"),
+    "foreign, of a generator": lambda: EndError("odd"),
+    "of Python": lambda: KeyError("odd"),
 }
 
 
@@ -127,7 +164,12 @@ def _shown(error: BaseException) -> str:
         ("replaced", "shardckpt.errors.RankFailedError", "PluginError: odd"),
         ("text of a lock", "shardckpt.errors.RankFailedError", "LockTextError: locked: False"),
         ("no text", "shardckpt.errors.RankFailedError", "BrokenTextError: (the error has no text: its __str__ failed)"),
-        ("foreign", "shardckpt.errors.RankFailedError", "KeyError: 'odd'"),
+        ("of two bases", f"{__name__}.MissingFileError", "[Errno 2] no such file: 'f'"),
+        ("foreign", f"{__name__}.ForeignError", "f: code 7"),
+        ("foreign, of the system", f"{__name__}.ForeignFileError", "[Errno 2] no such file: 'f'"),
+        ("foreign, sealed", "shardckpt.errors.RankFailedError", "SealedError: odd"),
+        ("foreign, of a generator", "shardckpt.errors.RankFailedError", "EndError: odd"),
+        ("of Python", "shardckpt.errors.RankFailedError", "KeyError: 'odd'"),
     ],
 )
 def test_a_class_does_not_depend_on_the_number_of_ranks(ranks: RankPool, case: str, kind: str, text: str) -> None:
@@ -154,6 +196,50 @@ def _attributes() -> tuple[Any, Any]:
 def test_attributes_arrive_where_they_can(ranks: RankPool) -> None:
     """What an error carries is the same on every rank; what cannot be pickled is on none."""
     assert ranks.run(2, _attributes) == [(7, None), (7, None)]
+
+
+def _raises(case: str, rank: int) -> None:
+    comm = Comm()
+    with comm.collective_phase("step"):
+        if comm.rank == rank:
+            error = ERRORS[case]()
+            raise error
+
+
+def _caught_as_itself(rank: int) -> tuple[Any, ...]:
+    """What a caller that catches a plugin's class from outside the family finds in the error."""
+    try:
+        _raises("foreign, of the system", rank)
+    except ForeignFileError as exc:
+        copies = pickle.loads(pickle.dumps(exc)), copy.copy(exc)
+        is_same = all((type(one), str(one), vars(one)) == (type(exc), str(exc), vars(exc)) for one in copies)
+        return exc.errno, exc.filename, type(exc.__cause__), isinstance(exc, CheckpointingException), is_same
+    return ()
+
+
+def test_a_plugins_class_joins_the_family(ranks: RankPool) -> None:
+    """A class from outside the family is caught as itself and as one of the family, and the error is picklable."""
+    assert ranks.run(1, _caught_as_itself, 0) == [(2, "f", ForeignFileError, True, True)]
+    assert ranks.run(2, _caught_as_itself, 1) == [
+        (2, "f", type(None), True, True),
+        (2, "f", ForeignFileError, True, True),
+    ]
+
+
+def _passes_two_groups() -> list[str]:
+    outer = Comm()
+    try:
+        with outer.collective_phase("outer"):
+            _raises("foreign", 1)
+    except ForeignError as exc:
+        return [type(exc).__name__, str(exc), str(exc.code)]
+    return []
+
+
+def test_a_plugins_class_passes_two_groups(ranks: RankPool) -> None:
+    """An error that has joined the family passes the ranks of an outer operation as any other does."""
+    text = "rank 0, in 'outer': rank 1, in 'step': f: code 7"
+    assert ranks.run(2, _passes_two_groups) == [["ForeignError", text, "7"]] * 2
 
 
 def _fails_again_on_the_way_out() -> list[str]:
@@ -215,10 +301,10 @@ def test_all_that_failed_are_told(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["os:system", "builtins:print", "builtins:ValueError", "shardckpt.errors:listed", "", "x"]
+    "path", ["os:system", "builtins:print", "builtins:ValueError", "shardckpt.errors:listed", "torch:save", "", "x"]
 )
-def test_a_report_makes_errors_of_the_family_only(path: str) -> None:
-    """A report that names anything but an exception class of the family makes nothing, and calls nothing."""
+def test_a_report_makes_errors_only(path: str) -> None:
+    """A report that names anything but an exception class, or one of Python's own, makes nothing, and calls nothing."""
     assert ErrorReport("rank 1", "x", path, "true", {}).rebuild("true") is None
 
 
@@ -241,6 +327,7 @@ def test_an_error_of_one_process_is_the_one_that_was_raised() -> None:
         raise _local_error()
 
 
-def test_a_class_that_cannot_be_copied_is_no_surprise() -> None:
-    """Whether an error can be raised as a copy is known when it is made, when ranks can still choose another class."""
-    assert ErrorReport.of(PairError(1, 2), "planning").rebuild("text") is None
+def test_no_constructor_is_called() -> None:
+    """A class whose ``__new__`` wants other arguments than the error's ``args`` is made again, and copied."""
+    rebuilt = ErrorReport.of(PairError(1, 2), "planning").rebuild("text")
+    assert (type(rebuilt), str(rebuilt)) == (PairError, "text")

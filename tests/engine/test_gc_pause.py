@@ -41,7 +41,7 @@ def test_forked_meanwhile(ran: bool) -> None:
     def hold() -> None:
         with pause_gc():
             held.set()
-            end.wait(10)
+            end.wait(60)
 
     def as_it_was() -> bool:
         before = gc.isenabled()
@@ -54,7 +54,7 @@ def test_forked_meanwhile(ran: bool) -> None:
     holder = threading.Thread(target=hold)
     holder.start()
     try:
-        assert held.wait(10)
+        assert held.wait(60)
         assert _in_child(as_it_was) == 0
     finally:
         end.set()

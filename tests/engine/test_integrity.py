@@ -18,7 +18,7 @@ from shardckpt.engine.integrity import save_integrity_manifest, verify_integrity
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import INTEGRITY_LIMIT
-from shardckpt.storage.reader import BLOCK_BYTES
+from shardckpt.storage.reader import REQUEST_BYTES
 from tests.names import SHARED, data_file
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = ("0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0")
 KEY = "decoder.final_layernorm.weight"
 #: Elements of a tensor that takes more than two blocks of a whole read.
-LARGE = BLOCK_BYTES // 2 + 12345
+LARGE = REQUEST_BYTES // 2 + 12345
 
 
 def hashes(path: Path) -> dict[str, str]:
@@ -153,7 +153,8 @@ def test_files_that_were_added_later(golden: Path, capsys: pytest.CaptureFixture
         ('{"algorithm": "sha256"}', "is damaged"),
         ('{"algorithm": "sha256", "files": {"../ckpt/common.pt": "00"}}', "is damaged"),
         ('{"algorithm": "sha256", "files": {"/etc/passwd": "00"}}', "is damaged"),
-        ('{"algorithm": "sha256", "files": {"..": "00"}}', "file name '..' is not allowed"),
+        ('{"algorithm": "sha256", "files": {"a/../b": "00"}}', "is damaged"),
+        ('{"algorithm": "sha256", "files": {"..": "00"}}', "is damaged"),
         ('{"algorithm": "sha256", "files": {"common.pt": 5}}', "is damaged"),
         ("[" * 100_000, "is damaged"),
         ("", "is damaged"),
@@ -163,7 +164,7 @@ def test_an_integrity_json_that_cannot_be_one(golden: Path, content: str, text: 
     """Unknown digests, names that leave the directory and what is no such JSON are refused by name, before any read."""
     (golden / "integrity.json").write_text(content)
     for check in (load, verify_integrity_manifest, verify_checkpoint):
-        with pytest.raises(CorruptCheckpointError, match=r"integrity\.json|file name") as caught:
+        with pytest.raises(CorruptCheckpointError, match=r"integrity\.json") as caught:
             check(golden)
         assert text in str(caught.value)
 
@@ -300,7 +301,7 @@ def test_saved_without_a_process_group(tmp_path: Path) -> None:
     verify_integrity_manifest(path)
     (path / "shardckpt.json").unlink()
     verify_integrity_manifest(megatrons(path))
-    flip(path / "__0_0.distcp", 2 * BLOCK_BYTES + 7)
+    flip(path / "__0_0.distcp", 2 * REQUEST_BYTES + 7)
     with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
         verify_integrity_manifest(path)
 

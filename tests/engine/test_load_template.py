@@ -1,16 +1,27 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from shardckpt import dist_checkpointing as dc
 from shardckpt.engine.load_template import MISSING, LoadTemplate
 from shardckpt.errors import CheckpointingException
-from shardckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from shardckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.state_dict import split_for_save
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def _tensor(key: str) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, torch.zeros(1))
+
+
+def _object(key: str) -> ShardedObject:
+    return ShardedObject(key, None, (1,), (0,))
 
 
 def _round_trip(nest: dict[str, object]) -> dict[str, object]:
@@ -44,6 +55,56 @@ def test_common_values_are_the_checkpoints() -> None:
     """Values of the wanted dict that are not sharded are only places; the checkpoint's win, and extra ones come too."""
     template = LoadTemplate({"x": 1, "l": [0], "gone": 9})
     assert template.fill([], {"x": 2, "l": [1, 2, 3], "more": {"y": 3}}) == {"x": 2, "l": [1, 2, 3], "more": {"y": 3}}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "common", "expected"),
+    [
+        ([_object("a"), 5], [{"x": 1}, 7], ["a", 7]),
+        ([5, _object("a"), 6], [7, "old", 8], [7, "a", 8]),
+        ([_object("a"), _tensor("t"), 5], ["old", 7], ["a", "t", 7]),
+        ([{"a": _object("a")}, _object("b"), 5], [{"a": 1}, "old", 7], [{"a": "a"}, "b", 7]),
+        ([{"a": _object("a"), "n": 0}, _tensor("t"), [5, _object("b")]], [{"a": 1, "n": 2}, [7, "old"]],
+         [{"a": "a", "n": 2}, "t", [7, "b"]]),
+        ([_object("a"), _object("b")], ["old", "old"], ["a", "b"]),
+        ([_object("a"), [0], {}], ["old", [1, 2, 3], {"more": 4}], ["a", [1, 2, 3], {"more": 4}]),
+    ],
+)  # fmt: skip
+def test_values_beside_what_is_built_stay(wanted: list[Any], common: list[Any], expected: list[Any]) -> None:
+    """Of a list in which a strategy builds some values, the other ones keep those of the checkpoint."""
+    template = LoadTemplate({"l": wanted, "d": {"a": _object("d"), "b": 0}})
+    built = {number for number, shard in enumerate(template.shards) if isinstance(shard, ShardedObject)}
+    filled = template.fill(
+        [shard.key for shard in template.shards], {"l": common, "d": {"a": "old", "b": 3}}, built=built
+    )
+    assert filled == {"l": expected, "d": {"a": "d", "b": 3}}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "common", "reason"),
+    [
+        ([_object("a"), 5, 6], ["old", 7], r"has a list of 2 values at \['l'\]"),
+        ([{"a": _object("a"), "n": 0}, 5], ["old", 7], r"has a str at \['l'\]\[0\]"),
+    ],
+)
+def test_a_list_that_does_not_fit_what_is_built_is_an_error(wanted: list[Any], common: list[Any], reason: str) -> None:
+    """Values that have no place are not dropped."""
+    template = LoadTemplate({"l": wanted})
+    with pytest.raises(CheckpointingException, match=reason):
+        template.fill([shard.key for shard in template.shards], {"l": common}, built={0})
+
+
+def test_a_list_of_plain_dcp_keeps_what_is_not_asked_for_as_an_object(tmp_path: Path) -> None:
+    """An object that is built of a list's entry leaves the rest of the list in the result."""
+    saved = {"l": [{"x": 1, "y": 2}, 7, torch.ones(2)], "d": {"a": {"p": 1}, "b": 3}}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    wanted = {
+        "l": [ShardedObject("l.0", None, (1,), (0,)), 0, ShardedTensor.from_rank_offsets("l.2", torch.zeros(2))],
+        "d": {"a": ShardedObject("d.a", None, (1,), (0,))},
+    }
+    loaded = dc.load(wanted, tmp_path)
+    assert torch.equal(loaded["l"].pop(), torch.ones(2))
+    assert loaded == {"l": [{"x": 1, "y": 2}, 7], "d": {"a": {"p": 1}, "b": 3}}
 
 
 def test_factories_merge_what_was_loaded() -> None:

@@ -19,15 +19,15 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.cli import main
+from shardckpt.commit.owner import Owner
+from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, new_save_id, stem, temporary_name
 from shardckpt.engine.pruning import prune_leftovers, prune_spools
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
 from shardckpt.maintenance.migrate import migrate_checkpoint
-from shardckpt.storage.owner import Owner
-from shardckpt.storage.staging_names import REMOVED, REPLACED, STAGING, new_save_id, stem, temporary_name
+from tests.commit import owners
 from tests.faults import samples
 from tests.faults.test_overwrite import Interruption, add_foreign
-from tests.storage import owners
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -156,7 +156,7 @@ def _dying_overwrite(target: Path) -> Path:
     root = Path(__file__).parents[2]
     program = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from shardckpt.storage import commit\nfrom tests.engine import test_pruning\n"
+        "from shardckpt.commit import commit\nfrom tests.engine import test_pruning\n"
         "target = Path(sys.argv[1])\nrename = os.rename\n"
         "def die(source, destination):\n    os._exit(9) if destination == target else rename(source, destination)\n"
         "commit.exchange, os.rename = lambda *_: False, die\n"

@@ -256,7 +256,7 @@ MISDEEDS: dict[str, tuple[Callable[[Any], None], str]] = {
     "removed": (_removes, "'changed-{rank}' is gone"),
     "replaced": (_replaces, "'changed-{rank}' is now a symbolic link"),
     "undigested": (_undigested, "recorded without digests: 'bare-{rank}'"),
-    "marker": (_marker, "'metadata.json' is written by the commit"),
+    "marker": (_marker, "has written 'metadata.json': give it another name"),
 }
 
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardckpt import dist_checkpointing
+from shardckpt.commit.commit import list_replaced_checkpoints
 from shardckpt.dist_checkpointing import ShardedTensor
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, NotACheckpointError
-from shardckpt.storage.commit import list_replaced_checkpoints
 from tests.faults import samples
 from tests.faults.forks import fork, wait
 

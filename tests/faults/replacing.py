@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
+from shardckpt.commit import commit
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper
-from shardckpt.storage import commit
 from tests.faults import samples
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
 from shardckpt.planning.table import Table
 from shardckpt.storage.digest import Segments, digest_function
-from shardckpt_torch_dist.dialects.index_file import dump, parse
+from shardckpt_torch_dist.dialects.index_file import encode_index, parse_index
 from shardckpt_torch_dist.dialects.stored import Chunks
 from tests.faults import samples
 from tests.names import INDEX, RECORD, data_file
@@ -39,12 +39,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def index_of(checkpoint: Path) -> StoredIndex:
     """What its index says."""
-    return parse((checkpoint / INDEX).read_bytes(), INDEX)
+    return parse_index((checkpoint / INDEX).read_bytes(), INDEX)
 
 
 def put(checkpoint: Path, index: StoredIndex) -> None:
     """Let its index say something else, and shardckpt.json that this was written."""
-    data = dump(index)
+    data = encode_index(index)
     record = Record.parse((checkpoint / RECORD).read_bytes())
     digest = digest_function(record.digest_algorithm)(data)
     table = Segments([len(data)], [digest], record.digest_algorithm)

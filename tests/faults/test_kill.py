@@ -61,6 +61,7 @@ def test_killed_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
     assert leaves(outcomes) > SAMPLED // 4
 
 
+@pytest.mark.slow
 def test_killed_background_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
     """The same holds for a save that is planned, staged, written and finalized one after the other."""
     outcomes = report_of(tmp_path, "existing", SAMPLED, "async_killer")["outcomes"]
@@ -68,6 +69,24 @@ def test_killed_background_overwrite_leaves_old_or_new(tmp_path: Path) -> None:
     assert bad(outcomes, {"old", "new"}) == []
     assert {outcome["state"] for outcome in outcomes} == {"old", "new"}
     assert leaves(outcomes) > SAMPLED // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "allowed", "count"),
+    [
+        ("fresh", {"absent", "new"}, 120),
+        ("existing", {"old", "new"}, 120),
+        ("existing, no exchange", {"old", "new", "set aside"}, 120),
+    ],
+)
+def test_killed_save_of_a_tree_leaves_old_or_new(tmp_path: Path, case: str, allowed: set[str], count: int) -> None:
+    """The same holds where the files are in folders, some of which have other people's files, too."""
+    report = report_of(tmp_path, case, count, "tree_killer")
+    assert len(report["outcomes"]) == min(count, len(report["points"])) >= 20
+    assert bad(report["outcomes"], allowed) == []
+    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+    assert any("fsync" in point["line"] and "/arrays/w0/c>" in point["line"] for point in report["points"])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
-from shardckpt.storage.stream import LARGE_PART
+from shardckpt.tensors import LARGE
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.faults import samples
 
@@ -157,12 +157,12 @@ def test_two_threads_write_at_the_same_time(tmp_path: Path, monkeypatch: pytest.
     together, pwritev = threading.Barrier(2), os.pwritev
 
     def meeting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if sum(buffer.nbytes for buffer in buffers) >= LARGE_PART:
-            together.wait(10)  # for the other tensor's write
+        if sum(buffer.nbytes for buffer in buffers) >= LARGE:
+            together.wait(60)  # for the other tensor's write
         return pwritev(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", meeting)
-    full = {key: torch.full((LARGE_PART,), number, dtype=torch.int16) for number, key in enumerate("ab")}
+    full = {key: torch.full((LARGE,), number, dtype=torch.int16) for number, key in enumerate("ab")}
     state = {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in full.items()}
     dc.save(state, tmp_path / "ckpt", TorchDistSaveShardedStrategy(thread_count=files))
     assert len(list((tmp_path / "ckpt").glob("*.distcp"))) == files

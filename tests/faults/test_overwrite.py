@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from shardckpt import dist_checkpointing
+from shardckpt.commit import commit
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
-from shardckpt.storage import commit
 from tests.faults import samples
 from tests.faults.disks import make_read_only, small_disk
 from tests.names import SHARED, data_file
@@ -215,7 +215,7 @@ def no_exchange(*_: Any) -> bool:
 
 def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where directories cannot be exchanged in one step, an overwrite comes to the same."""
-    monkeypatch.setattr("shardckpt.storage.commit.exchange", no_exchange)
+    monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     target = tmp_path / "ckpt"
     dist_checkpointing.save(samples.state_dict(OLD), target)
     foreign = add_foreign(target)
@@ -225,7 +225,7 @@ def test_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a failure between the two renames puts the old checkpoint back."""
-    monkeypatch.setattr("shardckpt.storage.commit.exchange", no_exchange)
+    monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     target = tmp_path / "ckpt"
     dist_checkpointing.save(samples.state_dict(OLD), target)
     rename = os.rename
@@ -244,7 +244,7 @@ def test_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a process that dies between the two renames leaves what every query names, with the way out."""
-    monkeypatch.setattr("shardckpt.storage.commit.exchange", no_exchange)
+    monkeypatch.setattr("shardckpt.commit.commit.exchange", no_exchange)
     target = tmp_path / "ckpt"
     dist_checkpointing.save(samples.state_dict(OLD), target)
     rename = os.rename
@@ -259,7 +259,7 @@ def test_crash_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patched:
         patched.setattr("os.rename", dying)
-        patched.setattr("shardckpt.storage.commit.discard_staging", lambda _: None)
+        patched.setattr("shardckpt.commit.commit.discard_staging", lambda _: None)
         with pytest.raises(Died):
             overwrite(target)
     (aside,) = tmp_path.glob(".ckpt.shardckpt-replaced-*")
@@ -315,8 +315,8 @@ class Interruption:
 
         swap = commit.exchange if exchanges else no_exchange
         with monkeypatch.context() as patched:
-            patched.setattr("shardckpt.storage.commit.exchange", self.around("exchange", swap))
-            patched.setattr("shardckpt.storage.commit.sync_directory", sync_named)
+            patched.setattr("shardckpt.commit.commit.exchange", self.around("exchange", swap))
+            patched.setattr("shardckpt.commit.commit.sync_directory", sync_named)
             patched.setattr("os.rename", self.around("rename", os.rename))
             yield
 

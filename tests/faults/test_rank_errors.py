@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing, hookimpl
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardckpt.plugins.manager import get_plugin_manager
+from shardckpt.strategy import SaveContext, SaveStrategy
 from tests.faults import samples
 from tests.faults.attempts import BAD, Attempt, attempt, save_with
 from tests.faults.disks import small_disk
@@ -143,6 +144,48 @@ def test_bad_state_on_one_rank(
     assert found.kind == kind
     for text in texts:
         assert text.format(last=world - 1) in found.message
+
+
+class QuotaError(ValueError):
+    """A plugin's exception from outside the family."""
+
+
+class OverQuota(SaveStrategy):
+    """A strategy that fails on the last rank."""
+
+    backend, version = "quota", 1
+
+    def save(self, shards: Any, common: Any, context: SaveContext) -> None:
+        """Fail on the last rank."""
+        if context.comm.rank == context.comm.world_size - 1:
+            raise QuotaError("the quota is used up")
+
+
+def _save_over_quota(directory: str) -> tuple[Attempt, bool]:
+    caught = False
+
+    def action(target: Path) -> None:
+        nonlocal caught
+        try:
+            state = samples.state_dict(BAD, dist.get_rank(), dist.get_world_size())
+            dist_checkpointing.save(state, target, OverQuota())
+        except QuotaError:
+            caught = True
+            raise
+
+    return attempt(directory, action), caught
+
+
+@pytest.mark.parametrize("world", SIZES)
+def test_a_plugins_own_exception(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    """A strategy's exception of a class of its own is caught as itself and as one of the family on every rank."""
+    results = ranks.run(world, _save_over_quota, str(tmp_path))
+    found = one_error([found for found, _ in results])
+    assert [caught for _, caught in results] == [True] * world
+    assert found.kind == "QuotaError"
+    where, _, text = found.message.rpartition(": ")
+    assert where.startswith(f"rank {world - 1}, in 'writing', in {__name__}.OverQuota of this process, {__file__}:")
+    assert text == "the quota is used up"
 
 
 def test_bad_shape_without_validation(ranks: RankPool, tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def _link(path: Path) -> str:
 
 def test_between_two_renames(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an overwrite takes two renames, a load between them waits for the second."""
-    monkeypatch.setattr("shardckpt.storage.commit.exchange", lambda *_: False)
+    monkeypatch.setattr("shardckpt.commit.commit.exchange", lambda *_: False)
     scene.reset()
     found: list[Any] = []
     rename = os.rename
@@ -240,7 +240,7 @@ def test_between_two_renames(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
             assert not found
         rename(source, target)
 
-    monkeypatch.setattr("shardckpt.storage.commit.os.rename", between)
+    monkeypatch.setattr("shardckpt.commit.commit.os.rename", between)
     scene.replace()
     load.join(20)
     assert found == [NEW]

@@ -85,7 +85,7 @@ def test_a_process_without_it(tmp_path: Path) -> None:
     assert algorithm(tmp_path / "ckpt") == CRC32
 
 
-@pytest.mark.parametrize("have", [(0,), (1, 0)])
+@pytest.mark.parametrize("have", [pytest.param((0,), marks=pytest.mark.slow), (1, 0)])
 def test_a_load_without_it(saved: Path, monkeypatch: pytest.MonkeyPatch, have: tuple[int, ...]) -> None:
     """A load by ranks of which any lacks it is one error with the way out; without checks the values are right."""
     (error,) = errors("load", saved, *have)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def wholes() -> dict[str, torch.Tensor]:
+def global_tensors() -> dict[str, torch.Tensor]:
     """Tensors of every kind that a safetensors file holds: 0-D, empty, ints, bools, 8-bit floats, packed, strided."""
     numbers = torch.arange(24)
     return {
@@ -35,28 +35,28 @@ def wholes() -> dict[str, torch.Tensor]:
     }
 
 
-def pieces(key: str, whole: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
+def local_shards(key: str, tensor: torch.Tensor, rank: int, world: int) -> list[ShardedTensor]:
     """This rank's part: uneven rows, or columns with an odd number of ranks; what is small is a replica on each."""
-    axis = (world // 2) % max(whole.dim(), 1)
-    if whole.dim() == 0 or whole.shape[axis] < world:
-        return [ShardedTensor.from_rank_offsets(key, whole.clone(), replica_id=rank)]
-    starts = [whole.shape[axis] * r // world for r in range(world + 1)]
-    part = whole.narrow(axis, starts[rank], starts[rank + 1] - starts[rank])
-    offset = [0] * whole.dim()
+    axis = (world // 2) % max(tensor.dim(), 1)
+    if tensor.dim() == 0 or tensor.shape[axis] < world:
+        return [ShardedTensor.from_rank_offsets(key, tensor.clone(), replica_id=rank)]
+    starts = [tensor.shape[axis] * r // world for r in range(world + 1)]
+    part = tensor.narrow(axis, starts[rank], starts[rank + 1] - starts[rank])
+    offset = [0] * tensor.dim()
     offset[axis] = starts[rank]
-    return [ShardedTensor(key, part, part.dtype, tuple(part.shape), tuple(whole.shape), tuple(offset), None)]
+    return [ShardedTensor(key, part, part.dtype, tuple(part.shape), tuple(tensor.shape), tuple(offset), None)]
 
 
-def described(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A state dict of this rank's pieces, whatever the number of ranks."""
+def sharded_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A state dict of this rank's shards, whatever the number of ranks."""
     active = dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if active else (0, 1)
-    return {key: pieces(key, whole, rank, world) for key, whole in tensors.items()}
+    return {key: local_shards(key, tensor, rank, world) for key, tensor in tensors.items()}
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor] | None = None, strategy: Any = None) -> Path:
     """A checkpoint of these tensors, cut among the ranks that call; its path."""
-    dc.save({**described(wholes() if tensors is None else tensors), "step": 3}, path, strategy)
+    dc.save({**sharded_state(global_tensors() if tensors is None else tensors), "step": 3}, path, strategy)
     return path
 
 

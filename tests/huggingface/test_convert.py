@@ -17,7 +17,7 @@ from shardckpt.errors import (
 )
 from shardckpt.huggingface import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from tests.huggingface.samples import same, save, wholes
+from tests.huggingface.samples import global_tensors, same, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
 
 
-def _nest() -> dict[str, Any]:
+def _nested_state() -> dict[str, Any]:
     return {
         "model": OrderedDict(w=torch.arange(6.0).reshape(2, 3), h=[torch.ones(1), 5, {"empty": []}]),
         "optimizer": {
@@ -48,14 +48,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_there_and_back_again(tmp_path: Path, is_zip: bool) -> None:
-    """A file of torch.save, of today's or the old format, becomes a checkpoint, and the same nest again."""
-    torch.save(_nest(), tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    """A file of torch.save, of today's or the old format, becomes a checkpoint, and the same state dict again."""
+    torch.save(_nested_state(), tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
     torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
     stored = dc.load_tensors_metadata(tmp_path / "c")
     assert stored.keys() == {"model.w", "model.h.0", "optimizer.state.0.step", "optimizer.state.0.exp_avg"}
-    assert _equal(dcp_to_torch_state_dict(tmp_path / "c"), _nest())
+    assert _equal(dcp_to_torch_state_dict(tmp_path / "c"), _nested_state())
     dcp_to_torch_save(tmp_path / "c", tmp_path / "b.pt")
-    assert _equal(torch.load(tmp_path / "b.pt", weights_only=True), _nest())
+    assert _equal(torch.load(tmp_path / "b.pt", weights_only=True), _nested_state())
     dcp_to_torch_save(tmp_path / "c", tmp_path / "b.pt", prefix="model.")
     assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == {"w", "h.0"}
     with pytest.raises(StorageError, match="is not empty"):
@@ -93,13 +93,13 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def test_ranks_save_together_what_one_file_holds(ranks: RankPool, tmp_path: Path) -> None:
-    """All ranks call it, one checkpoint is there; and what ranks have saved in pieces is whole in one process."""
-    torch.save(_nest(), tmp_path / "a.pt")
+    """All ranks call it, one checkpoint is there; and what ranks have saved in shards is one tensor in one process."""
+    torch.save(_nested_state(), tmp_path / "a.pt")
     ranks.run(2, _convert, tmp_path / "a.pt", tmp_path / "c")
-    assert _equal(dcp_to_torch_state_dict(tmp_path / "c"), _nest())
+    assert _equal(dcp_to_torch_state_dict(tmp_path / "c"), _nested_state())
     ranks.run(3, _save_sample, tmp_path / "s")
     found = dcp_to_torch_state_dict(tmp_path / "s")
-    assert all(same(found[name], tensor) for name, tensor in wholes().items())
+    assert all(same(found[name], tensor) for name, tensor in global_tensors().items())
 
 
 class _Evil:

@@ -21,9 +21,9 @@ from shardckpt.errors import (
     StorageError,
 )
 from shardckpt.huggingface import Rule, RuleMapping, export_to_huggingface, huggingface_index, save_state_dict
-from shardckpt.huggingface.blocks import BLOCK_BYTES
+from shardckpt.huggingface.safetensors_file import BLOCK_BYTES
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from tests.huggingface.samples import described, read, same, save, wholes
+from tests.huggingface.samples import global_tensors, read, same, save, sharded_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_kind_of_tensor_is_exported_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
     """0-D, empty, ints, bools, 8-bit and packed floats, complex64: what safetensors reads is what was saved."""
     exported = export_to_huggingface(checkpoint, tmp_path / "hf")
-    found, expected = read(tmp_path / "hf"), wholes()
+    found, expected = read(tmp_path / "hf"), global_tensors()
     assert found.keys() == expected.keys() - {"packed"}
     assert all(same(found[name], expected[name]) for name in found)
     assert huggingface_index(tmp_path / "hf")["packed"] == (torch.float4_e2m1fn_x2, (4, 6))
@@ -66,7 +66,7 @@ def test_several_files_have_an_index(checkpoint: Path, tmp_path: Path) -> None:
     """Each file keeps to the limit, a larger tensor has its own; the index names every tensor's file and the total."""
     exported = export_to_huggingface(checkpoint, tmp_path / "hf", max_shard_size=SMALL)
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    expected = wholes()
+    expected = global_tensors()
     assert index["metadata"]["total_size"] == exported.total_size == sum(t.nbytes for t in expected.values())
     assert index["weight_map"].keys() == expected.keys()
     for name, count, nbytes in exported.files:
@@ -84,7 +84,7 @@ def test_several_files_have_an_index(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_cast_is_of_floats_and_not_of_scales(checkpoint: Path, tmp_path: Path) -> None:
     """Floats of 16 bits and more are cast as torch does; ints, bools, 8-bit floats and their scales stay."""
     export_to_huggingface(checkpoint, tmp_path / "hf", dtype="bfloat16")
-    found, expected = read(tmp_path / "hf"), wholes()
+    found, expected = read(tmp_path / "hf"), global_tensors()
     for name in ("layers.10.w", "layers.2.w", "half", "scale", "empty"):
         expected[name] = expected[name].bfloat16()
     assert all(same(found[name], expected[name]) for name in found)
@@ -92,7 +92,7 @@ def test_a_cast_is_of_floats_and_not_of_scales(checkpoint: Path, tmp_path: Path)
 
 def test_bin_files_hold_anything(tmp_path: Path) -> None:
     """What safetensors has no dtype for is refused by name, and goes into .bin files, with their own index."""
-    expected = {**wholes(), "z": torch.tensor([1 + 2j], dtype=torch.complex128)}
+    expected = {**global_tensors(), "z": torch.tensor([1 + 2j], dtype=torch.complex128)}
     save(tmp_path / "c", expected)
     with pytest.raises(CheckpointingException, match=r"'z' \(torch.complex128\)"):
         export_to_huggingface(tmp_path / "c", tmp_path / "hf")
@@ -106,7 +106,7 @@ def test_bin_files_hold_anything(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["pytorch_model.bin"]
 
 
-def test_tensors_across_blocks_are_whole(tmp_path: Path) -> None:
+def test_tensors_across_blocks_are_complete(tmp_path: Path) -> None:
     """Tensors larger than a block of memory, in rows and columns, and what lies behind them, are bit for bit right."""
     rows = BLOCK_BYTES // 4 // 1000 + 700
     state: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_tensors_across_blocks_are_whole(tmp_path: Path) -> None:
         ShardedTensor("a", part, part.dtype, tuple(part.shape), (rows, 1001), (0, start), None)
         for part, start in zip(cut, (0, 333), strict=True)
     ]
-    dc.save({**described({"b": state["b"], "c": state["c"]}), "a": parts}, tmp_path / "c")
+    dc.save({**sharded_state({"b": state["b"], "c": state["c"]}), "a": parts}, tmp_path / "c")
     export_to_huggingface(tmp_path / "c", tmp_path / "hf")
     found = read(tmp_path / "hf")
     assert all(same(found[name], state[name]) for name in state)
@@ -127,7 +127,7 @@ def test_tensors_across_blocks_are_whole(tmp_path: Path) -> None:
 
 def _with_experts() -> dict[str, torch.Tensor]:
     experts = torch.arange(5 * 4 * 6.0).reshape(5, 4, 6)
-    return {**wholes(), "model.layers.1.mlp.experts.gate_up_proj": experts}
+    return {**global_tensors(), "model.layers.1.mlp.experts.gate_up_proj": experts}
 
 
 def _save_and_export(path: Path) -> tuple[Any, int]:
@@ -143,7 +143,7 @@ def test_the_bytes_do_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -
     """
     _save_and_export(tmp_path)
     expected = _digests(tmp_path / "hf")
-    assert len(huggingface_index(tmp_path / "hf")) == len(wholes()) + 10
+    assert len(huggingface_index(tmp_path / "hf")) == len(global_tensors()) + 10
     for world in (1, 2, 3, 4):
         path = tmp_path / str(world)
         path.mkdir()
@@ -219,7 +219,7 @@ def test_a_kill_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     export_to_huggingface(checkpoint, tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    assert read(tmp_path / "hf").keys() == wholes().keys() - {"packed"}
+    assert read(tmp_path / "hf").keys() == global_tensors().keys() - {"packed"}
 
 
 def test_a_kill_leaves_the_old(checkpoint: Path, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_an_overwrite_replaces_weights_and_keeps_the_rest(checkpoint: Path, tmp_
         "pytorch_model.bin",
     ):
         (target / name).write_text("old")
-    with pytest.raises(StorageError, match="pass overwrite=True to replace"):
+    with pytest.raises(StorageError, match=r"pass overwrite=True .* to replace"):
         export_to_huggingface(checkpoint, target)
     assert len(list(target.iterdir())) == 4
     export_to_huggingface(checkpoint, target, overwrite=True)
@@ -271,13 +271,35 @@ def test_assets_are_the_files_that_are_no_weights(checkpoint: Path, tmp_path: Pa
         export_to_huggingface(checkpoint, tmp_path / "hf2", assets=tmp_path / "nowhere")
 
 
+def test_a_cast_is_said_in_the_config(checkpoint: Path, tmp_path: Path) -> None:
+    """config.json names the dtype that the weights were cast to, in parts of the model too; the rest of it stays."""
+    assets, hf = _made(tmp_path / "assets"), tmp_path / "hf"
+    parts = {"text_config": {"torch_dtype": "float32", "a": 1}, "vision_config": {"dtype": None}}
+    quantization = {"quantization_config": {"dtype": "float8"}}
+    (assets / "config.json").write_text(json.dumps({"model_type": "é", "dtype": "float32", **parts, **quantization}))
+    export_to_huggingface(checkpoint, hf, assets=assets, dtype="bfloat16")
+    parts["text_config"]["torch_dtype"] = "bfloat16"
+    found = json.loads((hf / "config.json").read_text())
+    assert found == {"model_type": "é", "dtype": "bfloat16", **parts, **quantization}
+    export_to_huggingface(checkpoint, hf, dtype=torch.float16, overwrite=True)
+    assert json.loads((hf / "config.json").read_text())["dtype"] == "float16"
+    (assets / "config.json").write_text('{"model_type": "x"}')
+    export_to_huggingface(checkpoint, hf, assets=assets, overwrite=True)
+    assert (hf / "config.json").read_text() == '{"model_type": "x"}'
+    export_to_huggingface(checkpoint, hf, assets=assets, dtype="float64", overwrite=True)
+    assert json.loads((hf / "config.json").read_text()) == {"model_type": "x", "dtype": "float64"}
+    (assets / "config.json").write_text("[]")
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json is damaged"):
+        export_to_huggingface(checkpoint, hf, assets=assets, dtype="bfloat16", overwrite=True)
+
+
 def test_the_model_is_found_among_its_optimizers_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of what holds model.* and optimizer.* the model is exported, without its prefix, unless another prefix is given.
 
     Objects have no place in a folder: a warning names them.
     """
     keys = ("model.model.w", "model.lm_head.w", "optimizer.state.model.w.exp_avg")
-    state = described({key: torch.full((2,), float(n)) for n, key in enumerate(keys)})
+    state = sharded_state({key: torch.full((2,), float(n)) for n, key in enumerate(keys)})
     dc.save({**state, "o": ShardedObject("model.rng", 1, (1,), (0,))}, tmp_path / "c")
     with caplog.at_level(logging.WARNING, "shardckpt"):
         export_to_huggingface(tmp_path / "c", tmp_path / "hf")
@@ -292,7 +314,7 @@ def test_the_model_is_found_among_its_optimizers_state(tmp_path: Path, caplog: p
 def test_tied_weights_can_be_left_out(checkpoint: Path, tmp_path: Path) -> None:
     """A tensor that the model ties to another is not written when its name says so; a wrong name is an error."""
     export_to_huggingface(checkpoint, tmp_path / "hf", leave_out=["half"])
-    assert read(tmp_path / "hf").keys() == wholes().keys() - {"packed", "half"}
+    assert read(tmp_path / "hf").keys() == global_tensors().keys() - {"packed", "half"}
     with pytest.raises(CheckpointingException, match="'whole'"):
         export_to_huggingface(checkpoint, tmp_path / "hf2", leave_out=["whole"])
 
@@ -328,7 +350,7 @@ def test_a_mapping_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_other_strategies_checkpoints_are_exported_too(tmp_path: Path, checkpoint: Path) -> None:
     """The ep strategy's, and a plain DCP directory: the strategy interface is all that an export needs."""
     save(tmp_path / "ep", strategy="ep")
-    state = {name: tensor for name, tensor in wholes().items() if name != "packed"}
+    state = {name: tensor for name, tensor in global_tensors().items() if name != "packed"}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp")
     export_to_huggingface(checkpoint, tmp_path / "one")
     export_to_huggingface(tmp_path / "ep", tmp_path / "two")
@@ -388,7 +410,7 @@ print(resident("VmHWM") - before)
 def test_an_export_takes_little_memory(tmp_path: Path, mib: int) -> None:
     """In one file, and cast in several of 100 MB: at most 64 MiB of memory beyond what the process has before."""
     rows = torch.ones(1, 1 << 13).expand(1 << 11, -1)
-    dc.save(described({f"w{n}": rows for n in range(mib // 64)}), tmp_path / "c")
+    dc.save(sharded_state({f"w{n}": rows for n in range(mib // 64)}), tmp_path / "c")
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / "hf"), str(tmp_path / "half")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

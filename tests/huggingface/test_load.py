@@ -31,7 +31,7 @@ from shardckpt.huggingface import (
 )
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.storage.reader import CheckpointReader
-from tests.huggingface.samples import described, pieces, read, same, save, wholes
+from tests.huggingface.samples import global_tensors, local_shards, read, same, save, sharded_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,10 +59,10 @@ def _blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: nothing[name].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _load_pieces(folder: Path) -> list[str]:
-    """Load this rank's pieces of the sample; names of those that are not the slices of the whole."""
-    expected = described(wholes())
-    wanted = described(_blank(wholes()))
+def _load_shards(folder: Path) -> list[str]:
+    """Load this rank's shards of the sample; names of those that are not the slices of the global tensor."""
+    expected = sharded_state(global_tensors())
+    wanted = sharded_state(_blank(global_tensors()))
     loaded = load_from_huggingface(wanted, folder)
     return [
         name
@@ -77,9 +77,9 @@ def test_any_sharding_is_filled_from_any_folder(ranks: RankPool, tmp_path: Path)
     save(tmp_path / "c")
     export_to_huggingface(tmp_path / "c", tmp_path / "one")
     export_to_huggingface(tmp_path / "c", tmp_path / "many", max_shard_size=150)
-    assert _load_pieces(tmp_path / "one") == _load_pieces(tmp_path / "many") == []
+    assert _load_shards(tmp_path / "one") == _load_shards(tmp_path / "many") == []
     for world in (1, 2, 3, 4):
-        assert ranks.run(world, _load_pieces, tmp_path / "many") == [[]] * world
+        assert ranks.run(world, _load_shards, tmp_path / "many") == [[]] * world
 
 
 def test_what_a_caller_gives_is_filled_and_cast(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_a_caller_gives_is_filled_and_cast(tmp_path: Path) -> None:
     mine = torch.zeros(6, 5, dtype=torch.bfloat16).t()
     wanted = {
         "w": ShardedTensor.from_rank_offsets("model.w", mine),
-        "n": ShardedTensor.whole("model.n", torch.int64, (4,)),
+        "n": ShardedTensor.from_global_shape("model.n", torch.int64, (4,)),
     }
     loaded = load_from_huggingface(wanted, tmp_path / "hf", prefix="model.")
     assert loaded["w"] is mine
@@ -187,15 +187,15 @@ def test_block_scaled_weights_become_what_they_stand_for(tmp_path: Path) -> None
     write(tmp_path / "hf", {"p.weight": weight, "p.weight_scale_inv": scale}, config=config)
     for world in (1, 2, 3):
         for rank in range(world):
-            wanted = pieces("p.weight", torch.zeros(300, 200), rank, world)
-            expected = pieces("p.weight", values, rank, world)
+            wanted = local_shards("p.weight", torch.zeros(300, 200), rank, world)
+            expected = local_shards("p.weight", values, rank, world)
             loaded = load_from_huggingface({"w": wanted}, tmp_path / "hf", validate_access_integrity=False)
             assert torch.equal(loaded["w"][0], expected[0].data)  # type: ignore[arg-type]
     low = ShardedTensor.from_rank_offsets("p.weight", torch.zeros(300, 200, dtype=torch.bfloat16))
     assert torch.equal(load_from_huggingface({"w": low}, tmp_path / "hf")["w"], values.bfloat16())
     raw = {
-        "w": ShardedTensor.whole("p.weight", torch.float8_e4m3fn, (300, 200)),
-        "s": ShardedTensor.whole("p.weight_scale_inv", torch.float32, (3, 2)),
+        "w": ShardedTensor.from_global_shape("p.weight", torch.float8_e4m3fn, (300, 200)),
+        "s": ShardedTensor.from_global_shape("p.weight_scale_inv", torch.float32, (3, 2)),
     }
     loaded = load_from_huggingface(raw, tmp_path / "hf")
     assert same(loaded["w"], weight)
@@ -216,9 +216,9 @@ def test_scaled_experts_of_other_block_sizes(tmp_path: Path) -> None:
     write(tmp_path / "hf", state, config=config)
     mapping = RuleMapping([Rule("e", ("{expert}.weight",))])
     wanted = {
-        "e": ShardedTensor.whole("e", torch.float32, (3, 10, 40)),
-        "g": ShardedTensor.whole("g.weight", torch.float32, (2, 10, 40)),
-        "h": ShardedTensor.whole("h.weight", torch.float32, (2, 10, 40)),
+        "e": ShardedTensor.from_global_shape("e", torch.float32, (3, 10, 40)),
+        "g": ShardedTensor.from_global_shape("g.weight", torch.float32, (2, 10, 40)),
+        "h": ShardedTensor.from_global_shape("h.weight", torch.float32, (2, 10, 40)),
     }
     loaded = load_from_huggingface(wanted, tmp_path / "hf", mapping=mapping)
     assert torch.equal(loaded["e"], torch.stack(expected))
@@ -226,7 +226,7 @@ def test_scaled_experts_of_other_block_sizes(tmp_path: Path) -> None:
     assert torch.equal(loaded["h"], weight.float() * 0.25)
 
 
-def test_large_scaled_weights_are_made_in_pieces(tmp_path: Path) -> None:
+def test_large_scaled_weights_are_dequantized_in_parts(tmp_path: Path) -> None:
     """More rows than are dequantized at a time, beginning inside a block."""
     weight, scale, values = _quantized(700, 1100, (128, 128))
     write(tmp_path / "hf", {"w": weight, "w_scale_inv": scale})
@@ -239,7 +239,7 @@ def test_large_scaled_weights_are_made_in_pieces(tmp_path: Path) -> None:
 def test_other_quantization_is_refused(tmp_path: Path) -> None:
     """8-bit weights without block scales are not cast silently where they are known to be quantized."""
     weight = torch.ones(4, 4).to(torch.float8_e4m3fn)
-    wanted = {"w": ShardedTensor.whole("w", torch.float32, (4, 4))}
+    wanted = {"w": ShardedTensor.from_global_shape("w", torch.float32, (4, 4))}
     write(tmp_path / "a", {"w": weight, "w_scale": torch.ones(1)})
     with pytest.raises(ShardingError, match=r"'w' is quantized, and 'w_scale_inv' is not there \(but \['w_scale'\]\)"):
         load_from_huggingface(wanted, tmp_path / "a")
@@ -278,7 +278,7 @@ def test_what_is_not_there_or_not_so_is_named(tmp_path: Path) -> None:
         ({"x": other("x", torch.float32, (2,))}, KeyMismatchError, "lacks 'x'", {}),
         ({"n": other("n", torch.int64, (4,))}, ShapeMismatchError, r"'n': stored \(3,\), wanted \(4,\)", {}),
         ({"n": other("n", torch.float32, (3,))}, ShardingError, "'n' is stored as torch.int64 and requested as", {}),
-        ({"o": ShardedObject("o", None, (1,), (0,))}, KeyMismatchError, "o/shard_0_1", {}),
+        ({"o": ShardedObject("o", None, (1,), (0,))}, KeyMismatchError, "o", {}),
         ({}, KeyMismatchError, "'w' does not begin with the prefix 'net.'", {"prefix": "net."}),
     ]
     for extra, kind, text, arguments in fails:
@@ -297,7 +297,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write(tmp_path / "hf", {"a": torch.ones(9), "b": torch.ones(9)}, 36)
     (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(StorageError, match=r"model-00002-of-00002\.safetensors: No such file"):
-        load_from_huggingface({"a": ShardedTensor.whole("a", torch.float32, (9,))}, tmp_path / "hf")
+        load_from_huggingface({"a": ShardedTensor.from_global_shape("a", torch.float32, (9,))}, tmp_path / "hf")
 
 
 def test_what_a_folder_lacks_can_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -350,7 +350,7 @@ def test_the_hubs_cache_is_a_folder(tmp_path: Path) -> None:
     for number, path in enumerate(sorted((repository / "real").iterdir())):
         path.rename(repository / "blobs" / f"{number:040x}")
         (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
-    wanted = {"w": ShardedTensor.whole("w", torch.float32, (3,))}
+    wanted = {"w": ShardedTensor.from_global_shape("w", torch.float32, (3,))}
     assert load_from_huggingface(wanted, snapshot)["w"].tolist() == [1, 1, 1]
     link = snapshot / "model-00001-of-00002.safetensors"
     secret = shutil.copy(link, tmp_path / "secret")
@@ -364,7 +364,7 @@ def _differently(folder: Path) -> str:
     shape = (3,) if dist.get_rank() == 0 else (4,)
     name = "w" if dist.get_rank() == 0 else "x"
     try:
-        load_from_huggingface({"w": ShardedTensor.whole(name, torch.float32, shape)}, folder)
+        load_from_huggingface({"w": ShardedTensor.from_global_shape(name, torch.float32, shape)}, folder)
     except CheckpointingException as exc:
         return f"{type(exc).__name__} {exc}"
     return ""
@@ -388,7 +388,9 @@ def test_a_store_is_a_folder_too(tmp_path: Path) -> None:
     store = fsspec.filesystem("memory")
     store.put(str(tmp_path / "hf") + "/", "/hub/model/", recursive=True)
     try:
-        loaded = load_from_huggingface({"w": ShardedTensor.whole("w", torch.float32, (5,))}, "memory://hub/model")
+        loaded = load_from_huggingface(
+            {"w": ShardedTensor.from_global_shape("w", torch.float32, (5,))}, "memory://hub/model"
+        )
     finally:
         store.rm("/hub", recursive=True)
     assert loaded["w"].tolist() == [0, 1, 2, 3, 4]
@@ -396,9 +398,9 @@ def test_a_store_is_a_folder_too(tmp_path: Path) -> None:
 
 def test_what_is_loaded_can_be_saved(tmp_path: Path) -> None:
     """From the hub to a checkpoint and back to the hub: the same tensors."""
-    state = {name: tensor for name, tensor in wholes().items() if name != "packed"}
+    state = {name: tensor for name, tensor in global_tensors().items() if name != "packed"}
     write(tmp_path / "hf", state)
-    wanted = {name: ShardedTensor.whole(name, t.dtype, tuple(t.shape)) for name, t in state.items()}
+    wanted = {name: ShardedTensor.from_global_shape(name, t.dtype, tuple(t.shape)) for name, t in state.items()}
     loaded = load_from_huggingface(wanted, tmp_path / "hf")
-    dc.save(described(loaded), tmp_path / "c")
+    dc.save(sharded_state(loaded), tmp_path / "c")
     assert all(same(tensor, state[name]) for name, tensor in dc.load_plain_tensors(tmp_path / "c").items())

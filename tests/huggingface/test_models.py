@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,10 +11,23 @@ import torch
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.adapters import to_sharded_state_dict
-from shardckpt.huggingface import export_to_huggingface, huggingface_index, load_from_huggingface, save_state_dict
-from tests.huggingface.samples import read, same
+from shardckpt.cli import main
+from shardckpt.errors import PluginError
+from shardckpt.huggingface import (
+    Rule,
+    RuleMapping,
+    export_to_huggingface,
+    huggingface_index,
+    load_from_huggingface,
+    save_state_dict,
+)
+from shardckpt.huggingface.models import find_mapping
+from shardckpt.plugins.hookspecs import hookimpl
+from shardckpt.plugins.manager import get_plugin_manager
+from tests.huggingface.samples import read, same, save
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SIZES = {
@@ -49,6 +65,17 @@ def _model(kind: str, **config: Any) -> Any:
 def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(torch.arange(12).reshape(1, 12)).logits  # type: ignore[no-any-return]
+
+
+def test_transformers_loads_a_cast_export_in_its_dtype(tmp_path: Path) -> None:
+    """from_pretrained of an export in bfloat16 gives a bfloat16 model, though the assets are of a float32 one."""
+    model = _model("Llama")
+    model.save_pretrained(tmp_path / "assets")
+    dc.save(to_sharded_state_dict(model), tmp_path / "c")
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", dtype="bfloat16", assets=tmp_path / "assets")
+    loaded = type(model).from_pretrained(tmp_path / "hf")
+    assert {param.dtype for param in loaded.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -128,3 +155,83 @@ def test_scaled_weights_are_those_that_transformers_makes(tmp_path: Path) -> Non
     load_from_huggingface(to_sharded_state_dict(mine), tmp_path)
     assert not torch.equal(_logits(mine), _logits(model))
     assert all(torch.equal(t, mine.state_dict()[name]) for name, t in theirs.state_dict().items())
+
+
+PLUGIN = """
+from shardckpt import hookimpl
+from shardckpt.huggingface import Rule, RuleMapping
+
+@hookimpl
+def shardckpt_key_mapping(model_type):
+    if model_type == "toy":
+        return RuleMapping([Rule("blocks.{layer}.experts", ("h.{layer}.{expert}.weight",))])
+"""
+
+
+def _install(site: Path) -> None:
+    """A distribution with an entry point, as pip leaves it."""
+    info = site / "shardckpt_toy-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "shardckpt_toy.py").write_text(PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shardckpt-toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[shardckpt]\ntoy = shardckpt_toy\n")
+
+
+def test_an_installed_plugin_maps_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A distribution's shardckpt_key_mapping serves the command; without it the model is unknown."""
+    whole = torch.arange(12.0).reshape(3, 2, 2)
+    save(tmp_path / "c", {"blocks.4.experts": whole})
+    _install(tmp_path / "site")
+    arguments = ["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--mapping", "toy"]
+    assert main(arguments) == 1  # this process does not see it
+    assert "no mapping for models of type 'toy'" in capsys.readouterr().err
+    command = [sys.executable, "-m", "shardckpt", *arguments]
+    found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=found)
+    assert done.returncode == 0, done.stderr
+    assert {name: t.tolist() for name, t in read(tmp_path / "hf").items()} == {
+        f"h.4.{expert}.weight": whole[expert].tolist() for expert in range(3)
+    }
+
+
+class _Plugin:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    @hookimpl
+    def shardckpt_key_mapping(self, model_type: str) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer if model_type in ("toy", "mixtral") else None
+
+
+@pytest.fixture
+def plugin() -> Iterator[_Plugin]:
+    """A plugin of this process."""
+    made = _Plugin(None)
+    get_plugin_manager().register(made)
+    yield made
+    get_plugin_manager().unregister(made)
+
+
+def test_a_plugin_comes_before_the_built_in(plugin: _Plugin, tmp_path: Path) -> None:
+    """The first plugin that answers decides, also for a model that is built in; None leaves it to the next."""
+    built_in = find_mapping("mixtral")
+    plugin.answer = RuleMapping([Rule("a", ("b",))])
+    assert find_mapping("mixtral") is plugin.answer
+    assert find_mapping("qwen3_moe") is not plugin.answer
+    save(tmp_path / "c", {"a": torch.ones(2)})
+    export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping="toy")
+    assert read(tmp_path / "hf").keys() == {"b"}
+    plugin.answer = None
+    assert find_mapping("mixtral") is built_in
+
+
+def test_a_plugin_that_fails_is_named(plugin: _Plugin, tmp_path: Path) -> None:
+    """An exception in the hook, or an answer that is no mapping, is a PluginError, and nothing is written."""
+    save(tmp_path / "c", {"a": torch.ones(2)})
+    for answer, text in ((ValueError("no table"), "ValueError: no table"), ({"a": "b"}, "'toy' is a dict")):
+        plugin.answer = answer
+        with pytest.raises(PluginError, match=text):
+            export_to_huggingface(tmp_path / "c", tmp_path / "hf", mapping="toy")
+    assert not (tmp_path / "hf").exists()

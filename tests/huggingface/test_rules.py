@@ -74,8 +74,8 @@ def test_links_tile_the_stored_tensor_and_boxes_go_both_ways(
     for link in links:
         common = intersect(link.box, part)
         if common is not None:
-            assert link.to_stored(link.to_hub(common)) == common
-            assert intersect(link.hub_box, link.to_hub(common)) == link.to_hub(common)
+            assert link.to_stored(link.to_folder(common)) == common
+            assert intersect(link.folder_box, link.to_folder(common)) == link.to_folder(common)
 
 
 def test_a_tensor_of_another_form_is_refused() -> None:
@@ -89,7 +89,7 @@ def test_unknown_models_and_wrong_mappings_are_refused() -> None:
     """Who knows no model, and what is no mapping, is said with what there is instead."""
     with pytest.raises(CheckpointingException, match=r"'gpt9': built in are mixtral, qwen3_moe"):
         find_mapping("gpt9")
-    with pytest.raises(PluginError, match="mapping= is a dict"):
+    with pytest.raises(PluginError, match="the mapping is a dict"):
         find_mapping({})  # type: ignore[arg-type]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,9 +10,17 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from shardckpt import ShardedTensor, dist_checkpointing
 from shardckpt.errors import CheckpointingException, ShardingError, StorageError
-from shardckpt.huggingface import get_dtype_size, get_shard_info, save_state_dict
+from shardckpt.huggingface import (
+    export_to_huggingface,
+    get_dtype_size,
+    get_shard_info,
+    load_from_huggingface,
+    save_state_dict,
+)
 from shardckpt.huggingface.names import parse_size
+from tests.faults.disks import small_disk
 from tests.huggingface.samples import same
 
 if TYPE_CHECKING:
@@ -64,14 +73,14 @@ def _state() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("limit", [1, 100, 200, 4000, 100000])
 def test_files_are_those_of_the_hub(limit: int) -> None:
-    """The same files and the same total as huggingface_hub's own split."""
+    """The same files and the same total as huggingface_hub's own split; every name has a file, tied ones too."""
     state = _state()
     theirs = split_torch_state_dict_into_shards(state, max_shard_size=limit)
     is_sharded, total, weight_map = get_shard_info(state, None, limit)
     assert total == theirs.metadata["total_size"] == sum(t.nbytes for n, t in state.items() if n != "tied")
     if limit >= 100:  # theirs begins with an empty file where all are larger
         assert is_sharded == theirs.is_sharded
-        assert weight_map == {n: f for n, f in theirs.tensor_to_filename.items() if n != "tied"}
+        assert weight_map == theirs.tensor_to_filename
 
 
 def test_nothing_is_one_file_of_nothing() -> None:
@@ -84,7 +93,7 @@ def test_nothing_is_one_file_of_nothing() -> None:
 
 
 def test_a_cast_counts_for_floats_only() -> None:
-    """Ints, bools and 8-bit floats keep their bytes; a view counts what it shows; .bin files have all names."""
+    """Ints, bools and 8-bit floats keep their bytes; a view counts what it shows; tied names share a file."""
     base = torch.zeros(100)
     state = {
         "f": torch.zeros(4, dtype=torch.float64),
@@ -96,7 +105,8 @@ def test_a_cast_counts_for_floats_only() -> None:
         "again": base,
     }
     assert get_shard_info(state, "bfloat16")[1] == 8 + 24 + 2 + 5 + 4 + 200
-    _, total, weight_map = get_shard_info(state, torch.float16, 100, safe=False)
+    assert get_shard_info(state, "float8_e4m3fn")[1] == 4 + 24 + 2 + 5 + 2 + 100
+    _, total, weight_map = get_shard_info(state, torch.float16, 100, safe_serialization=False)
     assert total == 243
     assert weight_map["again"] == weight_map["base"] == "pytorch_model-00001-of-00002.bin"
 
@@ -106,7 +116,7 @@ def test_a_cast_counts_for_floats_only() -> None:
     [
         ({"save_dtype": "bf17"}, "save_dtype='bf17'"),
         ({"save_dtype": torch.int8}, "save_dtype=torch.int8"),
-        ({"save_dtype": "float8_e4m3fn"}, "expected float64, float32, float16 or bfloat16"),
+        ({"save_dtype": "float4_e2m1fn_x2"}, "expected float64, float32, float16, bfloat16 or an 8-bit float"),
         ({"shard_size": "5 apples"}, "shard_size='5 apples'"),
         ({"shard_size": 0}, "above 0"),
     ],
@@ -157,11 +167,11 @@ def test_a_file_has_what_views_show_and_tied_weights_once(tmp_path: Path) -> Non
 def test_a_bin_file_keeps_ties_and_no_more_than_it_shows(tmp_path: Path) -> None:
     """torch.load gives the values, tied weights in one memory; a small view does not bring its large base along."""
     state = _views()
-    save_state_dict(state, tmp_path / "model.bin", safe=False)
+    save_state_dict(state, tmp_path / "model.bin", safe_serialization=False)
     found = torch.load(tmp_path / "model.bin", weights_only=True)
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert found["base"].data_ptr() == found["tied"].data_ptr()
-    save_state_dict({"v": torch.zeros(1 << 20)[:4]}, tmp_path / "view.bin", safe=False)
+    save_state_dict({"v": torch.zeros(1 << 20)[:4]}, tmp_path / "view.bin", safe_serialization=False)
     assert (tmp_path / "view.bin").stat().st_size < 4096
 
 
@@ -185,8 +195,48 @@ def test_what_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
     state = {"z": torch.zeros(2, dtype=torch.complex128)}
     with pytest.raises(CheckpointingException, match=r"'z' \(torch.complex128\)"):
         save_state_dict(state, tmp_path / "f")
-    save_state_dict(state, tmp_path / "f", safe=False)
+    save_state_dict(state, tmp_path / "f", safe_serialization=False)
     assert same(torch.load(tmp_path / "f", weights_only=True)["z"], state["z"])
+
+
+def test_no_tensor_is_named_like_the_header_s_metadata(tmp_path: Path) -> None:
+    """A tensor called __metadata__ would be lost in a safetensors file: refused by name, by the export too."""
+    state = {"a": torch.ones(2), "__metadata__": torch.ones(2)}
+    with pytest.raises(CheckpointingException, match="'__metadata__' cannot be a tensor's name"):
+        save_state_dict(state, tmp_path / "f")
+    dist_checkpointing.save({n: ShardedTensor.from_rank_offsets(n, t) for n, t in state.items()}, tmp_path / "step-1")
+    with pytest.raises(CheckpointingException, match="'__metadata__' cannot be a tensor's name"):
+        export_to_huggingface(tmp_path / "step-1", tmp_path / "hf")
+    save_state_dict(state, tmp_path / "f", safe_serialization=False)
+    assert torch.load(tmp_path / "f", weights_only=True).keys() == state.keys()
+    assert {path.name for path in tmp_path.iterdir()} == {"f", "step-1"}
+
+
+def test_a_folder_written_by_the_callers_loop_loads(tmp_path: Path) -> None:
+    """A loop over all names writes each to its file, with an index of all; tied names load, by the headers."""
+    state, size = _state(), 100
+    _, total, weight_map = get_shard_info(state, None, size, True)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name in state:
+        files.setdefault(weight_map[name], {})[name] = state[name]
+    for file, tensors in files.items():
+        save_state_dict(tensors, path_to_save=tmp_path / file, safe_serialization=True)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = load_from_huggingface(
+        {n: ShardedTensor.from_rank_offsets(n, torch.empty_like(t)) for n, t in state.items()}, tmp_path
+    )
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("safe_serialization", [True, False])
+def test_a_full_disk_is_said_so(tmp_path: Path, safe_serialization: bool) -> None:
+    """On a full disk, files of both kinds are an error that says so, with the file; the one that was there stays."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        save_state_dict({"a": torch.ones(2)}, disk / "f", safe_serialization)
+        with pytest.raises(StorageError, match=r"cannot write .*/disk/.*No space left on device \(ENOSPC\)"):
+            save_state_dict({"a": torch.zeros(1_000_000), "b": torch.zeros(9)}, disk / "f", safe_serialization)
+        assert [path.name for path in disk.iterdir()] == ["f"]
 
 
 def _dtensor(path: Path) -> tuple[int, str]:

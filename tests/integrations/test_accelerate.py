@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
-from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +14,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.errors import CheckpointingException
 from shardckpt.integrations.accelerate import FOLDER, register_sharded_state
 from tests.integrations import small
+from tests.integrations.accelerated import accelerated
 from tests.ranks import Failure
 
 if TYPE_CHECKING:
@@ -62,21 +60,6 @@ class Job:
         moments = {f"{name}.{slot}": value for name, slots in found["state"].items() for slot, value in slots.items()}
         rates = {"lr": torch.tensor([group["lr"] for group in found["param_groups"]])}
         return {**get_model_state_dict(self.model, options=whole), **moments, **rates}
-
-
-@contextmanager
-def accelerated() -> Iterator[None]:
-    """Accelerate as torchrun starts it, and forgotten afterwards."""
-    before = dict(os.environ)
-    if dist.is_initialized():
-        os.environ.update(small.torchrun())
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @pytest.fixture

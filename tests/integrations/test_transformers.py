@@ -15,7 +15,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.integrations.transformers import ShardedCheckpointCallback
 from shardckpt.manager import CheckpointConfig, CheckpointManager
 from tests.integrations import small
-from tests.integrations.test_accelerate import accelerated
+from tests.integrations.accelerated import accelerated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

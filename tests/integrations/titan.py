@@ -1,7 +1,8 @@
 """A training as torchtitan's Trainer runs one, and its package where it is installed.
 
-torchtitan cannot be among what the tests install: it needs pyarrow, wandb and a good deal more. Where it is absent,
-``titan_stand_in`` has the one name that the adapter imports.
+torchtitan is not among what the tests install: it needs pyarrow, wandb and a good deal more. Where it is absent,
+``titan_stand_in`` has the one name that the adapter imports. ``tests/interop/test_torchtitan.py`` runs these tests with
+the part of the real package that a manager needs.
 """
 
 from __future__ import annotations

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_a_whole_step(tmp_path: Path) -> None:
     """Wherever in a save a rank is killed, all find the same step, old or new, load its values, and save the next."""
     done = subprocess.run(

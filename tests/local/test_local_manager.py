@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import logging
 import resource
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,131 +9,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, NotACheckpointError
-from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, chunks, parts
-from shardckpt.local.part_transfer import Route, transfer_parts
-from shardckpt.local.parts import PartFolder, PartId
-from shardckpt.mapping import ShardedObject, ShardedTensor
-from shardckpt.plugins.resolver import read_manifest
+from shardckpt.local import CliqueReplication, LocalCheckpointManager, TensorAwareStateDict, chunks
+from shardckpt.local.parts import PartId
+from shardckpt.mapping import ShardedTensor
+from tests.commit import owners
+from tests.local.disks import (
+    check_part,
+    collect_warnings,
+    find_directory,
+    flip_bit,
+    get_rank,
+    get_root,
+    get_world_size,
+    list_names,
+    load_step,
+    make_manager,
+    make_part,
+    read_contents,
+    save_steps,
+)
 from tests.names import data_file
-from tests.storage import owners
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.ranks import Failure, RankPool
 
 MIB = 1 << 20
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _state(step: int, nbytes: int = 4096) -> dict[str, Any]:
-    """A tensor of this rank's, some that all have, an object, and common state."""
-    rank, world = _rank(), _world()
-    mine = torch.arange(nbytes // 4, dtype=torch.int32) + 1000 * step + rank
-    return {
-        "mine": ShardedTensor.from_rank_offsets("mine", mine[None], (0, rank, world)),
-        "all": [
-            ShardedTensor.from_rank_offsets(f"all{n}", torch.full((101,), step + n), replica_id=rank) for n in range(3)
-        ],
-        "object": ShardedObject("o", {"rank": rank, "step": step}, (world,), (rank,)),
-        "step": step,
-    }
-
-
-def _part(step: int, nbytes: int = 4096) -> TensorAwareStateDict:
-    return TensorAwareStateDict.from_state_dict(_state(step, nbytes))[0]
-
-
-def _check(part: TensorAwareStateDict, step: int, nbytes: int = 4096) -> None:
-    """The whole state of the step comes out of it."""
-    wanted, expected = _state(0, nbytes), _state(step, nbytes)
-    loaded = part.to_state_dict(wanted, algo="fully_parallel")
-    assert torch.equal(loaded["mine"], expected["mine"].data)
-    for got, shard in zip(loaded["all"], expected["all"], strict=True):
-        assert torch.equal(got, shard.data)
-    assert loaded["object"] == {"rank": _rank(), "step": step}
-    assert loaded["step"] == step
-
-
-def _root(base: str) -> Path:
-    return Path(base, f"node{_rank()}")
-
-
-def _manager(base: str, cliques: tuple[int, int] | None = None, keep: int = 1) -> LocalCheckpointManager:
-    return LocalCheckpointManager(_root(base), CliqueReplication(*cliques) if cliques else None, keep=keep)
-
-
-def _names(base: str) -> list[tuple[int, int]]:
-    """(step, rank) of the parts on this rank's disk, all of whose names are parts'."""
-    parts = [PartId.parse(path.name) for path in _root(base).iterdir()]
-    assert None not in parts
-    return sorted((part.save.step, part.rank) for part in parts if part is not None)
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What is logged in the block, as warnings or worse."""
-    found: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    handler, logger = Handler(logging.WARNING), logging.getLogger("shardckpt")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-
-
-def _directory(root: Path, step: int, rank: int) -> Path:
-    """Where a part is on a disk."""
-    (found,) = [
-        path for path in root.iterdir() if (p := PartId.parse(path.name)) and (p.save.step, p.rank) == (step, rank)
-    ]
-    return found
-
-
-def _contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def _flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def _save(base: str, cliques: tuple[int, int] | None, steps: list[int], keep: int = 1, nbytes: int = 4096) -> Any:
-    manager = _manager(base, cliques, keep)
-    for step in steps:
-        manager.save(_part(step, nbytes), step)
-    assert manager.find_latest() == steps[-1]
-    return _names(base)
-
-
-def _load(
-    base: str, cliques: tuple[int, int] | None, expected: int, step: int | None = None, nbytes: int = 4096
-) -> Any:
-    """Load, check the values, and return what was logged."""
-    manager = _manager(base, cliques)
-    with _warnings() as logged:
-        latest = manager.find_latest()
-        part = manager.load(step)
-    assert step is not None or latest is not None
-    _check(part, expected, nbytes)
-    return logged
 
 
 @pytest.mark.parametrize(("world", "cliques"), [(1, None), (2, None), (2, (1, 2)), (4, (2, 2)), (4, (1, 4))])
@@ -143,15 +42,15 @@ def test_parts_and_copies_are_where_they_belong(
     ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int] | None
 ) -> None:
     """Each rank's disk has its part and those of its clique, copies bit for bit, and all load what was saved."""
-    found = ranks.run(world, _save, str(tmp_path), cliques, [3])
+    found = ranks.run(world, save_steps, str(tmp_path), cliques, [3])
     for rank, names in enumerate(found):
         jump, factor = cliques or (1, 1)
         clique = [r for r in range(world) if r // (jump * factor) == rank // (jump * factor) and (r - rank) % jump == 0]
         assert names == [(3, r) for r in clique]
         for other in clique:
-            copy, original = (_directory(tmp_path / f"node{r}", 3, other) for r in (rank, other))
-            assert _contents(copy) == _contents(original)
-    assert ranks.run(world, _load, str(tmp_path), cliques, 3) == [[]] * world
+            copy, original = (find_directory(tmp_path / f"node{r}", 3, other) for r in (rank, other))
+            assert read_contents(copy) == read_contents(original)
+    assert ranks.run(world, load_step, str(tmp_path), cliques, 3) == [[]] * world
 
 
 def test_it_works_without_a_process_group(tmp_path: Path) -> None:
@@ -161,10 +60,10 @@ def test_it_works_without_a_process_group(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError, match="no local checkpoint on the disks of 1 ranks"):
         manager.load()
     for step in (1, 2, 3):
-        manager.save(_part(step), step)
+        manager.save(make_part(step), step)
     assert manager.find_latest() == 3
-    _check(manager.load(), 3)
-    _check(manager.load(2), 2)
+    check_part(manager.load(), 3)
+    check_part(manager.load(2), 2)
     with pytest.raises(NotACheckpointError, match=r"of step 1 .*complete steps: 2, 3"):
         manager.load(1)
 
@@ -184,27 +83,27 @@ def test_large_parts_travel_in_chunks(ranks: RankPool, tmp_path: Path, cliques: 
         for copy in (tmp_path / f"node{rank}").iterdir():
             owner = PartId.parse(copy.name)
             assert owner is not None
-            assert _contents(copy) == _contents(tmp_path / f"node{owner.rank}" / copy.name)
-    before = _contents(_directory(tmp_path / "node2", 1, 2))
+            assert read_contents(copy) == read_contents(tmp_path / f"node{owner.rank}" / copy.name)
+    before = read_contents(find_directory(tmp_path / "node2", 1, 2))
     shutil.rmtree(tmp_path / "node2")
     ranks.run(4, _in_small_chunks, _load_uneven, str(tmp_path), cliques, sizes)
-    assert _contents(_directory(tmp_path / "node2", 1, 2)) == before
+    assert read_contents(find_directory(tmp_path / "node2", 1, 2)) == before
 
 
 def _save_uneven(base: str, cliques: tuple[int, int], nbytes: int) -> None:
-    _manager(base, cliques).save(_uneven(nbytes), 1)
+    make_manager(base, cliques).save(_uneven(nbytes), 1)
 
 
 def _uneven(nbytes: int) -> TensorAwareStateDict:
     """Rank 0 has a few bytes, each further one some more MiB; the last tensor begins anywhere in its page."""
-    rank = _rank()
+    rank = get_rank()
     small = ShardedTensor.from_rank_offsets(f"small{rank}", torch.arange(7 + rank))
     large = ShardedTensor.from_rank_offsets(f"large{rank}", torch.arange(rank * nbytes // 8))
     return TensorAwareStateDict.from_state_dict({"small": small, "large": large}, "atomic")[0]
 
 
 def _load_uneven(base: str, cliques: tuple[int, int], nbytes: int) -> None:
-    loaded = list(_manager(base, cliques).load().tensors)
+    loaded = list(make_manager(base, cliques).load().tensors)
     for got, expected in zip(loaded, _uneven(nbytes).tensors, strict=True):
         assert torch.equal(got, expected)
 
@@ -214,26 +113,26 @@ def test_lost_nodes_get_their_parts_back(
     ranks: RankPool, tmp_path: Path, world: int, cliques: tuple[int, int], lost: list[int]
 ) -> None:
     """With empty disks in the place of lost ones all ranks load, and those disks have their parts again."""
-    ranks.run(world, _save, str(tmp_path), cliques, [1, 2])
-    before = {rank: _contents(_directory(tmp_path / f"node{rank}", 2, rank)) for rank in lost}
+    ranks.run(world, save_steps, str(tmp_path), cliques, [1, 2])
+    before = {rank: read_contents(find_directory(tmp_path / f"node{rank}", 2, rank)) for rank in lost}
     for rank in lost:
         shutil.rmtree(tmp_path / f"node{rank}")
-    logged = ranks.run(world, _load, str(tmp_path), cliques, 2)
+    logged = ranks.run(world, load_step, str(tmp_path), cliques, 2)
     for rank in range(world):
         assert (len(logged[rank]) == 1 and "has its part from rank" in logged[rank][0]) is (rank in lost)
-    assert {rank: _contents(_directory(tmp_path / f"node{rank}", 2, rank)) for rank in lost} == before
-    assert ranks.run(world, _load, str(tmp_path), cliques, 2) == [[]] * world
+    assert {rank: read_contents(find_directory(tmp_path / f"node{rank}", 2, rank)) for rank in lost} == before
+    assert ranks.run(world, load_step, str(tmp_path), cliques, 2) == [[]] * world
 
 
 def _latest(base: str, cliques: tuple[int, int] | None = None) -> tuple[int | None, list[str]]:
-    manager = _manager(base, cliques)
-    with _warnings() as logged:
+    manager = make_manager(base, cliques)
+    with collect_warnings() as logged:
         return manager.find_latest(), logged
 
 
 def test_a_lost_clique_is_named(ranks: RankPool, tmp_path: Path) -> None:
     """Where a part is on no disk any more its step is not found, and to load it is an error that names the ranks."""
-    ranks.run(4, _save, str(tmp_path), (2, 2), [5])
+    ranks.run(4, save_steps, str(tmp_path), (2, 2), [5])
     for rank in (0, 2):
         shutil.rmtree(tmp_path / f"node{rank}")
     (latest, logged), *others = ranks.run(4, _latest, str(tmp_path), (2, 2))
@@ -243,7 +142,7 @@ def test_a_lost_clique_is_named(ranks: RankPool, tmp_path: Path) -> None:
     ]
     assert others == [(None, [])] * 3
     for step in (None, 5):
-        for outcome in ranks.outcomes(4, _load, str(tmp_path), (2, 2), 5, step):
+        for outcome in ranks.outcomes(4, load_step, str(tmp_path), (2, 2), 5, step):
             assert outcome.kind == "IncompleteCheckpointError"
             assert "ranks 0, 2" in outcome.message
             assert "dist_checkpointing.load()" in outcome.message
@@ -251,20 +150,20 @@ def test_a_lost_clique_is_named(ranks: RankPool, tmp_path: Path) -> None:
 
 def test_ranks_agree_on_the_newest_step(ranks: RankPool, tmp_path: Path) -> None:
     """Where disks have different steps, all ranks take the newest that all parts are there of."""
-    ranks.run(2, _save, str(tmp_path), None, [1, 2, 3], 3)
-    shutil.rmtree(_directory(tmp_path / "node1", 3, 1))
+    ranks.run(2, save_steps, str(tmp_path), None, [1, 2, 3], 3)
+    shutil.rmtree(find_directory(tmp_path / "node1", 3, 1))
     assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [2, 2]
-    assert ["step 3" in str(logged) for logged in ranks.run(2, _load, str(tmp_path), None, 2)] == [True, False]
-    shutil.rmtree(_directory(tmp_path / "node0", 2, 0))
+    assert ["step 3" in str(logged) for logged in ranks.run(2, load_step, str(tmp_path), None, 2)] == [True, False]
+    shutil.rmtree(find_directory(tmp_path / "node0", 2, 0))
     assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [1, 1]
 
 
 def test_parts_of_different_saves_do_not_mix(ranks: RankPool, tmp_path: Path) -> None:
     """A disk that comes back with another save of the same step does not count as a part of this one."""
-    ranks.run(2, _save, str(tmp_path), None, [7])
+    ranks.run(2, save_steps, str(tmp_path), None, [7])
     shutil.move(tmp_path / "node1", tmp_path / "aside")
     shutil.rmtree(tmp_path / "node0")
-    ranks.run(2, _save, str(tmp_path), None, [7])
+    ranks.run(2, save_steps, str(tmp_path), None, [7])
     shutil.rmtree(tmp_path / "node1")
     shutil.move(tmp_path / "aside", tmp_path / "node1")
     assert [latest for latest, _ in ranks.run(2, _latest, str(tmp_path))] == [None, None]
@@ -273,62 +172,62 @@ def test_parts_of_different_saves_do_not_mix(ranks: RankPool, tmp_path: Path) ->
 @pytest.mark.parametrize("damage", ["bit", "cut", "missing", "record"])
 def test_a_damaged_part_is_replaced_by_a_copy(ranks: RankPool, tmp_path: Path, damage: str) -> None:
     """A part that is damaged is named in a warning, loaded from another rank's disk, and whole afterwards."""
-    ranks.run(2, _save, str(tmp_path), (1, 2), [1])
-    mine = _directory(tmp_path / "node1", 1, 1)
-    before, file = _contents(mine), mine / data_file(0)
+    ranks.run(2, save_steps, str(tmp_path), (1, 2), [1])
+    mine = find_directory(tmp_path / "node1", 1, 1)
+    before, file = read_contents(mine), mine / data_file(0)
     if damage == "bit":
-        _flip(file)
+        flip_bit(file)
     elif damage == "cut":
         file.write_bytes(file.read_bytes()[:-1])
     elif damage == "missing":
         file.unlink()
     else:
-        _flip(mine / "shardckpt.json")
-    _, logged = ranks.run(2, _load, str(tmp_path), (1, 2), 1)
+        flip_bit(mine / "shardckpt.json")
+    _, logged = ranks.run(2, load_step, str(tmp_path), (1, 2), 1)
     assert [text for text in logged if "rank 1 has its part from rank 0" in text and str(mine) in text]
-    assert _contents(mine) == before
-    assert ranks.run(2, _load, str(tmp_path), (1, 2), 1) == [[]] * 2
+    assert read_contents(mine) == before
+    assert ranks.run(2, load_step, str(tmp_path), (1, 2), 1) == [[]] * 2
 
 
 def test_a_damaged_file_does_not_count(ranks: RankPool, tmp_path: Path) -> None:
     """Without copies a step with a file that is cut is passed over, with a warning that names the file."""
-    ranks.run(2, _save, str(tmp_path), None, [1, 2], 2)
-    file = _directory(tmp_path / "node1", 2, 1) / data_file(0)
+    ranks.run(2, save_steps, str(tmp_path), None, [1, 2], 2)
+    file = find_directory(tmp_path / "node1", 2, 1) / data_file(0)
     file.write_bytes(file.read_bytes()[:-1])
     (latest, logged), (other, _) = ranks.run(2, _latest, str(tmp_path))
     assert (latest, other) == (1, 1)
     assert [text for text in logged if str(file) in text and "rank 1" in text]
-    ranks.run(2, _load, str(tmp_path), None, 1)
+    ranks.run(2, load_step, str(tmp_path), None, 1)
 
 
 def test_where_all_copies_are_damaged_the_step_before_is_taken(ranks: RankPool, tmp_path: Path) -> None:
     """The newest step that no copy makes whole is skipped with a warning; to ask for it is an error on all ranks."""
-    ranks.run(2, _save, str(tmp_path), (1, 2), [1, 2], 2)
+    ranks.run(2, save_steps, str(tmp_path), (1, 2), [1, 2], 2)
     for node in ("node0", "node1"):
-        _flip(_directory(tmp_path / node, 2, 0) / data_file(0))
-    logged = ranks.run(2, _load, str(tmp_path), (1, 2), 1)
+        flip_bit(find_directory(tmp_path / node, 2, 0) / data_file(0))
+    logged = ranks.run(2, load_step, str(tmp_path), (1, 2), 1)
     assert [text for text in logged[0] if "step 2 cannot be loaded" in text and "digest differs" in text]
-    for outcome in ranks.outcomes(2, _load, str(tmp_path), (1, 2), 2, 2):
+    for outcome in ranks.outcomes(2, load_step, str(tmp_path), (1, 2), 2, 2):
         assert outcome.kind == "CorruptCheckpointError"
         assert "digest differs" in outcome.message
 
 
 def _limited_save(base: str, cliques: tuple[int, int]) -> tuple[str, int | None, list[Any]]:
     """Save a step where rank 1 can write its own part, and not the larger one of rank 0."""
-    manager = _manager(base, cliques)
-    manager.save(_part(1), 1)
-    shard = ShardedTensor.from_rank_offsets(f"w{_rank()}", torch.ones(3 * MIB if _rank() == 0 else 10))
+    manager = make_manager(base, cliques)
+    manager.save(make_part(1), 1)
+    shard = ShardedTensor.from_rank_offsets(f"w{get_rank()}", torch.ones(3 * MIB if get_rank() == 0 else 10))
     part, _ = TensorAwareStateDict.from_state_dict({"w": shard}, "atomic")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if _rank() == 1:
+    if get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
     try:
         with pytest.raises(CheckpointingException) as caught:
             manager.save(part, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    found = manager.find_latest(), _names(base)
-    _check(manager.load(), 1)
+    found = manager.find_latest(), list_names(base)
+    check_part(manager.load(), 1)
     manager.save(part, 3)
     assert manager.find_latest() == 3
     return str(caught.value), *found
@@ -367,33 +266,33 @@ def test_older_steps_go_and_foreign_names_stay(ranks: RankPool, tmp_path: Path, 
 
 
 def _saved_among_others(base: str, keep: int) -> None:
-    manager = _manager(base, (1, 2), keep)
+    manager = make_manager(base, (1, 2), keep)
     assert manager.find_latest() is None
     for step in (1, 2, 3):
-        manager.save(_part(step), step)
+        manager.save(make_part(step), step)
     assert manager.find_latest() == 3
 
 
 def test_a_step_saved_again_takes_the_place_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
     """After going back to an earlier step its next save replaces it, and later steps are left alone."""
-    ranks.run(2, _save, str(tmp_path), (1, 2), [1, 2, 3], 3)
+    ranks.run(2, save_steps, str(tmp_path), (1, 2), [1, 2, 3], 3)
     names = ranks.run(2, _saved_again, str(tmp_path))
     assert names == [[(s, r) for s in (1, 2, 3) for r in (0, 1)]] * 2
 
 
 def _saved_again(base: str) -> Any:
-    manager = _manager(base, (1, 2), 3)
-    again = _part(20)
+    manager = make_manager(base, (1, 2), 3)
+    again = make_part(20)
     manager.save(again, 2)
     assert manager.find_latest() == 3
-    _check(manager.load(2), 20)
-    return _names(base)
+    check_part(manager.load(2), 20)
+    return list_names(base)
 
 
 def test_what_a_save_left_that_did_not_end_is_cleared(ranks: RankPool, tmp_path: Path) -> None:
     """Incomplete newer steps, and what dead saves and removals left, go with the next save if a complete step stays."""
-    ranks.run(2, _save, str(tmp_path), None, [1, 9], 2)
-    stray = _directory(tmp_path / "node1", 9, 1)
+    ranks.run(2, save_steps, str(tmp_path), None, [1, 9], 2)
+    stray = find_directory(tmp_path / "node1", 9, 1)
     left = stray.with_name(f".{stray.name}.shardckpt-staging-{'0' * 32}")
     stray.rename(left)
     shutil.copytree(left, stray.with_name(f".{stray.name}.shardckpt-removed-{'0' * 32}"))
@@ -406,16 +305,16 @@ def test_what_a_save_left_that_did_not_end_is_cleared(ranks: RankPool, tmp_path:
         assert [path.name for path in (tmp_path / "node1").iterdir() if path.name.startswith(".")] == [alive.name]
     finally:
         owners.end(process)
-    assert ranks.run(2, _save, str(tmp_path), None, [3], 2) == [[(2, r), (3, r)] for r in (0, 1)]
+    assert ranks.run(2, save_steps, str(tmp_path), None, [3], 2) == [[(2, r), (3, r)] for r in (0, 1)]
 
 
 def _save_beside(base: str, step: int) -> None:
-    _manager(base, None, 2).save(_part(step), step)
+    make_manager(base, None, 2).save(make_part(step), step)
 
 
 def test_parts_without_a_complete_step_stay(ranks: RankPool, tmp_path: Path) -> None:
     """While a disk is missing, the later steps of the others stay: it may be found again."""
-    ranks.run(2, _save, str(tmp_path), None, [9])
+    ranks.run(2, save_steps, str(tmp_path), None, [9])
     shutil.move(tmp_path / "node1", tmp_path / "aside")
     names = ranks.run(2, _saved_over, str(tmp_path))
     assert names == [[(2, 0), (9, 0)], [(2, 1)]]
@@ -425,27 +324,27 @@ def test_parts_without_a_complete_step_stay(ranks: RankPool, tmp_path: Path) -> 
 
 
 def _saved_over(base: str) -> Any:
-    _manager(base).save(_part(2), 2)
-    return _names(base)
+    make_manager(base).save(make_part(2), 2)
+    return list_names(base)
 
 
 def test_another_number_of_ranks_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """Fewer or more ranks find nothing, are warned, and are told on loading where to go instead."""
-    ranks.run(4, _save, str(tmp_path), None, [6])
+    ranks.run(4, save_steps, str(tmp_path), None, [6])
     (latest, logged), _ = ranks.run(2, _latest, str(tmp_path))
     assert latest is None
     assert logged == ["local checkpoints: step 6 was saved by 4 ranks, and there are 2: it is ignored"]
-    for outcome in ranks.outcomes(2, _load, str(tmp_path), None, 6):
+    for outcome in ranks.outcomes(2, load_step, str(tmp_path), None, 6):
         assert outcome.kind == "CannotLoadError"
         assert "step 6 was saved by 4 ranks, and there are 2" in outcome.message
         assert "dist_checkpointing.load()" in outcome.message
-    assert ranks.run(2, _save, str(tmp_path), None, [7]) == [[(7, 0)], [(7, 1)]]
+    assert ranks.run(2, save_steps, str(tmp_path), None, [7]) == [[(7, 0)], [(7, 1)]]
 
 
 def _one_disk(base: str) -> None:
     manager = LocalCheckpointManager(base, CliqueReplication(1, 2))
     try:
-        manager.save(_part(1), 1)
+        manager.save(make_part(1), 1)
     finally:
         assert manager.find_latest() is None
         assert not list(Path(base).iterdir())
@@ -459,14 +358,14 @@ def test_a_clique_on_one_disk_is_refused(ranks: RankPool, tmp_path: Path) -> Non
 
 
 def _two_ranks_a_node(base: str) -> list[tuple[int, int]]:
-    root = Path(base, f"node{_rank() // 2}")
+    root = Path(base, f"node{get_rank() // 2}")
     manager = LocalCheckpointManager(root, CliqueReplication(2, 2))
     for step in (1, 2):
-        manager.save(_part(step), step)
-    if _rank() == 0:
+        manager.save(make_part(step), step)
+    if get_rank() == 0:
         shutil.rmtree(root)
     assert manager.find_latest() == 2
-    _check(manager.load(), 2)
+    check_part(manager.load(), 2)
     found = [PartId.parse(path.name) for path in root.iterdir()]
     return sorted((part.save.step, part.rank) for part in found if part is not None)
 
@@ -478,15 +377,15 @@ def test_ranks_of_a_node_share_its_disk(ranks: RankPool, tmp_path: Path) -> None
 
 
 def _wrong(base: str, case: str) -> Any:
-    rank, root = _rank(), _root(base)
-    whole, hollow = _part(1), _part(1)
+    rank, root = get_rank(), get_root(base)
+    whole, hollow = make_part(1), make_part(1)
     hollow.pop_tensors()
     cases: dict[str, Any] = {
         "keep": lambda: LocalCheckpointManager(root, keep=0),
         "group": lambda: LocalCheckpointManager(root, CliqueReplication(1, 2), _alone()),
         "url": lambda: LocalCheckpointManager("s3://bucket/checkpoints"),
-        "steps": lambda: LocalCheckpointManager(root).save(_part(1), 1 + rank),
-        "negative": lambda: LocalCheckpointManager(root).save(_part(1), -rank),
+        "steps": lambda: LocalCheckpointManager(root).save(make_part(1), 1 + rank),
+        "negative": lambda: LocalCheckpointManager(root).save(make_part(1), -rank),
         "load": lambda: LocalCheckpointManager(root).load(rank),
         "hollow": lambda: LocalCheckpointManager(root).save(hollow if rank else whole, 1),
     }
@@ -495,7 +394,7 @@ def _wrong(base: str, case: str) -> Any:
 
 def _alone() -> Any:
     """A group of this rank."""
-    return [dist.new_group([rank]) for rank in range(_world())][_rank()]
+    return [dist.new_group([rank]) for rank in range(get_world_size())][get_rank()]
 
 
 @pytest.mark.parametrize(
@@ -516,54 +415,7 @@ def test_arguments_are_checked(ranks: RankPool, tmp_path: Path, case: str, expec
     assert [expected in outcome.message for outcome in outcomes] == [True, True]
 
 
-def _carried(base: str) -> tuple[dict[Route, str], list[tuple[int, int]]]:
-    """Copies of both parts to the other rank, and of a part that is not there."""
-    folder = PartFolder(_root(base))
-    (mine,) = folder.list_parts().parts
-    save = mine.save
-    routes = [Route(PartId(save, 0), 0, 1), Route(PartId(save, 1), 1, 0), Route(PartId(save, 9), 0, 1)]
-    faults = transfer_parts(routes, folder, Comm())
-    assert not folder.list_parts().leftovers
-    return faults, _names(base)
-
-
-def test_one_copy_that_fails_leaves_the_others_alone(ranks: RankPool, tmp_path: Path) -> None:
-    """Of three copies the one from a damaged file and that of nothing fail, for the same reasons on all ranks."""
-    ranks.run(2, _save, str(tmp_path), None, [1])
-    _flip(_directory(tmp_path / "node0", 1, 0) / data_file(0))
-    (faults, first), (same, second) = ranks.run(2, _carried, str(tmp_path))
-    assert faults == same
-    reasons = {route.part.rank: why for route, why in faults.items()}
-    assert sorted(reasons) == [0, 9]
-    assert "from rank 0, are not those that were written (digest differs)" in reasons[0]
-    assert "ENOENT" in reasons[9]
-    assert first == [(1, 0), (1, 1)]
-    assert second == [(1, 1)]
-
-
 def test_what_is_no_part_is_named(tmp_path: Path) -> None:
     """What from_state_dict gives is a part and more: save says which of both it takes."""
     with pytest.raises(CheckpointingException, match="pass the first of the two values"):
         LocalCheckpointManager(tmp_path).save(TensorAwareStateDict.from_state_dict({"step": 1}), 1)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("what", ["the part", "its marker"])
-def test_what_vanishes_while_it_is_listed_is_not_there(
-    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    """A part that another rank of the node removes at that moment is left out; one that loses a file is damaged."""
-    ranks.run(1, _save, str(tmp_path), None, [1])
-    folder = PartFolder(tmp_path / "node0")
-    (part,) = folder.list_parts().parts
-
-    def reading_late(path: Path, plugins: Any) -> Any:
-        if what == "the part":
-            shutil.rmtree(path)
-        else:
-            (path / "metadata.json").unlink()
-        return read_manifest(path, plugins)
-
-    monkeypatch.setattr(parts, "read_manifest", reading_late)
-    found = folder.list_parts().parts
-    assert list(found) == ([] if what == "the part" else [part])
-    assert all(found.values())

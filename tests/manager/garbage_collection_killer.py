@@ -89,7 +89,7 @@ def _seen(location: str) -> dict[str, Any]:
     looks = [folder.inspect_step(step) for step in folder.steps()]
     return {
         "counts": [look.step for look in looks if look.is_loadable],
-        "damaged": [look.fault for look in looks if look.is_damaged],
+        "damaged": [str(look.error) for look in looks if look.is_damaged],
         "intact": [look.step for look in looks if folders.is_intact(folder.location(look.step), look.step)],
     }
 

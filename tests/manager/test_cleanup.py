@@ -58,9 +58,9 @@ def test_no_limit_keeps_all(tmp_path: Path, limit: int | None) -> None:
 
 
 @pytest.mark.parametrize("argument", ["output_dir", "save"])
-@pytest.mark.parametrize("name", ["step-{}", "checkpoint-{}", "iter_{:07d}", "global_step_{}"])
+@pytest.mark.parametrize("name", ["step-{}", "checkpoint-{}", "iter_{:07d}", "global_step_{}", "epoch_{}"])
 def test_every_trainers_names(tmp_path: Path, argument: str, name: str) -> None:
-    """Ours, transformers', Megatron's and VeOmni's directories are found, in the folder of either argument."""
+    """Ours, transformers', Megatron's, VeOmni's and epochs' directories are found, in the folder of either argument."""
     folders.save_all(tmp_path, 90, 100, 1000, name=name)
     cleanup_old_checkpoints(training_args=Namespace(**{argument: tmp_path, "save_total_limit": 2}))
     assert folders.names_in(tmp_path) == {name.format(100), name.format(1000)}
@@ -88,23 +88,25 @@ def test_what_is_left_is_said_once_with_the_reason(tmp_path: Path, caplog: pytes
     """Other names, links, and what is no whole checkpoint stay, and a warning says why, at the first call only."""
     place = tmp_path / "checkpoints"
     folders.save_all(place, 1, 2, 3)
-    folders.save(place, 7, "epoch_7")
+    folders.save(place, 7, "best_7")
     folders.damage(place / "step-1")
     (place / "checkpoint-5").mkdir()
     (place / "checkpoint-5" / "model.bin").touch()
     (place / "step-9").symlink_to(place / "step-3")
     _clean(str(tmp_path), 1)
-    assert folders.names_in(place) == {"step-1", "step-3", "step-9", "epoch_7", "checkpoint-5"}
+    assert folders.names_in(place) == {"step-1", "step-3", "step-9", "best_7", "checkpoint-5"}
     said = {line.strip().partition(": ")[0]: line for line in caplog.text.splitlines()[1:]}
-    assert said.keys() == {str(place / name) for name in ("step-1", "step-9", "epoch_7", "checkpoint-5")}
-    assert "not a step's (step-<n>, checkpoint-<n>, iter_<n>, global_step_<n>)" in said[str(place / "epoch_7")]
+    assert said.keys() == {str(place / name) for name in ("step-1", "step-9", "best_7", "checkpoint-5")}
+    assert (
+        "not a step's (step-<n>, checkpoint-<n>, iter_<n>, global_step_<n>, epoch_<n>)" in said[str(place / "best_7")]
+    )
     assert "it is a link" in said[str(place / "step-9")]
     assert "bytes, " in said[str(place / "step-1")]
     caplog.clear()
     folders.save(place, 4)
     _clean(str(tmp_path), 1)
     assert not caplog.text
-    assert folders.names_in(place) == {"step-1", "step-4", "step-9", "epoch_7", "checkpoint-5"}
+    assert folders.names_in(place) == {"step-1", "step-4", "step-9", "best_7", "checkpoint-5"}
 
 
 def test_of_an_output_folder_only_checkpoints_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

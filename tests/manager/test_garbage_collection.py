@@ -16,17 +16,18 @@ import fsspec
 import pytest
 
 from shardckpt import settings
+from shardckpt.commit.commit import create_staging
+from shardckpt.commit.staging_names import REPLACED, new_save_id, temporary_name
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError
+from shardckpt.manager import garbage_collection
 from shardckpt.manager.garbage_collection import GarbageCollector, collect_garbage
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
-from shardckpt.storage.commit import create_staging
-from shardckpt.storage.staging_names import REPLACED, new_save_id, temporary_name
+from tests.commit import owners
 from tests.faults.disks import make_read_only, small_disk
 from tests.manager import folders
 from tests.names import SHARED
-from tests.storage import owners
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -302,6 +303,36 @@ def test_submitting_does_not_wait(tmp_path: Path) -> None:
     assert folders.names_in(tmp_path) == {"step-2", "step-3"}
 
 
+def test_a_long_wait_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While removals hang, and all ranks with them, a warning names the folder; a short wait says nothing."""
+    folders.save_all(tmp_path, 1, 2, 3)
+    begun, seen = threading.Event(), threading.Event()
+    remove, texts = garbage_collection._try_to_remove, []
+
+    def hang(*arguments: Any) -> bool:
+        begun.set()
+        seen.wait(60)
+        return remove(*arguments)
+
+    def warn(text: str, *arguments: object) -> None:
+        texts.append(text % arguments)
+        seen.set()
+
+    monkeypatch.setattr(garbage_collection, "_try_to_remove", hang)
+    monkeypatch.setattr(garbage_collection, "_PATIENCE", 0.1)
+    monkeypatch.setattr(garbage_collection.logger, "warning", warn)
+    collector = GarbageCollector(folders.steps_of(tmp_path), LATEST)
+    collector.wait()
+    assert not seen.wait(0.3)
+    collector.submit()
+    assert begun.wait(60)
+    collector.wait()
+    collector.close()
+    assert len(texts) == 1
+    assert f"still waiting for old checkpoints in {tmp_path} to be removed" in texts[0]
+    assert folders.names_in(tmp_path) == {"step-2", "step-3"}
+
+
 def test_the_thread_survives_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A collection that fails is a warning with its reason; the next one works."""
     run = tmp_path / "run"
@@ -367,10 +398,13 @@ def test_no_empty_folder_is_left(tmp_path: Path) -> None:
     """Where a store has folders, that of a removed step goes too, unless it holds what is no object of the step."""
     url = f"local://{tmp_path}/run"
     folders.save_all(url, 1, 2, 3)
-    (tmp_path / "run/step-2/below").mkdir()
+    for name in ("step-1/empty/below", "step-2/below"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/step-2/below/notes").touch()
     assert _collect(url, [KeepLatest(1)]) == [1, 2]
     assert folders.names_in(tmp_path / "run") == {"step-2", "step-3"}
     assert folders.names_in(tmp_path / "run/step-2") == {"below"}
+    assert folders.names_in(tmp_path / "run/step-2/below") == {"notes"}
     assert _collect(url, [KeepLatest(1)]) == []
 
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardckpt.errors import CheckpointingException
+from shardckpt.errors import CheckpointingException, KeyMismatchError, NotACheckpointError
 from shardckpt.manager import CheckpointConfig, CheckpointManager, garbage_collection
+from shardckpt.manager.reader import StepReader
 from tests.manager.training import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.ranks import RankPool
@@ -29,6 +31,25 @@ def _saved(manager: CheckpointManager, state: Progress, *steps: int) -> None:
     for step in steps:
         state.step = step
         assert manager.save(step, force=True)
+
+
+@pytest.fixture
+def wait_for_removal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function that waits until a removal has begun, and lets it go on a moment later."""
+    begun, go_on = threading.Event(), threading.Event()
+    remove = garbage_collection._try_to_remove
+
+    def remove_slowly(*arguments: Any) -> bool:
+        begun.set()
+        go_on.wait(60)
+        return remove(*arguments)
+
+    def wait() -> None:
+        assert begun.wait(60)
+        threading.Timer(0.1, go_on.set).start()
+
+    monkeypatch.setattr(garbage_collection, "_try_to_remove", remove_slowly)
+    return wait
 
 
 def test_a_step_is_saved_anew_after_a_rewind(tmp_path: Path) -> None:
@@ -54,46 +75,26 @@ def test_the_last_step_without_a_model(tmp_path: Path, caplog: pytest.LogCapture
     assert "no state is named 'model'" in caplog.text
 
 
-def test_garbage_collection_leaves_what_is_saved_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_leaves_what_is_saved_anew(tmp_path: Path, wait_for_removal: Callable[[], None]) -> None:
     """A step that garbage collection has chosen to remove, and that is saved again before it is removed, stays."""
     state = _progress()
     with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=0), {"train_state": state}) as manager:
         _saved(manager, state, 2, 4, 6, 8)
-    begun, go_on = threading.Event(), threading.Event()
-    remove = garbage_collection._try_to_remove
-
-    def slow(*arguments: Any) -> bool:
-        begun.set()
-        go_on.wait(10)
-        return remove(*arguments)
-
-    monkeypatch.setattr(garbage_collection, "_try_to_remove", slow)
     with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=2), {"train_state": state}) as manager:
         assert manager.load(2)
         _saved(manager, state, 3)
-        assert begun.wait(10)
-        threading.Timer(0.1, go_on.set).start()
+        wait_for_removal()
         _saved(manager, state, 4)
         manager.wait()
         assert manager.steps() == [3, 4, 6, 8]
 
 
-def test_a_load_waits_for_removals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_waits_for_removals(tmp_path: Path, wait_for_removal: Callable[[], None]) -> None:
     """No checkpoint is removed while it is read: one that is to go is gone before the load looks for it."""
     state = _progress()
-    begun, go_on = threading.Event(), threading.Event()
-    remove = garbage_collection._try_to_remove
-
-    def slow(*arguments: Any) -> bool:
-        begun.set()
-        go_on.wait(10)
-        return remove(*arguments)
-
-    monkeypatch.setattr(garbage_collection, "_try_to_remove", slow)
     with CheckpointManager(CheckpointConfig(folder=tmp_path, keep_latest_k=2), {"train_state": state}) as manager:
         _saved(manager, state, 2, 4, 6)
-        assert begun.wait(10)
-        threading.Timer(0.1, go_on.set).start()
+        wait_for_removal()
         with pytest.raises(CheckpointingException, match="step 2 cannot be loaded"):
             manager.load(2)
         assert manager.load()
@@ -119,33 +120,6 @@ def test_a_policy_that_fails_removes_nothing(tmp_path: Path, caplog: pytest.LogC
         _saved(manager, state, 3)
         manager.wait()
         assert manager.steps() == [3]
-
-
-@pytest.mark.parametrize("value", [None, "low", [1.0], torch.ones(2)], ids=["None", "text", "a list", "two"])
-def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
-    """Is named in an error of the family, and nothing is saved."""
-    with CheckpointManager(CheckpointConfig(folder=tmp_path), {"train_state": _progress()}) as manager:
-        with pytest.raises(CheckpointingException, match="the metric 'loss' is"):
-            manager.save(1, force=True, metrics={"loss": value})
-        assert manager.steps() == []
-
-
-def _with_a_wrong_metric(folder: str) -> tuple[str, list[int]]:
-    with CheckpointManager(CheckpointConfig(folder=folder), {"train_state": _progress()}) as manager:
-        try:
-            manager.save(1, force=True, metrics={"loss": None if dist.get_rank() else 1.0})
-        except CheckpointingException as exc:
-            assert manager.save(2, force=True)
-            return str(exc), manager.steps()
-    raise AssertionError("saved")
-
-
-def test_a_wrong_metric_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
-    """Is the same error on all ranks, and the next save works."""
-    first, second = ranks.run(2, _with_a_wrong_metric, str(tmp_path))
-    assert first == second
-    assert "rank 1" in first[0]
-    assert first[1] == [2]
 
 
 def _unlike(folder: str, what: str) -> str:
@@ -188,13 +162,6 @@ def _made_too_early(folder: str) -> str:
     return str(caught.value)
 
 
-def test_no_password_is_stored() -> None:
-    """What a checkpoint has of the configuration names the store, and not how to get in."""
-    config = CheckpointConfig(folder="s3://user:secret@host/run", initial_load_path="/data/first")
-    assert config.describe()["folder"] == "s3://user:***@host/run"
-    assert config.describe()["initial_load_path"] == "/data/first"
-
-
 def test_what_was_loaded_is_told(tmp_path: Path) -> None:
     """A loop that does not count its steps itself asks the manager which step it goes on from."""
     state = _progress()
@@ -220,24 +187,6 @@ def test_steps_that_lie_ahead_are_named(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("the newest is 30: a later load takes that one") == 2  # after 3, and after 4
 
 
-def test_a_metric_that_is_never_given_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Else a wrong name would keep no best checkpoint, and say nothing."""
-    config = CheckpointConfig(folder=tmp_path, keep_best_k=1, best_metric="los")
-    with CheckpointManager(config, {"train_state": _progress()}) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, force=True, metrics={"loss": 1.0})
-        with pytest.raises(CheckpointingException, match="give them by name"):
-            manager.save(4, force=True, metrics=1.0)  # type: ignore[arg-type]
-    assert caplog.text.count("by the metric 'los', which is not among those that save was given ('loss')") == 1
-
-
-@pytest.mark.parametrize(("wrong", "message"), [({"strategy": "zarrr"}, "zarrr"), ({"hf_mapping": "llamaa"}, "llamaa")])
-def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
-    """A strategy or mapping that does not exist is an error when the manager is made, not at the end."""
-    with pytest.raises(CheckpointingException, match=message):
-        CheckpointManager(CheckpointConfig(folder=tmp_path, **wrong), {"train_state": _progress()})
-
-
 def test_what_does_not_fit_names_the_checkpoint(tmp_path: Path) -> None:
     """Another shape is an error with the path and what to do about it."""
     with CheckpointManager(CheckpointConfig(folder=tmp_path), {"model": torch.nn.Linear(2, 2)}) as manager:
@@ -258,4 +207,39 @@ def test_where_to_begin_is_a_checkpoint(tmp_path: Path) -> None:
         CheckpointManager(config, {"model": torch.nn.Linear(2, 2)}) as manager,
         pytest.raises(CheckpointingException, match=r"initial_load_in_hf=True.*<folder>/step-<n>"),
     ):
+        manager.load()
+
+
+class TiedKeysError(KeyMismatchError):
+    """A plugin's class whose constructor takes no text."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second} are one")
+
+
+class MountError(NotACheckpointError):
+    """Another one."""
+
+    def __init__(self, *, host: str) -> None:
+        super().__init__(f"{host} has no disk")
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "text"),
+    [
+        ("fetch", TiedKeysError("a", "b"), "does not fit the states: a and b are one\n"),
+        ("read", MountError(host="h"), "initial_load_path: h has no disk; for a Hugging Face folder"),
+    ],
+)
+def test_a_plugins_error_keeps_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: CheckpointingException, text: str
+) -> None:
+    """An error of a class whose constructor takes other arguments is raised as itself, with what to do about it."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(StepReader, method, fail)
+    config = CheckpointConfig(folder=tmp_path, initial_load_path=tmp_path / "a")
+    with CheckpointManager(config, {"train_state": _progress()}) as manager, pytest.raises(type(error), match=text):
         manager.load()

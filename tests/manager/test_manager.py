@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing
+from shardckpt.adapters import to_sharded_state_dict
 from shardckpt.errors import CheckpointingException
 from shardckpt.manager import CheckpointConfig, CheckpointManager, KeepBest, KeepLatest, KeepPinned
+from shardckpt.manager.garbage_collection import collect_garbage
 from tests.manager import jobs
-from tests.manager.folders import names_in
+from tests.manager.folders import names_in, steps_of
 from tests.manager.training import Progress, Training
 
 if TYPE_CHECKING:
@@ -160,7 +162,7 @@ def test_the_newest_damaged_one_is_skipped(ranks: RankPool, tmp_path: Path, dama
     data = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
     if damage == "bytes":
         content = bytearray(data.read_bytes())
-        content[len(content) // 2 - 40 : len(content) // 2] = bytes(40)
+        content[len(content) // 4 :] = bytes(len(content) - len(content) // 4)  # tensors come last
         data.write_bytes(content)
     elif damage == "missing":
         data.unlink()
@@ -212,6 +214,22 @@ def test_retention(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     config = {"async_mode": mode, "interval": 1, "keep_latest_k": 2, "keep_every_n_steps": 4}
     ranks.run(2, jobs.unbroken, str(tmp_path), 10, config)
     assert names_in(tmp_path) == {"step-10", "step-4", "step-8", "step-9"}
+
+
+def test_retention_leaves_one_while_the_next_is_written(tmp_path: Path) -> None:
+    """A save in flight counts for no policy: until it is committed, the checkpoint before it stays, whole."""
+    keep_nothing: Any = lambda _: ()  # noqa: E731 - as users write them
+    config = CheckpointConfig(folder=tmp_path, interval=1, async_mode="async", retention=[keep_nothing])
+    progress = Progress()
+    with CheckpointManager(config, {"train_state": progress}) as manager:
+        for step in range(1, 5):
+            progress.step = step
+            assert manager.save(step)  # the next call commits it
+            collect_garbage(steps_of(tmp_path), [keep_nothing])
+            assert [found.step for found in steps_of(tmp_path).committed()] == list(range(1, step))[-1:]
+        manager.wait()
+        assert names_in(tmp_path) == {"step-4"}
+        assert manager.load()
 
 
 def test_the_best_are_kept(tmp_path: Path) -> None:
@@ -315,32 +333,6 @@ def test_the_configuration_is_stored(tmp_path: Path) -> None:
     assert CheckpointConfig(**content["config"]) == manager.config
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"keep_latest_k": 1, "async_mode": "async"}, "keep 2 or more"),
-        ({"exclude_from_loading": ("model",)}, "without the model"),
-        ({"exclude_from_loading": ("optimizer",)}, "lr_scheduler"),
-        ({"initial_load_in_hf": True}, "initial_load_path"),
-        ({"keep_best_k": 2}, "best_metric"),
-        ({"interval": 0}, "interval"),
-        ({"async_mode": "sometimes"}, "async_mode"),
-        ({"export_dtype": "int8"}, "float16"),
-        ({"folders": "x"}, "folders"),
-        ({"folder": ""}, "folder"),
-    ],
-)
-def test_configurations_that_contradict_themselves(given: dict[str, Any], message: str) -> None:
-    """Are refused when they are made, by name."""
-    with pytest.raises((ValueError, CheckpointingException), match=message):
-        CheckpointConfig(**given)
-
-
-def test_the_seed_s_name_for_the_last_save(tmp_path: Path) -> None:
-    """Torchtitan's older ``model_weights_only`` means ``last_save_model_only``."""
-    assert not CheckpointConfig(model_weights_only=False).last_save_model_only  # type: ignore[call-arg]
-
-
 def test_states_that_are_excluded_or_new(tmp_path: Path) -> None:
     """Excluded ones stay as they are; one that the checkpoint lacks is an error until it is excluded."""
     training = Training(tmp_path)
@@ -403,6 +395,30 @@ def test_where_to_begin(tmp_path: Path) -> None:
     with ignored.manager as manager:
         assert manager.load()
     assert ignored.progress.step == 4
+
+
+def test_a_manager_takes_over_from_saves_without_one(tmp_path: Path) -> None:
+    """What ``dist_checkpointing.save`` was given loads: a schedule, too, which it was given as a plain dict."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    state = {**to_sharded_state_dict(model, optimizer), "lr_scheduler": schedule.state_dict(), "iteration": 5}
+    dist_checkpointing.save(state, tmp_path / "step-5")
+    other = torch.nn.Linear(2, 2)
+    states: dict[str, Any] = {"model": other, "optimizer": torch.optim.SGD(other.parameters(), lr=1.0, momentum=0.5)}
+    states["lr_scheduler"] = torch.optim.lr_scheduler.StepLR(states["optimizer"], 1, gamma=0.5)
+    with CheckpointManager(CheckpointConfig(folder=tmp_path), states) as manager:
+        assert manager.load()
+        assert manager.loaded_step == 5
+    assert torch.equal(other.weight, model.weight)
+    assert states["optimizer"].param_groups[0]["lr"] == 0.5
+    assert states["lr_scheduler"].state_dict() == schedule.state_dict()
+    manager = CheckpointManager(CheckpointConfig(folder=tmp_path), {**states, "iteration": Progress()})
+    with manager, pytest.raises(CheckpointingException, match="has no state 'iteration'"):  # a number is no state
+        manager.load()
 
 
 def test_the_model_to_begin_with_has_a_name(tmp_path: Path) -> None:

@@ -73,3 +73,21 @@ def test_what_fits_is_loaded_where_it_is(tmp_path: Path) -> None:
     _loaded(tmp_path, {"a": Held({"x": torch.ones(3)})}, {"a": live})
     assert torch.equal(here, torch.ones(3))
     assert live.state["x"].data_ptr() == here.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        {"step": 5},
+        {"a": {"b": 1}, "a.b": {"c": 2}},
+        {"a": {"b.c": 1}, "a.b": {"c": 2}},
+        {"a": {"b": {"c": torch.ones(2)}}, "a.b": {"c": 1}},
+        {"a": {"x/shard_y": 1, "x/shard_0_1": 2}},
+    ],
+    ids=["a value alone", "a state's name", "another state's value", "a tensor", "the name of a grid"],
+)
+def test_values_whose_keys_are_taken(tmp_path: Path, states: dict[str, Any]) -> None:
+    """The names that stock DCP would ask for may be those of other things: such states are saved and loaded as ever."""
+    live = {name: Held(None) for name in states}
+    _loaded(tmp_path, {name: Held(state) for name, state in states.items()}, live)
+    torch.testing.assert_close({name: held.state for name, held in live.items()}, states)

@@ -13,6 +13,7 @@ from shardckpt.errors import (
     NotACheckpointError,
     UnknownBackendError,
 )
+from shardckpt.manager import steps
 from shardckpt.manager.step_resolution import resolve_step
 from tests.manager import folders
 
@@ -21,25 +22,14 @@ if TYPE_CHECKING:
 
     from tests.ranks import RankPool
 
-NODES = 4
-
 
 def _agree(folder: str, step: int = -1, **options: Any) -> int | None:
     """The answer of this rank, which sees ``folder``."""
     return resolve_step(folders.steps_of(folder), Comm(), step, **options)
 
 
-def _agree_alone(folder: str, step: int = -1) -> int | None:
-    """The answer of this rank, which has a folder of its own there."""
-    return _agree(f"{folder}/node{folders.rank()}", step, shared=False)
-
-
 def _error(folder: str, step: int = -1) -> tuple[str, str]:
     return folders.error_of(_agree, folder, step)
-
-
-def _error_alone(folder: str, step: int = -1) -> tuple[str, str]:
-    return folders.error_of(_agree_alone, folder, step)
 
 
 def _disagree(folder: str) -> tuple[str, str]:
@@ -136,6 +126,30 @@ def test_a_certain_step_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
         _agree(str(tmp_path), 3)
 
 
+class DriverError(CannotLoadError):
+    """A plugin's class whose constructor takes no text."""
+
+    def __init__(self, *, driver: str) -> None:
+        super().__init__(f"the driver {driver} is missing")
+        self.driver = driver
+
+
+@pytest.mark.parametrize(("step", "text"), [(-1, "the driver x"), (1, "step 1 cannot be loaded: the driver x")])
+def test_a_plugins_refusal_keeps_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, text: str
+) -> None:
+    """A refusal of a class whose constructor takes other arguments is raised as itself, with its attributes."""
+
+    def refuse(*_: Any) -> None:
+        raise DriverError(driver="x")
+
+    folders.save(tmp_path, 1)
+    monkeypatch.setattr(steps, "choose_reader", refuse)
+    with pytest.raises(DriverError, match=text) as caught:
+        _agree(str(tmp_path), step)
+    assert caught.value.driver == "x"
+
+
 def test_an_interrupted_overwrite_is_explained(tmp_path: Path) -> None:
     """A step that an overwrite had moved aside is named, with the way back."""
     folders.save(tmp_path, 3)
@@ -150,43 +164,3 @@ def test_ranks_that_ask_for_different_steps_are_told(ranks: RankPool, tmp_path: 
     for kind, message in ranks.run(2, _disagree, str(tmp_path)):
         assert kind == "CheckpointingException"
         assert "ranks disagree on step: 0 on rank 0, 1 on rank 1" in message
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_without_a_shared_folder_the_newest_common_step_counts(
-    ranks: RankPool, tmp_path: Path, world_size: int
-) -> None:
-    """Each rank looks at its own disk; a step that one of them has not, or has damaged, is none."""
-    assert ranks.run(world_size, _agree_alone, str(tmp_path)) == [None] * world_size
-    for node in range(world_size):
-        folders.save_all(tmp_path / f"node{node}", 1, 2, 3)
-    assert ranks.run(world_size, _agree_alone, str(tmp_path)) == [3] * world_size
-    folders.damage(tmp_path / f"node{world_size - 1}/step-3")
-    folders.save(tmp_path / "node0", 4)
-    folders.lose_marker(tmp_path / "node0/step-4")
-    assert ranks.run(world_size, _agree_alone, str(tmp_path)) == [2] * world_size
-    assert ranks.run(world_size, _agree_alone, str(tmp_path), 1) == [1] * world_size
-
-
-def test_without_a_shared_folder_one_ranks_trouble_is_everyones(ranks: RankPool, tmp_path: Path) -> None:
-    """A certain step that one disk lacks, and a newest one that one rank cannot read, are errors on all ranks."""
-    for node in range(2):
-        folders.save_all(tmp_path / f"node{node}", 1, 2)
-    folders.save(tmp_path / "node0", 3)
-    for kind, message in ranks.run(2, _error_alone, str(tmp_path), 3):
-        assert kind == "NotACheckpointError"
-        assert message.startswith("rank 1, in 'choosing the step': step 3 cannot be loaded")
-    folders.say_backend(tmp_path / "node1/step-2", "nobodys", 1)
-    for kind, message in ranks.run(2, _error_alone, str(tmp_path)):
-        assert kind == "UnknownBackendError"
-        assert message.startswith("rank 1, ")
-
-
-def test_without_a_shared_folder_damage_does_not_begin_anew(ranks: RankPool, tmp_path: Path) -> None:
-    """No common step because one disk's copy is damaged is an error on all ranks."""
-    for node in range(2):
-        folders.save(tmp_path / f"node{node}", 1)
-    folders.damage(tmp_path / "node1/step-1")
-    for kind, message in ranks.run(2, _error_alone, str(tmp_path)):
-        assert kind == "CorruptCheckpointError"
-        assert "no checkpoint there can be loaded, and 1 are damaged" in message

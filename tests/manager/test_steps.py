@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt import settings
+from shardckpt.commit.commit import create_staging
+from shardckpt.commit.staging_names import new_save_id
 from shardckpt.errors import CheckpointingException, StorageError, UnknownBackendError, VersionTooNewError
 from shardckpt.manager.steps import STEPS, StepNames
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.storage.commit import create_staging
-from shardckpt.storage.staging_names import new_save_id
 from tests.manager import folders
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def test_incomplete_and_damaged_steps_do_not_count(tmp_path: Path) -> None:
     }
     for step, text in expected.items():
         found = folder.inspect_step(step)
-        assert text in found.fault
-        assert f"step-{step}" in found.fault
+        assert text in str(found.error)
+        assert f"step-{step}" in str(found.error)
         assert found.refusal is None
         assert found.is_damaged == (step in (3, 4, 5, 6))
 
@@ -121,7 +121,7 @@ def test_files_of_a_record_that_is_not_ours_are_looked_for(tmp_path: Path) -> No
     (tmp_path / "step-1/integrity.json").write_text(digests)
     assert folders.steps_of(tmp_path).inspect_step(1).is_loadable
     (tmp_path / "step-1/common.pt").unlink()
-    assert "common.pt is missing" in folders.steps_of(tmp_path).inspect_step(1).fault
+    assert "common.pt is missing" in str(folders.steps_of(tmp_path).inspect_step(1).error)
 
 
 def test_what_nothing_installed_reads_is_no_damage(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_nothing_installed_reads_is_no_damage(tmp_path: Path) -> None:
     assert [found.step for found in folder.committed()] == [1]
     assert isinstance(folder.inspect_step(2).refusal, UnknownBackendError)
     assert isinstance(folder.inspect_step(3).refusal, VersionTooNewError)
-    assert folder.inspect_step(2).fault == folder.inspect_step(3).fault == ""
+    assert folder.inspect_step(2).error is folder.inspect_step(3).error is None
 
 
 def test_a_link_to_a_checkpoint_is_read(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_url_in_memory(memory: str) -> None:
     files.rm_file("/bucket/run/step-100/common.pt")
     assert folder.steps() == [3, 20, 100]
     assert [found.step for found in folder.committed()] == [3, 20]
-    assert "common.pt is missing" in folder.inspect_step(100).fault
+    assert "common.pt is missing" in str(folder.inspect_step(100).error)
     assert folder.location(3) == "memory://bucket/run/step-3"
     assert folders.is_intact(folder.location(3), 3)
 
@@ -194,7 +194,7 @@ def test_an_upload_under_way_does_not_count(tmp_path: Path, store: Store, monkey
     folder = folders.steps_of(url)
     assert folder.steps() == [1, 2]
     found = folder.inspect_step(2)
-    assert "is in progress or was interrupted" in found.fault
+    assert "is in progress or was interrupted" in str(found.error)
     assert not found.is_damaged
 
 

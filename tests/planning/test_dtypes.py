@@ -13,7 +13,7 @@ INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def _wanted(key: str, dtype: torch.dtype) -> ShardedTensor:
-    return ShardedTensor.whole(key, dtype, (3,))
+    return ShardedTensor.from_global_shape(key, dtype, (3,))
 
 
 @pytest.mark.parametrize("stored", [torch.bool, *INTEGERS, *FLOATS, *COMPLEX])

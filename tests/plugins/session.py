@@ -1,6 +1,6 @@
 """What tests/test_third_party_plugin.py runs with the Python of the environment that has the plugin.
 
-``python -m tests.plugins.session save DIR DTYPE...``, ``load DIR DTYPE...``, ``refusal DIR...``.
+``python -m tests.plugins.session save BACKEND DIR DTYPE...``, ``load DIR DTYPE...``, ``refusal DIR...``.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _state(dtypes: Sequence[str], *, shift: int) -> dict[str, Any]:
     return {"tensors": tensors, "scale": scalar, "seen": seen, **COMMON}
 
 
-def _save(directory: str, dtypes: Sequence[str]) -> None:
-    dc.save(_state(dtypes, shift=0), directory, "npy")
+def _save(backend: str, directory: str, dtypes: Sequence[str]) -> None:
+    dc.save(_state(dtypes, shift=0), directory, backend)
 
 
 def _load(directory: str, dtypes: Sequence[str]) -> int:
@@ -104,11 +104,11 @@ def _load(directory: str, dtypes: Sequence[str]) -> int:
     return len(shards)
 
 
-def save(directory: str, *dtypes: str) -> None:
+def save(backend: str, directory: str, *dtypes: str) -> None:
     """Save with 2 ranks, load with 3 under other layouts, and say what is stored."""
     pool = RankPool(LOADERS)
     try:
-        pool.run(SAVERS, _save, directory, dtypes)
+        pool.run(SAVERS, _save, backend, directory, dtypes)
         pool.run(LOADERS, _load, directory, dtypes)
     finally:
         pool.close()

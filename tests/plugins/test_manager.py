@@ -14,7 +14,7 @@ from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, PluginError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import Event, hookimpl
-from shardckpt.plugins.manager import Plugin, PluginManager, get_plugin_manager, installed
+from shardckpt.plugins.manager import Plugin, PluginManager, get_plugin_manager, list_entry_points
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +116,7 @@ def test_disabled_plugins_are_not_imported(site: Site, monkeypatch: pytest.Monke
     module = site.install("toys", "toy", REGISTERS.format(backend="toy"))
     monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", " toy ,other")
     plugins = PluginManager()
-    assert _backends(plugins) == {"ep", "torch_dist"}
+    assert _backends(plugins) == {"ep", "torch_checkpointing", "torch_dist", "zarr"}
     assert _plugin(plugins, "toy").fault == "disabled by SHARDCKPT_DISABLED_PLUGINS"
     assert module not in sys.modules
 
@@ -125,7 +125,7 @@ def test_plugins_are_imported_at_first_need(site: Site) -> None:
     """Names are listed, and a user registers, without importing any plugin; the first need imports it once."""
     module = site.install("toys", "toy", REGISTERS.format(backend="toy"))
     plugins = PluginManager()
-    assert "toy" in {entry_point.name for entry_point in installed()}
+    assert "toy" in {entry_point.name for entry_point in list_entry_points()}
     _ = plugins.registry_before_plugins
     assert module not in sys.modules
     assert "toy" in _backends(plugins)

@@ -71,9 +71,13 @@ class _TextVersion(_SaveToy):
     version: Any = "1"
 
 
+class _Shadowed(_LoadToy):
+    def reads(self) -> None: ...  # type: ignore[assignment]
+
+
 def _add(registry: StrategyRegistry, distribution: str, *strategies: Any, override: bool = False) -> None:
     """Register as a plugin of the distribution does."""
-    with registry.registering(distribution):
+    with registry.attribute_to(distribution):
         for strategy in strategies:
             registry.add(strategy, override=override)
 
@@ -193,10 +197,10 @@ def test_register_default_strategy_serves_the_front_door() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (int, "int is neither a SaveStrategy nor a LoadStrategy"),
-        (_OneToTwo, "_OneToTwo is neither"),
+        (int, "int is neither a SaveStrategy nor a LoadStrategy, nor a Migration"),
         (_Nameless, r"_Nameless must name its backend \(str\) and version \(int\) as class attributes"),
         (_TextVersion, "_TextVersion must name its backend"),
+        (_Shadowed, r"_Shadowed.reads is a text.*<function .*another name"),
     ],
 )
 def test_what_is_no_strategy_is_refused(wrong: Any, message: str) -> None:
@@ -221,7 +225,7 @@ def test_a_failed_registration_is_taken_back() -> None:
     _add(registry, "toys 1.0", _SaveToy)
 
     def register() -> None:
-        with registry.registering("games 2.3"):
+        with registry.attribute_to("games 2.3"):
             registry.add(_LoadToy)
             registry.add(_OtherSaveToy, override=True)
             registry.add_migration(_OneToTwo)
@@ -293,7 +297,7 @@ def test_a_lazy_strategy_is_imported_at_first_use(lazy: str) -> None:
 def test_a_lazy_strategy_that_does_not_match_is_a_plugin_error(lazy: str, target: str, message: str) -> None:
     """What turns out to be absent, broken or something else is named, with who registered it."""
     registry = StrategyRegistry()
-    with registry.registering("toys 1.0"):
+    with registry.attribute_to("toys 1.0"):
         registry.add_lazy("toy", 1, save=f"{lazy}{target}")
     with pytest.raises(PluginError, match=message):
         registry.entries()[0].create()
@@ -311,6 +315,30 @@ def test_the_newest_migration_comes_first(lazy: str) -> None:
     assert registry.migrations("toy", 2) == []
 
 
+def test_add_takes_a_migration() -> None:
+    """The one call that authors know registers a migration, too; what it does not take says which call does."""
+    registry = StrategyRegistry()
+    registry.add(_OneToTwo)
+    assert [migration.target for migration in registry.migrations("toy", 1)] == [_OneToTwo]
+    for wrong, override in ((_OneToThree(), False), (_OneToThree, True)):
+        with pytest.raises(PluginError, match=r"_OneToThree is a migration: .*registry\.add_migration\(_OneToThree\)"):
+            registry.add(wrong, override=override)
+
+
+def test_a_migration_without_its_versions_is_named() -> None:
+    """A migration that does not say from where to where it leads is refused with the names that it lacks."""
+
+    class _Lost(Migration):
+        backend = "toy"
+
+        def migrate(self, *_: Any) -> None: ...
+
+    with pytest.raises(PluginError, match="_Lost must name as class attributes: from_version, to_version"):
+        StrategyRegistry().add_migration(_Lost)
+    with pytest.raises(PluginError, match=r"not a subclass of shardckpt\.Migration"):
+        StrategyRegistry().add_migration(_SaveToy)  # type: ignore[arg-type]
+
+
 def test_a_migration_that_does_not_match_is_a_plugin_error(lazy: str) -> None:
     """A lazy migration between other versions than it was registered for is not run."""
     registry = StrategyRegistry()
@@ -322,9 +350,9 @@ def test_a_migration_that_does_not_match_is_a_plugin_error(lazy: str) -> None:
 def test_a_duplicate_migration_names_both_sides() -> None:
     """Two migrations between the same versions are refused, naming classes and distributions; the first stays."""
     registry = StrategyRegistry()
-    with registry.registering("toys 1.0"):
+    with registry.attribute_to("toys 1.0"):
         registry.add_migration(_OneToTwo)
-    with pytest.raises(DuplicateStrategyError) as caught, registry.registering("games 2.3"):
+    with pytest.raises(DuplicateStrategyError) as caught, registry.attribute_to("games 2.3"):
         registry.add_migration(_AnotherOneToTwo)
     for text in ("'toy' from version 1 to 2", "OneToTwo of toys 1.0", "_AnotherOneToTwo of games 2.3"):
         assert text in str(caught.value)
@@ -332,7 +360,7 @@ def test_a_duplicate_migration_names_both_sides() -> None:
 
 
 def _claim(registry: StrategyRegistry, distribution: str, backend: str, *, override: bool = False) -> None:
-    with registry.registering(distribution):
+    with registry.attribute_to(distribution):
         registry.add_lazy(backend, 1, save="m:C", default=True, override=override)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.commit import commit
 from shardckpt.distributed.comm import Comm
 from shardckpt.engine.loading import LoadOptions, open_checkpoint
 from shardckpt.engine.saving import SaveOptions, save_checkpoint
@@ -30,7 +31,6 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import PluginManager
 from shardckpt.plugins.resolver import choose_reader, read_manifest
-from shardckpt.storage import commit
 from shardckpt.strategy import LoadStrategy, Migration, SaveStrategy
 
 if TYPE_CHECKING:
@@ -356,9 +356,9 @@ def test_an_unknown_backend_says_what_to_install(tmp_path: Path) -> None:
 
 def test_an_unknown_backend_of_another_library_has_no_hint(tmp_path: Path) -> None:
     """Without shardckpt.json there is nobody to name, and the error still names what there is."""
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "tensorstore", "sharded_backend_version": 1}')
     text = _refusal(UnknownBackendError, tmp_path, PluginManager())
-    assert "'zarr' checkpoint of version 1" in text
+    assert "'tensorstore' checkpoint of version 1" in text
     assert "reads it" not in text
 
 
@@ -515,7 +515,7 @@ def _refused_on_a_rank(path: str) -> tuple[str, str]:
 def test_every_rank_gets_the_same_refusal(ranks: RankPool, tmp_path: Path) -> None:
     """The gate's verdict is one for all ranks, whether the main rank finds it or every rank does."""
     (tmp_path / "unknown").mkdir()
-    (tmp_path / "unknown" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    (tmp_path / "unknown" / "metadata.json").write_text('{"sharded_backend": "tensorstore"}')
     for name, kind in (("absent", "NotACheckpointError"), ("unknown", "UnknownBackendError")):
         refusals = ranks.run(3, _refused_on_a_rank, str(tmp_path / name))
         assert len(set(refusals)) == 1

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 
-from tests.property.layouts import Ints, Layout, Piece, boxes_in, layouts
-from tests.property.states import describe
-from tests.property.tensors import Whole, wholes
+from shardckpt.testing.shard_specs import Ints, Layout, ShardSpec, boxes_in, layouts
+from shardckpt.testing.states import describe
+from shardckpt.testing.tensors import TensorSpec, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ KINDS = ("none", "hole", "no main", "two mains", "moved", "overlap", "dtype", "g
 class Claim:
     """A piece, with the dtype and the global shape that its rank says."""
 
-    piece: Piece
+    piece: ShardSpec
     dtype: torch.dtype
     shape: Ints
 
@@ -52,7 +52,7 @@ class Claims:
 @st.composite
 def claims(draw: st.DrawFn, key: str, world: int, kinds: Iterable[str] = KINDS) -> Claims:
     """A tensor's layout with a fault of one of the kinds, or none where the layout has no room for it."""
-    whole = draw(wholes(key))
+    whole = draw(tensor_specs(key))
     layout = draw(layouts(whole.shape, world))
     kind = draw(st.sampled_from(tuple(kinds)))
     if kind in ("dtype", "global shape"):
@@ -63,7 +63,7 @@ def claims(draw: st.DrawFn, key: str, world: int, kinds: Iterable[str] = KINDS) 
     return Claims(key, kind if said else "none", said or _claimed(whole, layout))
 
 
-def _claimed(whole: Whole, layout: Layout) -> tuple[Claim, ...]:
+def _claimed(whole: TensorSpec, layout: Layout) -> tuple[Claim, ...]:
     return tuple(Claim(piece, whole.dtype, whole.shape) for piece in layout)
 
 
@@ -73,7 +73,7 @@ def _mains(layout: Layout) -> list[int]:
 
 
 @st.composite
-def _hole(draw: st.DrawFn, _: Whole, layout: Layout, _world: int) -> Layout | None:
+def _hole(draw: st.DrawFn, _: TensorSpec, layout: Layout, _world: int) -> Layout | None:
     """One piece is nowhere; for another tensor than that with no pieces left, which nobody speaks of."""
     mains = _mains(layout)
     if not mains or len(layout) == 1:
@@ -83,14 +83,14 @@ def _hole(draw: st.DrawFn, _: Whole, layout: Layout, _world: int) -> Layout | No
 
 
 @st.composite
-def _no_main(draw: st.DrawFn, _: Whole, layout: Layout, _world: int) -> Layout | None:
+def _no_main(draw: st.DrawFn, _: TensorSpec, layout: Layout, _world: int) -> Layout | None:
     """The piece that should be the main replica says that it is a copy."""
     mains = _mains(layout)
     return _with(layout, draw(st.sampled_from(mains)), replica=(1, 0)) if mains else None
 
 
 @st.composite
-def _two_mains(draw: st.DrawFn, _: Whole, layout: Layout, world: int) -> Layout | None:
+def _two_mains(draw: st.DrawFn, _: TensorSpec, layout: Layout, world: int) -> Layout | None:
     """A copy says that it is the main replica too."""
     mains = _mains(layout)
     if not mains:
@@ -101,7 +101,7 @@ def _two_mains(draw: st.DrawFn, _: Whole, layout: Layout, world: int) -> Layout 
 
 
 @st.composite
-def _moved(draw: st.DrawFn, _: Whole, layout: Layout, _world: int) -> Layout | None:
+def _moved(draw: st.DrawFn, _: TensorSpec, layout: Layout, _world: int) -> Layout | None:
     """A piece says that it is where another of the same size is: no element too few or too many, in the sum."""
     mains = _mains(layout)
     pairs = [(a, b) for a in mains for b in mains if a != b and layout[a].size == layout[b].size]
@@ -112,10 +112,10 @@ def _moved(draw: st.DrawFn, _: Whole, layout: Layout, _world: int) -> Layout | N
 
 
 @st.composite
-def _overlap(draw: st.DrawFn, whole: Whole, layout: Layout, world: int) -> Layout | None:
+def _overlap(draw: st.DrawFn, whole: TensorSpec, layout: Layout, world: int) -> Layout | None:
     """One more piece, anywhere."""
     offset, shape = draw(boxes_in(whole.shape))
-    return (*layout, Piece(offset, shape, rank=draw(st.integers(0, world - 1)))) if math.prod(shape) else None
+    return (*layout, ShardSpec(offset, shape, rank=draw(st.integers(0, world - 1)))) if math.prod(shape) else None
 
 
 def _with(layout: Layout, number: int, **changes: object) -> Layout:
@@ -123,7 +123,7 @@ def _with(layout: Layout, number: int, **changes: object) -> Layout:
 
 
 @st.composite
-def _disagreeing(draw: st.DrawFn, whole: Whole, layout: Layout, kind: str) -> tuple[Claim, ...] | None:
+def _disagreeing(draw: st.DrawFn, whole: TensorSpec, layout: Layout, kind: str) -> tuple[Claim, ...] | None:
     """One piece, main or copy, says another dtype or global shape than the others."""
     if len(layout) == 1 or not whole.shape:
         return None

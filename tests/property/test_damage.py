@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.verify import verify_checkpoint
-from tests.property.batches import Batch, batches
+from shardckpt.testing.cases import SaveLoadCase, save_load_cases
+from shardckpt.testing.states import Destinations, check_region, make_state_dict
 from tests.property.search import drawn, for_all
-from tests.property.states import Wanted, check_region, to_save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,18 +46,18 @@ FLIPS = st.builds(Flip, st.integers(0, 11), st.integers(-2000, 1 << 24), st.inte
 def test_a_flipped_bit_anywhere(count: int) -> None:
     """With any bit of any file flipped, what is loaded is right or the error names it; verify finds it."""
 
-    def check(example: tuple[Batch, list[Flip]]) -> None:
+    def check(example: tuple[SaveLoadCase, list[Flip]]) -> None:
         batch, flips = example
         with tempfile.TemporaryDirectory(prefix="shardckpt-property-") as folder:
             path = Path(folder) / "checkpoint"
-            dc.save(to_save(batch), path)
+            dc.save(make_state_dict(batch), path)
             for flip in flips:
                 _check_flip(batch, path, flip)
 
-    for_all(st.tuples(batches(1, 1, most=5), st.lists(FLIPS, min_size=8, max_size=8)), count, check)
+    for_all(st.tuples(save_load_cases(1, 1, most=5), st.lists(FLIPS, min_size=8, max_size=8)), count, check)
 
 
-def _check_flip(batch: Batch, path: Path, flip: Flip) -> None:
+def _check_flip(batch: SaveLoadCase, path: Path, flip: Flip) -> None:
     files = sorted(path.iterdir())
     damaged = files[flip.file % len(files)]
     whole = damaged.read_bytes()
@@ -82,16 +82,16 @@ def _fault(read: Callable[[], None]) -> str:
     return ""
 
 
-def _load(batch: Batch, path: Path) -> None:
-    wanted = Wanted(batch)
+def _load(batch: SaveLoadCase, path: Path) -> None:
+    wanted = Destinations(batch)
     wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))
 
 
-def _slices(batch: Batch, path: Path) -> None:
+def _slices(batch: SaveLoadCase, path: Path) -> None:
     """The middle of every tensor."""
     with dc.open_checkpoint(path) as checkpoint:
         for case in batch.cases:
-            region = tuple(slice(size // 3, size - size // 3) for size in case.whole.shape)
+            region = tuple(slice(size // 3, size - size // 3) for size in case.spec.shape)
             check_region(case, region, checkpoint[case.key][region])
 
 

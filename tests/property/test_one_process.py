@@ -14,18 +14,18 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.mapping import ShardedObject
+from shardckpt.testing.cases import SaveLoadCase, save_load_cases
+from shardckpt.testing.memory import MEMORY_LAYOUTS, bits, garbage, lay, plain
+from shardckpt.testing.shard_specs import boxes_in
+from shardckpt.testing.states import Destinations, check_region, make_state_dict
+from shardckpt.testing.tensors import TensorSpec, tensor_specs
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
-from tests.property.batches import Batch, batches
-from tests.property.layouts import boxes_in
-from tests.property.memory import WAYS, bits, garbage, lay, plain
 from tests.property.search import drawn, for_all
-from tests.property.states import Wanted, check_region, to_save
-from tests.property.tensors import Whole, wholes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.property.layouts import Ints
+    from shardckpt.testing.shard_specs import Ints
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -42,8 +42,8 @@ def _new(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder)) / "checkpoint"
 
 
-def _load(batch: Batch, path: Path) -> None:
-    wanted = Wanted(batch)
+def _load(batch: SaveLoadCase, path: Path) -> None:
+    wanted = Destinations(batch)
     wanted.check(dc.load(wanted.state(), path, validate_access_integrity=batch.validate))
 
 
@@ -51,30 +51,30 @@ def _load(batch: Batch, path: Path) -> None:
 def test_any_layout_loads_as_any_other(folder: Path, count: int) -> None:
     """Saved under one layout and loaded under another, every element is the global tensor's, bit for bit."""
 
-    def check(batch: Batch) -> None:
+    def check(batch: SaveLoadCase) -> None:
         path = _new(folder)
-        state = to_save(batch)
+        state = make_state_dict(batch)
         dc.save(state, path)
         _load(batch, path)
         assert not [result for result in verify_checkpoint(path) if result.fault or result.foreign]
 
-    for_all(batches(1, 1), count, check)
+    for_all(save_load_cases(1, 1), count, check)
 
 
 @st.composite
-def _sliced(draw: st.DrawFn) -> tuple[Batch, list[list[tuple[Ints, Ints]]]]:
-    batch = draw(batches(1, 1, plain=True))
-    return batch, [draw(st.lists(boxes_in(case.whole.shape), max_size=3)) for case in batch.cases]
+def _sliced(draw: st.DrawFn) -> tuple[SaveLoadCase, list[list[tuple[Ints, Ints]]]]:
+    batch = draw(save_load_cases(1, 1, plain=True))
+    return batch, [draw(st.lists(boxes_in(case.spec.shape), max_size=3)) for case in batch.cases]
 
 
 @drawn(10)
 def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
     """open_checkpoint()[key][region] is the global tensor's region, whatever the layout that was saved."""
 
-    def check(example: tuple[Batch, list[list[tuple[Ints, Ints]]]]) -> None:
+    def check(example: tuple[SaveLoadCase, list[list[tuple[Ints, Ints]]]]) -> None:
         batch, regions = example
         path = _new(folder)
-        dc.save(to_save(batch), path)
+        dc.save(make_state_dict(batch), path)
         with dc.open_checkpoint(path) as checkpoint:
             assert set(checkpoint) == {case.key for case in batch.cases}
             for case, boxes in zip(batch.cases, regions, strict=True):
@@ -90,24 +90,24 @@ def test_any_slice_of_an_open_checkpoint(folder: Path, count: int) -> None:
 def test_stock_dcp_reads_any_layout(folder: Path, count: int) -> None:
     """Stock dcp.load fills whole tensors from what any layout saved."""
 
-    def check(batch: Batch) -> None:
+    def check(batch: SaveLoadCase) -> None:
         path = _new(folder)
-        dc.save(to_save(batch), path)
-        state = {case.key: torch.empty_like(case.whole.values()) for case in batch.cases}
+        dc.save(make_state_dict(batch), path)
+        state = {case.key: torch.empty_like(case.spec.values()) for case in batch.cases}
         dcp.load(state, checkpoint_id=path)
         for case in batch.cases:
             check_region(case, (), state[case.key])
 
-    for_all(batches(1, 1, plain=True), count, check)
+    for_all(save_load_cases(1, 1, plain=True), count, check)
 
 
 @drawn(10)
 def test_every_item_is_a_torch_archive(folder: Path, count: int) -> None:
     """torch.load(weights_only=True) reads every stored chunk by itself, and the chunks are the whole tensor's parts."""
 
-    def check(batch: Batch) -> None:
+    def check(batch: SaveLoadCase) -> None:
         path = _new(folder)
-        dc.save(to_save(batch), path)
+        dc.save(make_state_dict(batch), path)
         metadata = dcp.FileSystemReader(path).read_metadata()
         cases = {case.key: case for case in batch.cases}
         seen = dict.fromkeys(cases, 0)
@@ -118,24 +118,24 @@ def test_every_item_is_a_torch_archive(folder: Path, count: int) -> None:
                 spans = tuple(slice(lo, lo + n) for lo, n in zip(index.offset, value.shape, strict=True))
                 check_region(cases[index.fqn], spans, value)
                 seen[index.fqn] += value.numel()
-        assert seen == {key: case.whole.values().numel() for key, case in cases.items()}
+        assert seen == {key: case.spec.values().numel() for key, case in cases.items()}
 
-    for_all(batches(1, 1, plain=True), count, check)
+    for_all(save_load_cases(1, 1, plain=True), count, check)
 
 
 @drawn(10)
 def test_the_planners_serve_dcp(folder: Path, count: int) -> None:
     """dcp.save and dcp.load with our planners take any layout; dist_checkpointing.load reads the same directory."""
 
-    def check(batch: Batch) -> None:
-        path, wanted = _new(folder), Wanted(batch)
-        dcp.save(to_save(batch), checkpoint_id=path, planner=ShardedSavePlanner())
+    def check(batch: SaveLoadCase) -> None:
+        path, wanted = _new(folder), Destinations(batch)
+        dcp.save(make_state_dict(batch), checkpoint_id=path, planner=ShardedSavePlanner())
         dcp.load(wanted.state(), checkpoint_id=path, planner=ShardedLoadPlanner())
         wanted.check_memory()
-        again = Wanted(batch)
+        again = Destinations(batch)
         again.check(dc.load(again.state(), path, validate_access_integrity=batch.validate))
 
-    for_all(batches(1, 1), count, check)
+    for_all(save_load_cases(1, 1), count, check)
 
 
 @drawn(5)
@@ -144,14 +144,14 @@ def test_background_saves_of_any_layout(folder: Path, count: int, persistent: bo
     """What is saved behind the training is what the tensors said when it was scheduled, under any layout."""
     with AsyncCallsQueue(persistent) as queue:
 
-        def check(batch: Batch) -> None:
-            path, state = _new(folder), to_save(batch)
+        def check(batch: SaveLoadCase) -> None:
+            path, state = _new(folder), make_state_dict(batch)
             queue.schedule_async_request(dc.save(state, path, async_sharded_save=True))
             _spoil(state)
             queue.maybe_finalize_async_calls(blocking=True)
             _load(batch, path)
 
-        for_all(batches(1, 1), count, check)
+        for_all(save_load_cases(1, 1), count, check)
 
 
 def _spoil(state: dict[str, Any]) -> None:
@@ -168,24 +168,24 @@ def _spoil(state: dict[str, Any]) -> None:
 def test_removal_leaves_the_rest_as_it_was(folder: Path, count: int) -> None:
     """After the keys of one prefix are removed, all others load under any layout, and those are gone."""
 
-    def check(batch: Batch) -> None:
+    def check(batch: SaveLoadCase) -> None:
         path = _new(folder)
-        dc.save(to_save(batch), path)
+        dc.save(make_state_dict(batch), path)
         dc.remove_sharded_tensors(path, "optimizer.")
         kept = tuple(case for case in batch.cases if case.key.startswith("model."))
-        _load(Batch(kept, batch.objects, batch.grid, batch.validate), path)
+        _load(SaveLoadCase(kept, batch.objects, batch.grid, batch.validate), path)
         assert set(dc.load_tensors_metadata(path)) == {case.key for case in kept}
 
-    for_all(batches(1, 1, prefixes=("model", "optimizer")), count, check)
+    for_all(save_load_cases(1, 1, prefixes=("model", "optimizer")), count, check)
 
 
 @drawn(10)
 def test_tensors_in_objects_and_common_state(folder: Path, count: int) -> None:
     """Tensors of any dtype and in any memory come back bit for bit from objects and from the common state too."""
 
-    def check(wanted: list[Whole]) -> None:
+    def check(wanted: list[TensorSpec]) -> None:
         path = _new(folder)
-        views = [[lay(whole.values(), way).view for way in WAYS] for whole in wanted]
+        views = [[lay(whole.values(), way).view for way in MEMORY_LAYOUTS] for whole in wanted]
         dc.save({"common": views, "object": ShardedObject("object", views, (1,), (0,))}, path)
         loaded = dc.load({"object": ShardedObject("object", None, (1,), (0,))}, path)
         for whole, *values in zip(wanted, loaded["common"], loaded["object"], strict=True):
@@ -193,4 +193,4 @@ def test_tensors_in_objects_and_common_state(folder: Path, count: int) -> None:
                 assert (value.dtype, tuple(value.shape)) == (whole.dtype, whole.shape), whole
                 assert torch.equal(bits(value), bits(whole.values())), whole
 
-    for_all(st.lists(wholes("any"), min_size=2, max_size=6), count, check)
+    for_all(st.lists(tensor_specs("any"), min_size=2, max_size=6), count, check)

@@ -14,10 +14,10 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
+from shardckpt.testing.cases import SaveLoadCase, save_load_cases
+from shardckpt.testing.states import Destinations, check_region, make_state_dict
 from shardckpt_torch_dist import ShardedLoadPlanner, ShardedSavePlanner
-from tests.property.batches import Batch, batches
 from tests.property.search import drawn, for_all
-from tests.property.states import Wanted, check_region, to_save
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -51,22 +51,22 @@ ROUTES = st.builds(
 )
 
 
-def _save(path: str, batch: Batch, route: Route) -> None:
+def _save(path: str, batch: SaveLoadCase, route: Route) -> None:
     strategy = dc.get_default_save_sharded_strategy()
     saver = FullyParallelSaveStrategyWrapper(strategy) if route.parallel else strategy
     if not route.background:
-        dc.save(to_save(batch), path, saver)
+        dc.save(make_state_dict(batch), path, saver)
         return
     with AsyncCallsQueue() as queue:
-        queue.schedule_async_request(dc.save(to_save(batch), path, saver, async_sharded_save=True))
+        queue.schedule_async_request(dc.save(make_state_dict(batch), path, saver, async_sharded_save=True))
         queue.maybe_finalize_async_calls(blocking=True)
 
 
-def _load(path: str, batch: Batch, route: Route) -> None:
+def _load(path: str, batch: SaveLoadCase, route: Route) -> None:
     reader = dc.get_default_load_sharded_strategy(path)
     if route.exchange:
         reader = FullyParallelLoadStrategyWrapper(reader, exchange_algo=route.exchange)
-    wanted = Wanted(batch)
+    wanted = Destinations(batch)
     wanted.check(dc.load(wanted.state(), path, reader, validate_access_integrity=batch.validate))
 
 
@@ -75,7 +75,7 @@ def _load(path: str, batch: Batch, route: Route) -> None:
 def test_any_layout_loads_as_any_other(ranks: RankPool, count: int, save_world: int, load_world: int) -> None:
     """Saved by n ranks and loaded by m, each in its own layouts, every element is the global tensor's."""
 
-    def check(example: tuple[Batch, Route]) -> None:
+    def check(example: tuple[SaveLoadCase, Route]) -> None:
         with tempfile.TemporaryDirectory(prefix="shardckpt-property-") as folder:
             path = f"{folder}/checkpoint"
             ranks.run(save_world, _save, path, *example)
@@ -85,21 +85,21 @@ def test_any_layout_loads_as_any_other(ranks: RankPool, count: int, save_world: 
             for case in example[0].cases:
                 check_region(case, (), whole[case.key])
 
-    for_all(st.tuples(batches(save_world, load_world, most=MANY), ROUTES), count, check)
+    for_all(st.tuples(save_load_cases(save_world, load_world, most=MANY), ROUTES), count, check)
 
 
-def _dcp_save(path: str, batch: Batch) -> None:
-    dcp.save({"tensors": to_save(batch)["tensors"]}, checkpoint_id=path, planner=ShardedSavePlanner())
+def _dcp_save(path: str, batch: SaveLoadCase) -> None:
+    dcp.save({"tensors": make_state_dict(batch)["tensors"]}, checkpoint_id=path, planner=ShardedSavePlanner())
 
 
-def _dcp_load(path: str, batch: Batch) -> None:
-    wanted = Wanted(batch)
+def _dcp_load(path: str, batch: SaveLoadCase) -> None:
+    wanted = Destinations(batch)
     dcp.load({"tensors": wanted.state()["tensors"]}, checkpoint_id=path, planner=ShardedLoadPlanner())
     wanted.check_memory()
 
 
-def _stock_load(path: str, batch: Batch) -> None:
-    state = {case.key: torch.empty_like(case.whole.values()) for case in batch.cases}
+def _stock_load(path: str, batch: SaveLoadCase) -> None:
+    state = {case.key: torch.empty_like(case.spec.values()) for case in batch.cases}
     dcp.load(state, checkpoint_id=path)
     for case in batch.cases:
         check_region(case, (), state[case.key])
@@ -110,10 +110,10 @@ def _stock_load(path: str, batch: Batch) -> None:
 def test_the_planners_serve_dcp(ranks: RankPool, count: int, save_world: int, load_world: int) -> None:
     """dcp.save by n ranks and dcp.load by m take any layouts with our planners; stock planners read the same."""
 
-    def check(batch: Batch) -> None:
+    def check(batch: SaveLoadCase) -> None:
         with tempfile.TemporaryDirectory(prefix="shardckpt-property-") as folder:
             ranks.run(save_world, _dcp_save, f"{folder}/checkpoint", batch)
             ranks.run(load_world, _dcp_load, f"{folder}/checkpoint", batch)
             _stock_load(str(Path(folder) / "checkpoint"), batch)
 
-    for_all(batches(save_world, load_world, most=MANY), count, check)
+    for_all(save_load_cases(save_world, load_world, most=MANY), count, check)

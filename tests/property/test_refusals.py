@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shardckpt import dist_checkpointing as dc
 from shardckpt.compat.megatron.dist_checkpointing.validation import validate_sharding_integrity
 from shardckpt.errors import ShardingError
+from shardckpt.testing.states import rank_and_size
 from tests.property.breakage import KINDS, Claims, claims
 from tests.property.search import drawn, for_all
-from tests.property.states import whereabouts
 from tests.ranks import Failure
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def test_a_save_by_one_process_is_refused(count: int) -> None:
 
 
 def _save(path: str, state: list[Claims]) -> None:
-    rank, _ = whereabouts()
+    rank, _ = rank_and_size()
     dc.save({tensor.key: tensor.shards(rank, filled=True) for tensor in state}, path)
 
 

@@ -11,14 +11,16 @@ import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
+from shardckpt.commit.removal import delete_checkpoint
+from shardckpt.commit.upload import Upload
 from shardckpt.engine.locations import open_folder
 from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, StorageError
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord
 from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.storage.upload import Upload
 from tests.names import SHARED
 from tests.remote import jobs
+from tests.trees import LoadTree, SaveTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,6 +194,76 @@ def test_a_save_whose_url_was_taken_at_the_last_moment_is_not_committed(
     assert store.names() == {"data", "metadata.json"}
 
 
+@pytest.mark.parametrize("marker", ["metadata.json", ".shardckpt-uploading-x"])
+def test_other_saves_in_folders_below_are_nobodys_to_delete(store: Store, marker: str) -> None:
+    """A save that fails leaves alone what other saves have in folders of its URL; overwrite=True is refused there."""
+    folder = open_folder(store.url, get_plugin_manager())
+    save = Upload(folder, "metadata.json")
+    save.begin("a" * 32, overwrite=False)
+    for name in ("inner/deep/" + marker, "inner/deep/data/0", "mine/0"):
+        (store.objects / name).parent.mkdir(parents=True, exist_ok=True)
+        (store.objects / name).touch()
+    other = Upload(folder, "metadata.json")
+    with pytest.raises(StorageError, match=r"has other saves in its folders, such as inner/deep/"):
+        other.begin("b" * 32, overwrite=True)
+    other.close()
+    (save.spool / "mine").mkdir()
+    (save.spool / "mine" / "metadata.json").write_text("of this strategy")
+    save.put(["mine/metadata.json"])
+    save.abort(main=True)
+    left = {path.relative_to(store.objects).as_posix() for path in store.objects.rglob("*") if path.is_file()}
+    assert left - {"mine/0"} == {f"inner/deep/{marker}", "inner/deep/data/0"}
+
+
+def test_a_tree_whose_upload_fails_is_absent(store: Store) -> None:
+    """An upload into a folder that fails for good leaves no object, at any depth, and the next save succeeds."""
+    tree = {"sharded_strategy": SaveTree()}
+    for number in range(1, 8):
+        store.fails("put", number)
+        kind, text = jobs.error_of(jobs.save, store.url, 1.0, **tree)
+        assert kind == "StorageError", number
+        assert store.requests("put")[-1].name in text
+        store.works()
+        assert not [path for path in store.objects.rglob("*") if path.is_file()]
+    jobs.save(store.url, 2.0, **tree)
+    assert {request.name for request in store.requests("put")} >= {"arrays/weight/c/0/0/0", "index/all.json"}
+    jobs.check(store.url, 2.0, sharded_strategy=LoadTree())
+
+
+@pytest.mark.parametrize("record", ["as it was", "damaged"])
+def test_a_removal_of_a_tree_that_failed_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, record: str
+) -> None:
+    """After a failure at any deletion another call ends the removal; in folders only what the record names goes."""
+    monkeypatch.setenv(settings.REMOTE_THREADS, "1")
+    jobs.save(store.url, 1.0, sharded_strategy=SaveTree())
+    folder = open_folder(store.url, get_plugin_manager())
+    (store.objects / "arrays" / "notes").touch()
+    if record == "damaged":
+        (store.objects / "shardckpt.json").write_text("{}")
+    store.forget()
+    failed = 0
+    for number in range(2, 20):  # the first is that of the marker
+        monkeypatch.setenv(settings.REMOTE_ATTEMPTS, "1")
+        store.fails("delete", number, number, how="after" if number % 2 else "before")
+        try:
+            delete_checkpoint(folder)
+            break
+        except StorageError:
+            failed += 1
+            store.works()
+            assert (
+                jobs.error_of(jobs.check, store.url, 1.0, sharded_strategy=LoadTree())[0] == "IncompleteCheckpointError"
+            )
+    left = {path.relative_to(store.objects).as_posix() for path in store.objects.rglob("*") if path.is_file()}
+    if record == "damaged":
+        assert "shardckpt.json does not say which are the checkpoint's" in caplog.text
+        assert left == {"arrays/notes", "arrays/bias/c/0/0", "arrays/weight/c/0/0/0", "index/all.json"}
+    else:
+        assert left == {"arrays/notes"}
+    assert failed > 1
+
+
 def test_ranks_that_name_different_urls_are_told(ranks: RankPool, store: Store) -> None:
     """All ranks must save to the same URL."""
     errors = ranks.run(2, jobs.error_of, jobs.save_to_own_url, store.url)
@@ -208,14 +280,21 @@ def test_a_spool_directory_that_is_not_there_is_named(store: Store, monkeypatch:
     assert not store.names()
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        (1, "flat"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [(2, "flat"), (1, "tree"), (2, "tree")]),
+    ],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
 def kills(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What came of a save killed at every upload."""
     place = tmp_path_factory.mktemp("kills")
     spool = place / "spool"
     spool.mkdir()
     done = subprocess.run(
-        [sys.executable, "-m", "tests.remote.killer", str(place), str(request.param)],
+        [sys.executable, "-m", "tests.remote.killer", str(place), *map(str, request.param)],
         cwd=Path(__file__).parents[2],
         env={**os.environ, settings.SPOOL_DIR: str(spool), settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1"},
         capture_output=True,
@@ -244,7 +323,8 @@ def test_a_killed_save_is_whole_or_absent(kills: list[dict[str, Any]]) -> None:
         else:
             assert report["load"][0] == "NotACheckpointError", report
         assert report["again"][0] == ("" if report["left"] else "StorageError"), report
-        if (report["how"], report["number"]) == ("kill-before", UPLOADS):  # of two ranks: the main rank, committing
+        last = (report["how"], report["number"], report["files"]) == ("kill-before", UPLOADS, "flat")
+        if last:  # of two ranks: the main rank, committing
             assert "__1_0.distcp" in report["left"], "a rank deleted what might have been a checkpoint's"
         assert report["after"] == ["", ""], report
 

@@ -10,21 +10,20 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint
-from fsspec.implementations.local import LocalFileSystem
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt import settings
+from shardckpt.async_save import AsyncCallsQueue
 from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, NotACheckpointError, StorageError
-from shardckpt.integrations.fsspec.folder import FsspecFolder
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
-from shardckpt.storage.upload import list_folder
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
 from tests.names import SHARED, data_file
 from tests.remote import jobs
+from tests.trees import SaveTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,32 +74,6 @@ def test_an_asynchronous_filesystem_is_used_like_any_other(tmp_path: Path) -> No
     with pytest.raises(StorageError, match=r"cannot open looped:.*common\.pt"):
         jobs.check(f"looped://{tmp_path}/c", 5.0)
     assert "fsspecIO" in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_folder_that_changes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a filesystem meets an entry that has gone, the folder is listed again: it is not taken for empty."""
-    (tmp_path / "object").write_bytes(b"12345")
-    errors = iter([FileNotFoundError("another object has gone meanwhile")])
-    listing = LocalFileSystem.ls
-
-    def ls(filesystem: LocalFileSystem, *args: Any, **kwargs: Any) -> Any:
-        for error in errors:
-            raise error
-        return listing(filesystem, *args, **kwargs)
-
-    monkeypatch.setattr(LocalFileSystem, "ls", ls)
-    folder = FsspecFolder(f"local://{tmp_path}", LocalFileSystem(), str(tmp_path))
-    assert list_folder(folder) == {"object": 5}
-    assert list_folder(FsspecFolder("local://absent", LocalFileSystem(), str(tmp_path / "absent"))) == {}
-
-
-def test_folders_are_made_but_no_buckets(tmp_path: Path) -> None:
-    """Where a store has folders, those of the URL are made; its first part, a bucket elsewhere, must be there."""
-    jobs.save(f"local://{tmp_path}/new/folder/c", 5.0)
-    jobs.check(f"local://{tmp_path}/new/folder/c", 5.0)
-    with pytest.raises(StorageError, match=r"cannot upload local:///no-such-bucket/c/.*FileNotFoundError"):
-        jobs.save("local:///no-such-bucket/c", 5.0)
-    assert not Path("/no-such-bucket").exists()
 
 
 def test_a_slice_is_read_by_ranges(store: Store) -> None:
@@ -389,3 +362,27 @@ def test_another_plugin_serves_urls_by_the_same_door() -> None:
     finally:
         get_plugin_manager().unregister(plugin)
     assert set(plugin.objects) == (SHARED | {data_file(0)}) - {"common.pt"}
+
+
+def _save_tree(url: str, value: float) -> None:
+    jobs.save(url, value, sharded_strategy=SaveTree())
+
+
+def _save_tree_in_background(url: str, value: float) -> None:
+    with AsyncCallsQueue() as queue:
+        queue.schedule_async_request(dc.save(jobs.state(value), url, SaveTree(), async_sharded_save=True))
+
+
+@pytest.mark.parametrize("save", [_save_tree, _save_tree_in_background])
+def test_a_plugin_that_knows_no_folders_refuses_a_tree(save: Any) -> None:
+    """A store whose plugin lists no objects in folders is not given any: the error says so, and nothing is left."""
+    plugin = _Plugin()
+    get_plugin_manager().register(plugin)
+    try:
+        kind, text = jobs.error_of(save, "dict://c", 1.0)
+    finally:
+        get_plugin_manager().unregister(plugin)
+    assert kind == "StorageError"
+    assert "dict://c cannot have 'arrays/bias/c/0/0'" in text
+    assert "_Dictionary lacks the method of shardckpt.storage.HasFolders" in text
+    assert plugin.objects == {}

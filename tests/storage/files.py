@@ -1,12 +1,15 @@
-"""A small checkpoint of one file, for tests of the engine: written by CheckpointWriter, described by a Manifest."""
+"""What tests of storage share: a checkpoint of one file, its manifest, and memory at a given alignment."""
 
 from __future__ import annotations
 
+import ctypes
+import random
 from typing import TYPE_CHECKING
 
 from shardckpt.manifest import FileRecord, Manifest, Record
 from shardckpt.storage.digest import preferred
 from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.tensors import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,3 +39,11 @@ def manifest(*files: FileRecord, algorithm: str | None = None) -> Manifest:
         files=files,
     )
     return Manifest(backend="b", version=1, record=record)
+
+
+def memory(nbytes: int, remainder: int, seed: int = 0) -> memoryview:
+    """Random bytes at an address that leaves this remainder when divided by a page."""
+    whole = bytearray(nbytes + 2 * PAGE)
+    start = (remainder - ctypes.addressof(ctypes.c_char.from_buffer(whole))) % PAGE
+    whole[start : start + nbytes] = random.Random(seed).randbytes(nbytes)
+    return memoryview(whole)[start : start + nbytes]

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
-from shardckpt.storage.columns import Columns, pack
+from shardckpt.storage.columns import Columns, pack_columns
 
 
 def test_columns_come_back_as_they_were() -> None:
@@ -18,7 +18,7 @@ def test_columns_come_back_as_they_were() -> None:
         "wide": torch.tensor([[1, 2], [3, 1 << 62]]),
         "texts": ["", "a/b", 'q"\\', "ключ", "\ud800"],
     }
-    data = pack(columns)
+    data = pack_columns(columns)
     found = Columns(data, "here")
     for name in ("none", "bytes", "wide"):
         assert torch.equal(found.integers(name), columns[name])  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def test_columns_come_back_as_they_were() -> None:
 @pytest.mark.parametrize("cut", [0, 4, 9, 40, -1])
 def test_a_cut_table_is_refused(cut: int) -> None:
     """Bytes that are no table are an error that names their source, not a crash."""
-    data = pack({"a": torch.arange(20), "b": ["x"]})
+    data = pack_columns({"a": torch.arange(20), "b": ["x"]})
     with pytest.raises(CorruptCheckpointError, match="here"):
         Columns(data[:cut], "here")
 

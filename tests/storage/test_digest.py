@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import sys
 import zlib
 from array import array
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardckpt import dist_checkpointing
+from shardckpt.cli import main
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
+from shardckpt.mapping import ShardedTensor
 from shardckpt.storage import digest
 from shardckpt.storage.digest import (
+    ALGORITHMS,
     CRC32,
     MAX_SEGMENT,
     XXH3,
+    Algorithm,
     Segments,
     digest_function,
     digest_vote,
@@ -26,7 +34,10 @@ from shardckpt.storage.digest import (
     preferred,
 )
 
-WIDTHS = {CRC32: 4, XXH3: 8}
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WIDTHS = {name: array(algorithm.typecode).itemsize for name, algorithm in ALGORITHMS.items()}
 LENGTHS = st.lists(st.integers(1, MAX_SEGMENT), max_size=30)
 
 
@@ -134,6 +145,38 @@ def test_known_values() -> None:
     assert digest_function(XXH3)(b"") == 0x2D06800538D394C2
     data = array("f", range(1000))
     assert digest_function(XXH3)(memoryview(data)) == xxhash.xxh3_64(data.tobytes()).intdigest()
+
+
+def test_stored_names_and_widths() -> None:
+    """What released checkpoints name is read for ever: CRC-32 in 4 bytes, XXH3-64 in 8."""
+    assert {"crc32": 4, "xxh3_64": 8}.items() <= WIDTHS.items()
+    assert {CRC32, XXH3} <= WIDTHS.keys()
+
+
+def test_an_algorithm_is_one_entry_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one entry before the others, saves use a new algorithm, and loads and verify find damage by it."""
+    blake2b = Algorithm("Q", lambda: lambda data: int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big"))
+    monkeypatch.setattr(digest, "ALGORITHMS", {"blake2b_64": blake2b, **ALGORITHMS})
+    path = tmp_path / "checkpoint"
+    state = {"weight": ShardedTensor.from_rank_offsets("weight", torch.arange(100.0))}
+    dist_checkpointing.save(state, path)
+    assert json.loads((path / "shardckpt.json").read_text())["digest_algorithm"] == "blake2b_64"
+    assert dist_checkpointing.load(state, path)["weight"][99] == 99
+    assert main(["verify", str(path)]) == 0
+
+    (file,) = path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.arange(90.0, 100.0).numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=file.name):
+        dist_checkpointing.load(state, path)
+    assert main(["verify", str(path)]) == 1
+    monkeypatch.undo()
+    with pytest.raises(CorruptCheckpointError, match="digests are 'blake2b_64', this release knows"):
+        dist_checkpointing.load(state, path)
+    assert "intact: every byte" in capsys.readouterr().out
 
 
 def test_without_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,8 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Sto
 from shardckpt.manifest import Manifest
 from shardckpt.storage.digest import SEGMENT_BYTES
 from shardckpt.storage.directory import open_directory
-from shardckpt.storage.reader import BLOCK_BYTES, OPEN_FILES, CheckpointReader
+from shardckpt.storage.open_files import OPEN_FILES
+from shardckpt.storage.reader import REQUEST_BYTES, CheckpointReader
 from tests.storage.files import manifest, write
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def test_any_range(tmp_path_factory: pytest.TempPathFactory, records: list[bytes
 
 def test_blocks_are_the_whole_file_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks follow each other from the first byte to the last, no byte is read twice, and damage ends them."""
-    whole = [bytes([n]) * size for n, size in enumerate((100, 3 * SEGMENT_BYTES + 5, BLOCK_BYTES + 77, 9))]
+    whole = [bytes([n]) * size for n, size in enumerate((100, 3 * SEGMENT_BYTES + 5, REQUEST_BYTES + 77, 9))]
     found = write(tmp_path, "data", [[part] for part in whole])
     content = b"".join(whole)
     read, call = [0], os.preadv
@@ -62,7 +64,7 @@ def test_blocks_are_the_whole_file_read_once(tmp_path: Path, monkeypatch: pytest
         read[0] = 0
         pieces = [bytes(block) for block in CheckpointReader(tmp_path, kind, verify=True).blocks("data")]
         assert b"".join(pieces) == content
-        assert max(map(len, pieces)) <= BLOCK_BYTES
+        assert max(map(len, pieces)) <= REQUEST_BYTES
         assert read[0] == len(content)
     (tmp_path / "data").write_bytes(content[:-1] + b"!")
     blocks = CheckpointReader(tmp_path, manifest(found), verify=True).blocks("data")
@@ -150,6 +152,30 @@ def test_files_outside_the_checkpoint(tmp_path: Path, file: FileRecord) -> None:
                 reader.read(name)
             with pytest.raises(CorruptCheckpointError, match="not allowed"):
                 reader.has(name)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_files_in_folders(tmp_path: Path, held: bool) -> None:
+    """A file in a folder is read by its path, where no folder on the way is a link; a folder is no file."""
+    found = write(tmp_path, "a/b/data", [[b"first"], [b"second"]])
+    with CheckpointReader(open_directory(tmp_path) if held else tmp_path, manifest(found), verify=True) as reader:
+        assert reader.has("a/b/data")
+        assert not reader.has("a/b")
+        assert not reader.has("a")
+        assert not reader.has("a/b/other")
+        assert reader.read("a/b/data") == b"firstsecond"
+        for name in ("a/b", "a/b/../b/data", "a//b/data"):
+            with pytest.raises(CorruptCheckpointError):
+                reader.read(name)
+        (tmp_path / "a/b/other").touch()
+        with pytest.raises(CorruptCheckpointError, match=r"a/b/other is there and shardckpt.json does not name it"):
+            reader.has("a/b/other")
+    (tmp_path / "a").rename(tmp_path / "elsewhere")
+    (tmp_path / "a").symlink_to("elsewhere")
+    with CheckpointReader(open_directory(tmp_path) if held else tmp_path, manifest(found), verify=True) as reader:
+        for read in (reader.read, reader.size, lambda name: next(reader.blocks(name))):
+            with pytest.raises(StorageError, match=rf"cannot open {tmp_path}/a: it is a symbolic link"):
+                read("a/b/data")
 
 
 def test_foreign_files(tmp_path: Path, file: FileRecord) -> None:
@@ -298,6 +324,49 @@ def test_map_stops_at_an_interrupt(tmp_path: Path, file: FileRecord, monkeypatch
     with CheckpointReader(tmp_path, manifest(file)) as reader, pytest.raises(KeyboardInterrupt):
         reader.map(read, range(100), size=lambda _: 1 << 20)
     assert len(begun) < 20
+
+
+def test_many_threads_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that read, map and parse with one reader at a time get right bytes; what is parsed is parsed once."""
+    monkeypatch.setenv("SHARDCKPT_IO_THREADS", "3")
+    whole = b"".join(bytes([n]) * (SEGMENT_BYTES + n) for n in range(40))
+    small = write(tmp_path, "small", [[b"small"]])
+    large = write(tmp_path, "large", [[whole[n : n + SEGMENT_BYTES]] for n in range(0, len(whole), SEGMENT_BYTES)])
+    calls: list[str] = []
+    start = threading.Barrier(4)
+    found: list[bool] = []
+    with CheckpointReader(tmp_path, manifest(large, small)) as reader:
+
+        def parse() -> bytes:
+            calls.append("large")
+            time.sleep(0.05)  # the others ask meanwhile
+            parts = reader.map(lambda n: reader.read_range("large", n, 9, "part"), range(64), lambda _: 1 << 20)
+            return reader.parsed("inner", lambda: reader.read("small")) + b"".join(parts)
+
+        def work(number: int) -> None:
+            start.wait()
+            value = reader.parsed("large", parse)
+            buffer = bytearray(len(whole) - number)
+            reader.read_into("large", number, memoryview(buffer), "range")
+            blocks = b"".join(map(bytes, reader.blocks("large")))
+            found.append(value[:5] == b"small" and buffer == whole[number:] and blocks == whole)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert found == [True] * 4
+    assert calls == ["large"]
+
+
+def test_no_bytes_are_cached(tmp_path: Path, file: FileRecord) -> None:
+    """Each read reads the file, so that damage after the first is found by the second."""
+    with CheckpointReader(tmp_path, manifest(file)) as reader:
+        before = reader.read("data")
+        (tmp_path / "data").write_bytes(bytes(len(before)))
+        with pytest.raises(CorruptCheckpointError, match="digest differs"):
+            reader.read("data")
 
 
 def test_parsed_once(tmp_path: Path, file: FileRecord) -> None:

@@ -17,10 +17,9 @@ from shardckpt.errors import CorruptCheckpointError, StorageError
 from shardckpt.manifest import Manifest
 from shardckpt.storage import buffers, scatter
 from shardckpt.storage import reader as reader_module
-from shardckpt.storage.digest import MAX_SEGMENT, Segments
 from shardckpt.storage.reader import CheckpointReader
 from shardckpt.storage.scatter import StoredArray, read_box
-from shardckpt.storage.spans import Elements, cut
+from shardckpt.storage.spans import Elements
 from shardckpt.tensors.memory import tensor_bytes
 from tests.storage.files import manifest, write
 
@@ -273,29 +272,9 @@ def test_what_takes_pieces_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         return wait
 
     with CheckpointReader(tmp_path, found, verify=True) as reader:
-        reader.read_pieces("data", reader_module.Elements(0, 512, 4), [(0, 512)], take, "key")
+        reader.read_pieces("data", Elements(0, 512, 4), [(0, 512)], take, "key")
     assert not late
     assert b"".join(seen[place] for place in sorted(seen)) == content
-
-
-@pytest.mark.parametrize("unit", [4, 8, 16])
-def test_segments_that_never_end_with_an_element(unit: int) -> None:
-    """Where elements lie across the ends of all segments spans stay small, and every element is whole in one."""
-    count, size = 100, 1 << 20
-    segments = Segments([size] * count, range(count), "crc32")
-    elements = Elements(2, 2 + (count * size - 2) // unit * unit, unit)
-    spans = list(cut(segments, [(elements.start, elements.stop)], size, elements))
-    assert max(span.stop - span.start for span in spans) <= size + 2 * MAX_SEGMENT + size
-    assert sum(span.stop - span.start for span in spans) <= count * size + len(spans) * size
-    reached = elements.start
-    for span in spans:
-        low, high = elements.within(span.start, span.stop)
-        assert low <= reached < high
-        assert [(start, stop) for start, stop, _ in span.segments] == [
-            (at, at + size) for at in range(span.start, span.stop, size)
-        ]
-        reached = high
-    assert reached == elements.stop
 
 
 def test_a_tensor_that_lies_across_all_segments(tmp_path: Path) -> None:

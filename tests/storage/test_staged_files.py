@@ -39,18 +39,44 @@ def test_an_adopted_file_is_checked_like_any_other(tmp_path: Path, size: int, al
             reader.read("data")
 
 
-@pytest.mark.parametrize("name", ["absent", "folder", "link", "pipe", "../outside", "folder/inner"])
+@pytest.mark.parametrize("name", ["absent", "folder", "link", "pipe", "../outside", "up/outside", "folder/absent"])
 def test_only_regular_files_of_the_directory_are_adopted(tmp_path: Path, name: str) -> None:
-    """What is not a file of the directory itself is refused by name; a pipe without a writer does not hold it up."""
+    """What is no file below the directory is refused by name; a pipe without a writer does not hold it up."""
     inside = tmp_path / "staging"
     (inside / "folder").mkdir(parents=True)
     (inside / "folder" / "inner").write_bytes(b"x")
     (tmp_path / "outside").write_bytes(b"x")
     (inside / "link").symlink_to(tmp_path / "outside")
+    (inside / "up").symlink_to(tmp_path)
     os.mkfifo(inside / "pipe")
-    with CheckpointWriter(inside, 0) as writer, pytest.raises(CheckpointingException, match=name):
+    with (
+        CheckpointWriter(inside, 0) as writer,
+        pytest.raises(CheckpointingException, match=name.removesuffix("/outside")),
+    ):
         writer.adopt(name)
     assert writer.files == []
+
+
+def test_files_in_folders_are_adopted_and_missed(tmp_path: Path) -> None:
+    """A file in a folder is taken over by its path; one that is not, an empty folder and a link to one are listed."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "empty").mkdir()
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "a" / "b")
+    for name in ("a/b/c", "a/b/d", "a/e"):
+        (tmp_path / name).write_bytes(name.encode())
+    with CheckpointWriter(tmp_path, 0, sha256=True) as writer:
+        assert [writer.adopt(name).name for name in ("a/b/c", "a/e")] == ["a/b/c", "a/e"]
+        files = writer.recorded_files()
+    assert writer.sha256["a/b/c"] == hashlib.sha256(b"a/b/c").hexdigest()
+    names = {file.name for file in files}
+    with pytest.raises(StorageError) as caught:
+        refuse_unrecorded(tmp_path, names)
+    assert ": 'a/b/d', 'a/empty' (a directory), 'a/link' (a symbolic link); write" in str(caught.value)
+    (tmp_path / "a" / "empty").rmdir()
+    (tmp_path / "a" / "link").unlink()
+    refuse_unrecorded(tmp_path, {*names, "a/b/d"})
+    with pytest.raises(StorageError, match="no digests: 'a' \\(a directory\\)"):
+        refuse_unrecorded(tmp_path, {"f"})
 
 
 def test_all_that_is_not_recorded_is_listed(tmp_path: Path) -> None:

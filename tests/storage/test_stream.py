@@ -18,11 +18,11 @@ import pytest
 from shardckpt.errors import StorageError
 from shardckpt.storage import buffers, filesystem, new_file, stream
 from shardckpt.storage.digest import SMALL_RECORD, Segments, digest_function, preferred
-from shardckpt.storage.direct import bypasses_cache
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.writer import CheckpointWriter
 from shardckpt.tensors.memory import PAGE
 from tests.faults.disks import small_disk
+from tests.storage.files import memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,14 +32,6 @@ if TYPE_CHECKING:
 DIGEST = digest_function(preferred())
 MIB = 1 << 20
 Records = list[list[memoryview]]
-
-
-@pytest.fixture
-def direct_directory(tmp_path: Path) -> Path:
-    """A directory on a file system with direct writes."""
-    if not bypasses_cache(tmp_path):
-        pytest.skip(f"the file system of {tmp_path} has no direct writes")
-    return tmp_path
 
 
 @pytest.fixture(params=["direct", "switched off", "tmpfs"])
@@ -98,14 +90,6 @@ def watch(
     return done
 
 
-def memory(nbytes: int, remainder: int, seed: int = 0) -> memoryview:
-    """Random bytes at an address that leaves this remainder when divided by a page."""
-    whole = bytearray(nbytes + 2 * PAGE)
-    start = (remainder - ctypes.addressof(ctypes.c_char.from_buffer(whole))) % PAGE
-    whole[start : start + nbytes] = random.Random(seed).randbytes(nbytes)
-    return memoryview(whole)[start : start + nbytes]
-
-
 def save(directory: Path, files: dict[str, Records]) -> list[FileRecord]:
     """Files whose records are appended by turns, and finished in the end."""
     with CheckpointWriter(directory, 0) as writer:
@@ -140,7 +124,7 @@ def check(path: Path, records: Records, found: FileRecord) -> None:
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which what happens in gigabytes happens in kilobytes."""
     monkeypatch.setattr(stream, "SEGMENT_BYTES", 2 * PAGE)
-    monkeypatch.setattr(stream, "LARGE_PART", 2 * PAGE)
+    monkeypatch.setattr(stream, "LARGE", 2 * PAGE)
     monkeypatch.setattr(stream, "PIECE_BYTES", 4 * PAGE)
     monkeypatch.setattr(stream, "BLOCK_BYTES", 4 * PAGE)
     for module in (stream, new_file):
@@ -367,19 +351,6 @@ def test_memory_is_used_again(direct_directory: Path, threads: str, monkeypatch:
     assert len(buffers.block_pool._free[False]) == len(made)
 
 
-def test_a_forked_child_has_blocks_of_its_own() -> None:
-    """What a child of fork() writes into a block does not reach the parent's."""
-    block = buffers.block_pool.acquire()
-    block.view[:6] = b"parent"
-    child = os.fork()
-    if not child:
-        block.view[:6] = b"child."
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert bytes(block.view[:6]) == b"parent"
-    buffers.block_pool.release(block)
-
-
 def test_abandoned_files(direct_directory: Path) -> None:
     """Files that are given up in the middle leave neither descriptors nor blocks in use."""
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
@@ -390,19 +361,6 @@ def test_abandoned_files(direct_directory: Path) -> None:
             big = memory(10 * MIB, number)
             file.append(big.nbytes, lambda big=big: [big])
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
-
-
-def test_whole_pages_only(direct_directory: Path) -> None:
-    """NewFile writes pages to pages from any memory, and the rest of a page, at either end, through the cache."""
-    path = direct_directory / "pages"
-    file = NewFile(path)
-    file.reserve(MIB)
-    content = memory(40 * PAGE, 5)
-    for start, stop in ((30, 20 * PAGE + 10), (20 * PAGE + 10, 20 * PAGE + 20), (20 * PAGE + 20, 40 * PAGE)):
-        file.write(content[start:stop], PAGE + start)
-    file.finish(41 * PAGE)
-    file.close()
-    assert path.read_bytes() == bytes(PAGE + 30) + bytes(content[30:])
 
 
 @pytest.mark.parametrize("extra", [0, 8 * MIB])
@@ -420,50 +378,6 @@ def test_space_that_is_kept_after_a_failure(
     (found,) = save(direct_directory, {"data": records})
     check(direct_directory / "data", records, found)
     assert (direct_directory / "data").stat().st_blocks * 512 <= found.size + 64 * PAGE
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_little_space_is_set_aside_ahead(direct_directory: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """An unfinished file has an eighth more space than its bytes at most, and no more than them after a failure."""
-    call = new_file.allocate
-    if fails:
-        monkeypatch.setattr(new_file, "allocate", lambda fd, size: call(fd, size) and False)
-    path = direct_directory / "data"
-    file = NewFile(path)
-    file.reserve(8 * MIB)
-    assert 8 * MIB <= path.stat().st_blocks * 512 <= (8 + (not fails)) * MIB + 64 * PAGE
-    file.write(memory(8 * MIB, 0), 0)
-    file.finish(8 * MIB)
-    file.close()
-    assert path.stat().st_size == 8 * MIB
-
-
-def test_bytes_that_are_gone(tmp_path: Path) -> None:
-    """A file that is shorter than what was written to it is no file of a checkpoint."""
-    file = NewFile(tmp_path / "data")
-    file.write(memory(1000, 0), 0)
-    os.truncate(tmp_path / "data", 999)
-    with pytest.raises(StorageError, match=f"{tmp_path / 'data'}: 1000 bytes were written, and fewer are there"):
-        file.finish(1000)
-    file.close()
-
-
-def test_a_child_of_a_busy_process_writes(tmp_path: Path) -> None:
-    """A child that was forked while threads of its parent were writing has turns of its own."""
-    turns = new_file._cached_writes.turns
-    count = 0
-    while turns.acquire(blocking=False):
-        count += 1
-    assert count == os.cpu_count()
-    child = os.fork()
-    if not child:
-        signal.alarm(5)
-        NewFile(tmp_path / "data").write(memoryview(b"child"), 0)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    turns.release(count)
-    assert status == 0
-    assert (tmp_path / "data").read_bytes() == b"child"
 
 
 @pytest.mark.parametrize("number", [1, 3000])
@@ -514,7 +428,7 @@ def test_a_file_alone_has_all_threads(tmp_path: Path, monkeypatch: pytest.Monkey
     together, write = threading.Barrier(min(2, int(threads))), NewFile.write
 
     def meeting(self: NewFile, *args: Any) -> None:
-        together.wait(10)
+        together.wait(60)
         write(self, *args)
 
     monkeypatch.setattr(NewFile, "write", meeting)

@@ -40,7 +40,7 @@ def test_a_thread_without_items_helps_with_the_pieces_of_anothers() -> None:
         return [pieces[n] for n in sorted(pieces)]
 
     def piece(number: int) -> int:
-        met.wait(10)
+        met.wait(60)
         return number
 
     assert workers.each(whole, [(0, 7)]) == {0: [7, 8]}
@@ -53,13 +53,13 @@ def test_the_caller_without_items_helps_too() -> None:
 
     def whole(item: int) -> list[int]:
         if threading.get_ident() == caller:
-            assert taken.wait(10)
+            assert taken.wait(60)
             return [item]
         taken.set()
         return [*workers.each(piece, enumerate([item, item])).values()]
 
     def piece(number: int) -> int:
-        met.wait(10)
+        met.wait(60)
         return number
 
     found = workers.each(whole, enumerate([7, 7]))
@@ -92,7 +92,7 @@ def test_the_lowest_error_is_raised_and_nothing_begun_after_it(threads: int) -> 
         if number == 0:
             workers.each(fail, enumerate([5, 6]))
         begun.append(number)
-        assert failed.wait(10)
+        assert failed.wait(60)
 
     with pytest.raises(CheckpointingException, match="piece"):
         workers.each(item, enumerate(range(1000)))
@@ -105,7 +105,7 @@ def test_the_first_of_several_errors() -> None:
     met = threading.Barrier(2)
 
     def item(number: int) -> None:
-        met.wait(10)
+        met.wait(60)
         raise CheckpointingException(f"item {number}")
 
     with pytest.raises(CheckpointingException, match="item 3"):
@@ -120,7 +120,7 @@ def test_an_interrupt_ends_it_once_what_was_begun_has_ended() -> None:
 
     def item(number: int) -> None:
         if threading.get_ident() == main:
-            assert running.wait(10)
+            assert running.wait(60)
             signal.raise_signal(signal.SIGINT)
         running.set()
         threading.Event().wait(0.2)
@@ -165,7 +165,7 @@ def test_an_error_in_making_the_items(threads: int, kind: type[BaseException]) -
 
     def item(number: int) -> None:
         if threads > 1 and threading.get_ident() == main and number > 3:
-            assert helping.wait(10)
+            assert helping.wait(60)
 
     with pytest.raises(kind, match="no item"):
         Workers(threads, "w").each(item, items())

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardckpt.errors import CheckpointingException, CorruptCheckpointError, StorageError
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, PluginError, StorageError
 from shardckpt.storage.digest import Segments, digest_function, preferred
 from shardckpt.storage.new_file import NewFile
-from shardckpt.storage.stream import LARGE_PART
 from shardckpt.storage.writer import CheckpointWriter
+from shardckpt.tensors import LARGE
 from tests.storage.files import write
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from shardckpt.storage.writer import FileWriter
 
 THREADS = ("1", "4")
-LARGE = LARGE_PART
 DIGEST = digest_function(preferred())
 
 
@@ -181,15 +180,55 @@ def test_descriptors_and_threads_end(tmp_path: Path) -> None:
 
 
 def test_names_and_twice(tmp_path: Path) -> None:
-    """Names that could leave the directory are refused, and a file is made once."""
+    """Names that could leave the directory are refused, as the strategy's fault, and a file is made once."""
     with CheckpointWriter(tmp_path, 0) as writer:
-        with pytest.raises(CorruptCheckpointError, match="not allowed"):
+        with pytest.raises(
+            PluginError, match=r"a strategy gives a file the name '../data': a file of a checkpoint has"
+        ):
             writer.create("../data")
         writer.write("data", b"first")
         with pytest.raises(StorageError, match=r"cannot create .*data: .* \(EEXIST\)"):
             writer.write("data", b"second")
         assert [file.name for file in writer.files] == ["data"]
     assert (tmp_path / "data").read_bytes() == b"first"
+
+
+@pytest.mark.parametrize("call", ["create", "adopt", "write"])
+@pytest.mark.parametrize("name", ["", "a//b", "../b", "/tmp/b", "a\\b", "a\0b", "C:/b", "a/" + "x" * 256])
+def test_a_bad_name_is_the_strategys_fault(tmp_path: Path, call: str, name: str) -> None:
+    """The error names the strategy and the name, and says the rule; nothing is created, and it is no damage."""
+    with CheckpointWriter(tmp_path / "staging", 0, author="('tree', 1) tests.Save") as writer:
+        with pytest.raises(PluginError, match=r"^\('tree', 1\) tests.Save gives .* letters, digits") as caught:
+            getattr(writer, call)(name, *([b"x"] if call == "write" else []))
+        assert repr(name)[:300] in str(caught.value)
+        assert not isinstance(caught.value, CorruptCheckpointError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_in_folders(tmp_path: Path) -> None:
+    """Files are created in folders by their paths, and recorded by them; what the commit writes is no folder, too."""
+    with CheckpointWriter(tmp_path, 0, sha256=True) as writer:
+        first, second = writer.begin("a/b/c", b"first"), writer.begin("a/d", b"second")
+        with pytest.raises(StorageError, match=r"cannot create the folder .*/a/d: .* \(EEXIST\)"):
+            writer.create("a/d/e")
+        with pytest.raises(StorageError, match=r"cannot create .*/a/b: .* \(EEXIST\)"):
+            writer.create("a/b")
+        with pytest.raises(StorageError, match=r"not finished: 'a/b/c', 'a/d'"):
+            writer.recorded_files()
+        assert [writer.finish(file).name for file in (first, second)] == ["a/b/c", "a/d"]
+        assert [file.name for file in writer.recorded_files()] == ["a/b/c", "a/d"]
+        assert writer.sha256 == {
+            name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in ("a/b/c", "a/d")
+        }
+        (tmp_path / "a" / "b" / "c").write_bytes(b"firs")
+        with pytest.raises(StorageError, match=r"'a/b/c' had 5 bytes, and has 4"):
+            writer.recorded_files()
+    with CheckpointWriter(tmp_path, 0, author="('tree', 1) tests.Save") as writer:
+        writer.write("shardckpt.json/x", b"")
+        with pytest.raises(
+            PluginError, match=r"\('tree', 1\) tests.Save has written 'shardckpt.json/x': give it another"
+        ):
+            writer.recorded_files()
 
 
 def test_sha256_while_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ def _bytes(tensor: torch.Tensor, most: int) -> bytes:
     found = []
     for piece in copier.pieces():
         assert piece.nbytes <= most
-        found += [bytes(part) for part in copier.copied(piece)]
+        found += [bytes(part) for part in copier.copy_piece(piece)]
     return b"".join(found)
 
 
@@ -37,7 +37,7 @@ def test_pieces_are_the_tensor_in_row_major_order(tensor: torch.Tensor, most: in
 def test_one_buffer_is_used_for_all_pieces() -> None:
     """No piece takes memory of its own: the next one's copy is where the last one's was."""
     copier = Copier(torch.arange(1000.0).view(10, 100).t(), 80)
-    parts = [copier.copied(piece)[0] for piece in copier.pieces()]
+    parts = [copier.copy_piece(piece)[0] for piece in copier.pieces()]
     assert len({bytes(part) for part in parts}) == 1
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from shardckpt.planning.boxes import Box
+from shardckpt.testing.tensors import DTYPES
 from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor, tensors_to_columns
-from tests.property.tensors import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

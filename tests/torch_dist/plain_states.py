@@ -90,12 +90,12 @@ def _sharded(full: torch.Tensor, placement: Any) -> torch.Tensor:
     return distribute_tensor(full, init_device_mesh("cpu", (dist.get_world_size(),)), [placement], src_data_rank=None)
 
 
-def _local(nest: Any) -> Any:
-    if isinstance(nest, dict):
-        return {key: _local(value) for key, value in nest.items()}
-    if isinstance(nest, list):
-        return [_local(value) for value in nest]
-    return nest.to_local() if hasattr(nest, "to_local") else nest
+def _local(nested: Any) -> Any:
+    if isinstance(nested, dict):
+        return {key: _local(value) for key, value in nested.items()}
+    if isinstance(nested, list):
+        return [_local(value) for value in nested]
+    return nested.to_local() if hasattr(nested, "to_local") else nested
 
 
 __all__ = ["BLANK", "check", "load", "numbers", "state", "tensors", "values"]

@@ -59,7 +59,7 @@ def _check(path: str) -> None:
 
 
 def _check_in_every_way(ranks: RankPool, path: Path) -> None:
-    """By this process and by three ranks, whole, in slices, and by what the queries say."""
+    """By this process and by three ranks, entire, in slices, and by what the queries say."""
     _check(str(path))
     ranks.run(3, _check, str(path))
     with dc.open_checkpoint(path) as checkpoint:
@@ -123,7 +123,7 @@ def old(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("threads", ["1", "4"])
 def test_older_checkpoints_load(ranks: RankPool, old: Path, monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
-    """A checkpoint of an older release loads whole and in slices, and verify finds it as it was written."""
+    """A checkpoint of an older release loads entire and in slices, and verify finds it as it was written."""
     monkeypatch.setenv("SHARDCKPT_IO_THREADS", threads)
     _check_in_every_way(ranks, old)
     names = (METADATA, COMMON, data_file(0), data_file(1))

@@ -12,9 +12,10 @@ from shardckpt import dist_checkpointing as dc
 from shardckpt.dist_checkpointing import ShardedObject, ShardedTensor
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME, Record
+from shardckpt.mapping import PlainObject
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, dump, parse
-from shardckpt_torch_dist.remove import without
+from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, encode_index, parse_index
+from shardckpt_torch_dist.remove import remove_keys
 from tests.property.search import drawn, for_all
 from tests.torch_dist.dialects.test_metadata_pickle import stock
 from tests.torch_dist.indexes import INDEXES, content
@@ -39,7 +40,7 @@ def save(directory: Path) -> None:
 
 def check_indexes(directory: Path, keys: set[str]) -> StoredIndex:
     """Our index and DCP's have these keys and say the same."""
-    index = parse((directory / INDEX_FILE).read_bytes(), INDEX_FILE)
+    index = parse_index((directory / INDEX_FILE).read_bytes(), INDEX_FILE)
     record = Record.parse((directory / RECORD_NAME).read_bytes())
     found = pickle.loads((directory / ".metadata").read_bytes())
     assert {*index.keys, *index.objects} == keys
@@ -58,9 +59,9 @@ def test_what_is_kept_stays_as_it_was(count: int) -> None:
     def check(case: tuple[StoredIndex, set[int]]) -> None:
         index, numbers = case
         keys = {key for number, key in enumerate([*index.keys, *index.objects]) if number in numbers}
-        found = without(index, keys)
+        found = remove_keys(index, keys)
         tensors, objects = ({k: v for k, v in part.items() if k not in keys} for part in content(index))
-        assert content(found) == content(parse(dump(found), "kept")) == (tensors, objects)
+        assert content(found) == content(parse_index(encode_index(found), "kept")) == (tensors, objects)
         chunks = (chunk for tensor in tensors.values() for chunk in tensor.chunks.values())
         assert set(found.files) == {item.file for item in (*objects.values(), *(chunk.item for chunk in chunks))}
 
@@ -77,6 +78,26 @@ def test_both_indexes_are_renewed(tmp_path: Path) -> None:
     assert check_indexes(target, {"model.w", "model.b", "rng/shard_0_1"}).files == ["__0_0.distcp"]
     assert not (target / "optim__0_0.distcp").exists()
     assert dc.load_plain_tensors(target).keys() == {"model.w", "model.b"}
+
+
+def test_an_object_of_many_keys_stays_as_long_as_one_of_them(tmp_path: Path) -> None:
+    """Keys that share an archive are removed one by one, and the others still find it."""
+    target = tmp_path / "ckpt"
+    keys = ("optim.a.lr", "optim.b.lr")
+    state = {
+        "w": ShardedTensor.from_rank_offsets("model.w", torch.arange(12.0).view(4, 3)),
+        "lr": PlainObject("optim/lr", 0.5, keys=keys),
+    }
+    dc.save(state, target)
+    index = check_indexes(target, {"model.w", *keys})
+    assert len(set(index.objects.values())) == 1
+    dc.remove_sharded_tensors(target, "optim.a")
+    check_indexes(target, {"model.w", "optim.b.lr"})
+    stock_state = {"optim.b.lr": 0.0}
+    dcp.load(stock_state, checkpoint_id=target, no_dist=True)
+    assert stock_state == {"optim.b.lr": 0.5}
+    dc.remove_sharded_tensors(target, "optim")
+    check_indexes(target, {"model.w"})
 
 
 def test_all_keys_can_go(tmp_path: Path) -> None:

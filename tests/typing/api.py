@@ -51,8 +51,8 @@ def save_in_background(folder: Path) -> list[int]:
     """Save behind the training."""
     with AsyncCallsQueue(persistent=False) as queue:
         request = dist_checkpointing.save(describe(torch.ones(4, 8)), folder / "b", async_sharded_save=True)
-        if request is not None:
-            assert_type(queue.schedule_async_request(request), int)
+        assert_type(request, AsyncRequest)
+        assert_type(queue.schedule_async_request(request), int)
         return queue.maybe_finalize_async_calls(blocking=True)
 
 

@@ -9,7 +9,16 @@ import torch
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CheckpointingException, KeyMismatchError, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardckpt.validation.keys import StrictHandling, compare_common, compare_keys, parse_strict_flag, validate_shards
+from shardckpt.validation.keys import (
+    StrictHandling,
+    compare_common,
+    compare_keys,
+    describe_mismatch,
+    name_keys,
+    parse_strict_flag,
+    use_bare_keys,
+)
+from shardckpt.validation.sharding import validate_shards
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -102,14 +111,78 @@ def test_strict_modes(
 ) -> None:
     """Each mode logs, returns or raises as Megatron's does, in both vocabularies."""
     wanted = [_cell(0, 1, key="both"), _cell(0, 1, key="want")]
+    stored = name_keys([_cell(0, 1, key="both"), _cell(0, 1, key="have")])
     if unexpected is None:
-        with pytest.raises(KeyMismatchError, match=r"Megatron: unexpected keys, torch: missing keys.*want"):
-            compare_keys(wanted, ["both", "have"], mode, Comm(alone=True))
+        with pytest.raises(KeyMismatchError, match=r"Unexpected keys, .*torch: missing keys\): want"):
+            compare_keys(wanted, stored, mode, Comm(alone=True))
         return
     with caplog.at_level(logging.WARNING):
-        keys = compare_keys(wanted, ["both", "have"], mode, Comm(alone=True))
+        keys = compare_keys(wanted, stored, mode, Comm(alone=True))
     assert (keys.unexpected, keys.missing) == (unexpected, missing)
     assert bool(caplog.records) == (mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL))
+
+
+def _cells_of(key: str, *cells: int, count: int = 2) -> list[Any]:
+    return [ShardedObject(key, None, (count,), (cell,)) for cell in cells]
+
+
+def test_keys_of_objects_are_those_that_the_caller_gave() -> None:
+    """A filter by suffix finds objects: a mismatch is the key, not the name of one shard, and shards are told apart."""
+    stored = name_keys([*_cells_of("l.0._extra_state", 0, 1), *_cells_of("l.1._extra_state", 0, 1)])
+    wanted = [*_cells_of("l.0._extra_state", 0), *_cells_of("l.2._extra_state", 0, 1)]
+    keys = compare_keys(wanted, stored, StrictHandling.RETURN_ALL, Comm(alone=True))
+    assert keys.missing == {"l.0._extra_state", "l.1._extra_state"}
+    assert keys.unexpected == {"l.2._extra_state"}
+    assert keys.absent == {"l.2._extra_state/shard_0_2", "l.2._extra_state/shard_1_2"}
+    with pytest.raises(KeyMismatchError) as error:
+        compare_keys(wanted, stored, StrictHandling.RAISE_ALL, Comm(alone=True))
+    unexpected, missing = str(error.value).splitlines()
+    assert unexpected.endswith(": l.2._extra_state")
+    assert missing.endswith(": l.0._extra_state/shard_1_2, l.1._extra_state")
+
+
+def test_an_object_that_is_stored_in_part_is_a_mismatch() -> None:
+    """Without validation, too, the modes that look at all keys see that the checkpoint lacks a shard."""
+    wanted = _cells_of("o", 0)
+    stored = name_keys(wanted)
+    with pytest.raises(KeyMismatchError, match=r"Unexpected keys.*: o \(the checkpoint has 1 of its 2 shards\)$"):
+        compare_keys(wanted, stored, StrictHandling.RAISE_ALL, Comm(alone=True))
+    assert compare_keys(wanted, stored, StrictHandling.RETURN_ALL, Comm(alone=True)).unexpected == {"o"}
+    assert not compare_keys(wanted, stored, StrictHandling.RAISE_UNEXPECTED, Comm(alone=True)).unexpected
+
+
+def test_a_key_that_is_stored_without_its_first_part_is_said() -> None:
+    """Who asks for ``model.w`` where ``w`` is stored reads that, and how to describe a model so."""
+    wanted = [_cell(0, 1, "model.layer.w"), _cell(0, 1, "model.layer.b"), _cell(0, 1, "model.none")]
+    stored = name_keys([_cell(0, 1, "layer.w"), _cell(0, 1, "layer.b")])
+    expected = (
+        r"has 'layer\.b' and not 'model\.layer\.b' \(2 keys so\): describe what begins with 'model\.' without that"
+    )
+    with pytest.raises(KeyMismatchError, match=expected):
+        compare_keys(wanted, stored, StrictHandling.RAISE_UNEXPECTED, Comm(alone=True))
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"w", "optimizer.w"}, ["w", "none", "optimizer.w"]),
+        ({"w", "model.other"}, ["model.w", "model.none", "optimizer.w"]),
+        ({"other"}, ["model.w", "model.none", "optimizer.w"]),
+    ],
+)
+def test_a_model_at_the_top_level_is_found(stored: set[str], expected: list[str]) -> None:
+    """Keys lose ``model.`` only where the checkpoint has some of them so, and none that begins with it."""
+    shards = [_cell(0, 1, key) for key in ("model.w", "model.none", "optimizer.w")]
+    use_bare_keys(shards, stored, "model.")
+    assert [shard.key for shard in shards] == expected
+
+
+def test_megatrons_terms_are_in_the_messages_of_their_kind_alone() -> None:
+    """Its callers look for "Missing keys" and "Unexpected keys", and that the other is not there."""
+    assert "Missing keys" in describe_mismatch({"w"}, ())
+    assert "Unexpected keys" not in describe_mismatch({"w"}, ())
+    assert "Unexpected keys" in describe_mismatch((), {"w"})
+    assert "Missing keys" not in describe_mismatch((), {"w"})
 
 
 def _compares_common() -> list[str]:

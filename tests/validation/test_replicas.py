@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.tensors import tensor_bytes
 from shardckpt.validation import replicas
 from shardckpt.validation.replicas import choose_main_replicas
 
@@ -157,6 +158,27 @@ def test_what_differs_on_most_of_a_weight_is_no_copy(
     assert "shardckpt_ep.expert_layouts" in message
 
 
+def _refusal(shards: list[list[ShardedBase]]) -> str:
+    try:
+        _settle(shards, compare=True)
+    except ShardingError as exc:
+        return str(exc)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("key", "is_suggested"),
+    [("norm.mean", True), ("layers.0.mlp.experts.bias", False), ("local_experts.1.scale", False)],
+)
+def test_to_lose_experts_is_not_suggested(ranks: RankPool, key: str, is_suggested: bool) -> None:
+    """Any rank's statistics may do, so the error says how; it does not for local experts' vectors and objects."""
+    for make in (_tensor, _object):
+        for message in ranks.run(2, _refusal, [[make(key, 1.0)], [make(key, 2.0)]]):
+            assert repr(key) in message
+            assert ("check_replicas=False" in message) == is_suggested
+            assert "shardckpt_ep.expert_layouts" in message
+
+
 def test_any_ranks_vector_will_do(ranks: RankPool) -> None:
     """Sampled vectors, scalars and objects are not compared: statistics differ on all elements."""
     shards: list[list[ShardedBase]] = [
@@ -217,9 +239,17 @@ def test_how_a_tensor_lies_in_memory_does_not_matter(ranks: RankPool) -> None:
 def test_parts_are_cut_alike_whatever_the_memory() -> None:
     """A large tensor is digested in parts of bounded size, which make up the whole in order."""
     tensor = torch.arange(10_000_000, dtype=torch.float32).view(2, -1).t()
-    parts = replicas._parts(tensor)
-    assert max(part.nbytes for part in parts) <= 16 << 20
-    assert torch.equal(torch.cat(list(parts)), tensor.reshape(-1))
+    digested: list[bytes] = []
+
+    def digest(data: Any) -> int:
+        digested.append(bytes(data))
+        return len(digested)
+
+    assert replicas._digest(tensor, digest) == len(digested)
+    *parts, digests = digested
+    assert len(digests) == 8 * len(parts)
+    assert max(map(len, parts)) <= 16 << 20
+    assert b"".join(parts) == bytes(tensor_bytes(tensor.reshape(-1)))
 
 
 def test_a_rank_that_cannot_read_its_copy_leaves_no_other_waiting(ranks: RankPool) -> None:

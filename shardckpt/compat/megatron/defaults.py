@@ -6,12 +6,11 @@ from enum import Enum
 from typing import Any
 
 from shardckpt import dist_checkpointing
-from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
-from shardckpt.compat.megatron.torch_dist import BY_PATH
+from shardckpt.compat.megatron.path_adapter import adapt_loader, adapt_saver
+from shardckpt.compat.megatron.strategies import callable_with_path
 from shardckpt.errors import CheckpointingException, UnknownBackendError
 from shardckpt.plugins import StrategyAction as Action
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.strategy import LoadStrategy
 
 
 class StrategyAction(Enum):
@@ -34,24 +33,33 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         version: Version of the format.
 
     Returns:
-        The strategy, which can be called with a path.
+        The strategy, which can be called with a path; one of Megatron's kind as it was registered.
 
     Raises:
         UnknownBackendError: none is registered.
     """
-    ours = _action(action)
-    entry = get_plugin_manager().registry.find(ours, backend, version)
+    ours, manager = _action(action), get_plugin_manager()
+    entry = manager.registry.find(ours, backend, version)
     if entry is None:
-        known = ", ".join(f"{e.backend} {e.version}" for e in get_plugin_manager().registry.entries(ours)) or "none"
+        known = ", ".join(f"{e.backend} {e.version}" for e in manager.registry.entries(ours)) or "none"
         raise UnknownBackendError(
-            f"no strategy {ours.verb}s ({backend!r}, {version}); installed: {known}{get_plugin_manager().faults_text()}"
+            f"no strategy {ours.verb}s ({backend!r}, {version}); installed: {known}{manager.faults_text()}"
         )
     return callable_with_path(entry.create())
 
 
 def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: Any) -> None:
-    """Register a strategy: :func:`shardckpt.dist_checkpointing.register_default_strategy`."""
-    dist_checkpointing.register_default_strategy(_action(action), backend, version, strategy)
+    """Register a strategy: :func:`shardckpt.dist_checkpointing.register_default_strategy`.
+
+    Args:
+        action: Whether it saves or loads.
+        backend: The backend that it serves.
+        version: The version that it serves.
+        strategy: An instance of a class of Megatron's kind; or a class or instance of ours.
+    """
+    ours = _action(action)
+    adapted = adapt_loader(strategy, backend, version) if ours is Action.LOAD_SHARDED else adapt_saver(strategy)
+    dist_checkpointing.register_default_strategy(ours, backend, version, adapted)
 
 
 def register_built_in_strategies() -> None:
@@ -59,27 +67,9 @@ def register_built_in_strategies() -> None:
     get_plugin_manager()
 
 
-def callable_with_path(strategy: Any) -> Any:
-    """Make a strategy callable with a path.
-
-    Args:
-        strategy: A save or load strategy.
-
-    Returns:
-        The strategy itself if it can be called with a path; else a copy that can, of Megatron's class if there is one.
-    """
-    if isinstance(strategy, LoadsByPath | SavesByPath):
-        return strategy
-    kind = type(strategy)
-    mixin = LoadsByPath if isinstance(strategy, LoadStrategy) else SavesByPath
-    by_path: Any = BY_PATH.get(kind) or type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-    # without __init__, whose arguments are not known here
-    copied = object.__new__(by_path)
-    vars(copied).update(vars(strategy))
-    return copied
-
-
 def _action(action: Any) -> Action:
+    if not isinstance(action, StrategyAction | Action):
+        raise CheckpointingException(f"action={action!r}: pass LOAD_SHARDED or SAVE_SHARDED of StrategyAction")
     try:
         return Action(action.value)
     except ValueError:
@@ -87,12 +77,3 @@ def _action(action: Any) -> Action:
             f"{action}: there are no strategies for the common state; the sharded strategy stores it, and "
             "dist_checkpointing.load_common_state_dict(checkpoint_dir) loads it"
         ) from None
-
-
-__all__ = [
-    "StrategyAction",
-    "callable_with_path",
-    "get_default_strategy",
-    "register_built_in_strategies",
-    "register_default_strategy",
-]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import fsspec  # type: ignore[import-untyped]
 
+from shardckpt import settings
 from shardckpt.errors import StorageError
 from shardckpt.storage import mask_password
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -33,18 +34,31 @@ class FsspecFolder:
 
     def files(self) -> dict[str, int]:
         """Return the size in bytes of each object, by name, as the store has them now."""
-        found = {}
-        for name, entry in self._entries("file"):
-            found[name] = int(self._filesystem.size(entry["name"]) if entry["size"] is None else entry["size"])
+        return self._list("")[0]
+
+    def tree(self) -> dict[str, int]:
+        """Return the size in bytes of each object below the URL at any depth, by path, as the store has them now."""
+        found: dict[str, int] = {}
+        folders = [""]
+        # one level after the other, its folders at a time: find() of some filesystems takes an error for no object
+        with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-list") as threads:
+            while folders:
+                listings = [self._list(folders[0])] if len(folders) == 1 else list(threads.map(self._list, folders))
+                folders = [name for _, below in listings for name in below]
+                for sizes, _ in listings:
+                    found |= sizes
         return found
 
     def folders(self) -> list[str]:
         """Return the names of the folders directly below, as the store has them now."""
-        return [name for name, _ in self._entries("directory")]
+        return self._list("")[1]
 
     def remove_folder(self, name: str) -> None:
-        """Remove an empty folder, on stores that have folders; keep one that is not empty."""
+        """Remove a folder with only empty folders in it, on stores that have folders; keep one with an object."""
         with suppress(OSError, NotImplementedError):  # most object stores have no folders
+            for inner in self._list(name)[1]:
+                self.remove_folder(inner)
+            self._filesystem.invalidate_cache()
             if not self._filesystem.ls(self._path(name)):  # rmdir of some filesystems removes the content, too
                 self._filesystem.rmdir(self._path(name))
 
@@ -53,35 +67,48 @@ class FsspecFolder:
         return bytes(self._filesystem.cat_file(self._path(name), start=offset, end=offset + nbytes))
 
     def upload(self, name: str, path: Path) -> None:
-        """Upload a local file as an object. Creates the folder on stores that need one, but never a bucket."""
+        """Upload a local file as an object. Creates its folders on stores that need them, but never a bucket."""
         try:
             self._filesystem.put_file(str(path), self._path(name))
         except FileNotFoundError:
             if not self._filesystem.exists(re.match("/*[^/]*", self._root)[0]):  # type: ignore[index]
                 raise
-            self._filesystem.makedirs(self._root, exist_ok=True)
+            self._filesystem.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
             self._filesystem.put_file(str(path), self._path(name))
 
     def delete(self, name: str) -> None:
         """Delete an object."""
         self._filesystem.rm_file(self._path(name))
 
-    def _entries(self, kind: str) -> Iterator[tuple[str, Any]]:
-        """Yield the entries of one kind directly below the URL, by name."""
+    def _list(self, within: str) -> tuple[dict[str, int], list[str]]:
+        """Return the objects directly in a folder with their sizes in bytes, and the folders in it, by path.
+
+        Args:
+            within: The folder's path below the URL; ``""`` is the URL itself.
+        """
+        root = self._path(within) if within else self._root
+        prefix = f"{within}/" if within else ""
         self._filesystem.invalidate_cache()  # another process may have written since the last listing
         try:
-            entries = self._filesystem.ls(self._root, detail=True)
+            entries = self._filesystem.ls(root, detail=True)
         except FileNotFoundError as exc:
-            if not self._filesystem.exists(self._root):
-                return
+            if not self._filesystem.exists(root):
+                return {}, []
             # A filesystem with directories stats one entry after the other, and one has been deleted meanwhile.
             # EAGAIN: the caller lists again instead of taking the folder for empty.
             raise OSError(errno.EAGAIN, "the folder changed while it was listed") from exc
+        sizes, folders = {}, []
         for entry in entries:
-            path = entry["name"].rstrip("/") if entry["type"] == "directory" else entry["name"]
-            folder, _, name = path.rpartition("/")
-            if entry["type"] == kind and name and folder.strip("/") == self._root.strip("/"):
-                yield name, entry
+            is_folder = entry["type"] == "directory"
+            folder, _, name = (entry["name"].rstrip("/") if is_folder else entry["name"]).rpartition("/")
+            if not name or folder.strip("/") != root.strip("/"):
+                continue
+            if is_folder:
+                folders.append(prefix + name)
+            elif entry["type"] == "file":
+                size = self._filesystem.size(entry["name"]) if entry["size"] is None else entry["size"]
+                sizes[prefix + name] = int(size)
+        return sizes, folders
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
@@ -99,23 +126,18 @@ def open_folder(url: str) -> FsspecFolder | None:
     Raises:
         StorageError: fsspec knows the protocol, but the package for it is not installed.
     """
-    if not all(_knows(protocol, url) for protocol in url.partition("://")[0].split("::")):
-        return None
-    filesystem, root = fsspec.core.url_to_fs(url)
-    return FsspecFolder(url, filesystem, root)
-
-
-def _knows(protocol: str, url: str) -> bool:
-    """Return whether fsspec knows a protocol; raise if its package is missing."""
+    protocol = ""
     try:
-        fsspec.get_filesystem_class(protocol)
+        for protocol in url.partition("://")[0].split("::"):
+            fsspec.get_filesystem_class(protocol)
     except ValueError:
-        return False
+        return None
     except ImportError as exc:
         raise StorageError(
             f"cannot open {mask_password(url)}: fsspec has no package for {protocol}:// ({exc})"
         ) from exc
-    return True
+    filesystem, root = fsspec.core.url_to_fs(url)
+    return FsspecFolder(url, filesystem, root)
 
 
 __all__ = ["FsspecFolder", "open_folder"]

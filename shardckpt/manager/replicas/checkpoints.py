@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 #: Saves between two garbage collections.
 _COLLECTED_AFTER = 10
 #: How many of the newest are kept: two, so that one remains if the newest is damaged.
-NEWEST_KEPT = 2
+_NEWEST_KEPT = 2
 
 
 class ReplicaCheckpoints:
@@ -72,7 +72,13 @@ class ReplicaCheckpoints:
         self._writer: StepWriter | None = None
         self._gc: GarbageCollector | None = None
         if not config.load_only:
-            self._make_writer(config, allow_globals)
+            if Comm(process_group).is_main:
+                # Not a method: the collector's thread would keep this object, and so its writer, alive.
+                policy = functools.partial(keep_replica_steps, steps=steps, interval=config.interval)
+                self._gc = GarbageCollector(folder, [policy])
+            if config.async_mode is not AsyncMode.DISABLED:
+                config = config.model_copy(update={"async_mode": AsyncMode.ASYNC})
+            self._writer = StepWriter(config, process_group, allow_globals)
 
     def save(self, step: int, *, due: bool) -> None:
         """Collective: save the replica's own states of a step.
@@ -87,8 +93,11 @@ class ReplicaCheckpoints:
         if self._writer is None or step == self._last:
             return
         comm = Comm(self._group)
-        if self._last is None:
-            self._abandon(step, comm)
+        if self._last is None:  # what an earlier run saved from here on: this run did not continue from it
+            comm.main_runs(
+                "removing checkpoints of an abandoned run",
+                lambda: remove_steps(self._folder, lambda own: find_abandoned_steps(own, self._steps, step)),
+            )
         if due:
             self._due.append(step)
         self._writer.advance(blocking=due or not self._skips)
@@ -123,13 +132,15 @@ class ReplicaCheckpoints:
         found = comm.main_runs(
             "finding the replica's own checkpoints", lambda: [each.step for each in self._folder.committed()]
         )
-        for later in [each for each in found if step is None or each > step][-NEWEST_KEPT:]:
+        for later in [each for each in found if step is None or each > step][-_NEWEST_KEPT:]:
             self._fetch(later)
         if step is None:
             return
         base = next((each for each in reversed(found) if each <= step and self._fetch(each)), None)
         if comm.is_main and base != step and step:  # before step 0, a seed, a replica has read no data
-            self._warn_of_gap(step, base)
+            names = ", ".join(self._names)
+            what = f" or before: {names} are not loaded" if base is None else f": {names} are those of step {base}"
+            logger.warning("%s has no checkpoint of step %d%s", self._folder, step, what)
         with comm.collective_phase("restoring the replica's own states"):
             self.restore_up_to(step)
 
@@ -140,7 +151,7 @@ class ReplicaCheckpoints:
         """
         found = max((each for each in self._loaded if each <= step), default=None)
         if found is not None:  # a copy: a loader may keep what it is given and change it, and this may be called twice
-            self._states.restore(*copy.deepcopy(self._loaded[found]))
+            copy.deepcopy(self._loaded[found]).restore(self._states)
 
     def advance(self, *, blocking: bool = False) -> None:
         """Collective: commit what all ranks of the replica have written; if ``blocking``, wait for it and removals."""
@@ -160,21 +171,6 @@ class ReplicaCheckpoints:
                     self._gc.submit(self._due)
                 self._gc.close()
 
-    def _make_writer(self, config: CheckpointConfig, allow_globals: Iterable[Any]) -> None:
-        if Comm(self._group).is_main:
-            policy = functools.partial(keep_replica_steps, steps=self._steps, interval=config.interval)
-            self._gc = GarbageCollector(self._folder, [policy])
-        is_async = config.async_mode is not AsyncMode.DISABLED
-        threaded = config.model_copy(update={"async_mode": AsyncMode.ASYNC}) if is_async else config
-        self._writer = StepWriter(threaded, self._group, allow_globals)
-
-    def _abandon(self, step: int, comm: Comm) -> None:
-        """Remove what an earlier run saved at this step and later: this run did not continue from it."""
-        comm.main_runs(
-            "removing checkpoints of an abandoned run",
-            lambda: remove_steps(self._folder, lambda own: find_abandoned_steps(own, self._steps, step)),
-        )
-
     def _count_commit(self) -> None:
         self._uncollected += 1
         if self._gc is not None and self._uncollected >= _COLLECTED_AFTER:
@@ -190,36 +186,17 @@ class ReplicaCheckpoints:
             return False
         return True
 
-    def _warn_of_gap(self, step: int, base: int | None) -> None:
-        names = ", ".join(self._names)
-        if base is None:
-            logger.warning("%s has no checkpoint of step %d or before: %s are not loaded", self._folder, step, names)
-        else:
-            logger.warning("%s has no checkpoint of step %d: %s are those of step %d", self._folder, step, names, base)
-
 
 def keep_replica_steps(own: StepMetrics, steps: StepFolder, interval: int) -> list[int]:
-    """Choose the replica checkpoints to keep: the newest, and those of steps that have a checkpoint or may yet get one.
-
-    Args:
-        own: The metrics of a replica's own checkpoints, by step.
-        steps: The folder of the steps' checkpoints.
-        interval: Steps between two of these.
-
-    Returns:
-        The steps to keep; some may have no replica checkpoint.
-    """
+    """Return the steps to keep: of the newest replica checkpoints, and of checkpoints that exist or are yet to come."""
     full = steps.steps()
     newest = max(full, default=-1)
     # Another replica may still be writing the checkpoints of these.
     coming = [step for step in own if step >= newest and step % interval == 0]
-    return [*sorted(own)[-NEWEST_KEPT:], *full, *coming]
+    return [*sorted(own)[-_NEWEST_KEPT:], *full, *coming]
 
 
 def find_abandoned_steps(own: StepMetrics, steps: StepFolder, since: int) -> list[int]:
-    """Choose the replica checkpoints of an abandoned run: from step ``since`` on, without a checkpoint of the step."""
+    """Return the replica checkpoints of an abandoned run: from step ``since`` on, without a checkpoint of the step."""
     full = set(steps.steps())
     return [step for step in own if step >= since and step not in full]
-
-
-__all__ = ["NEWEST_KEPT", "ReplicaCheckpoints", "find_abandoned_steps", "keep_replica_steps"]

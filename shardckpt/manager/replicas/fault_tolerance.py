@@ -99,6 +99,3 @@ class FaultTolerance:
                 "fault tolerance: another CheckpointManager has registered with this manager already: make a new one "
                 "for each"
             ) from exc
-
-
-__all__ = ["FaultTolerance", "ReplicaManager"]

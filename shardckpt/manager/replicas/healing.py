@@ -16,8 +16,6 @@ from shardckpt.state_dict import dict_list_map_outplace
 from shardckpt.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from shardckpt.manager.states import TrainingStates
 
 
@@ -58,7 +56,8 @@ class Healing:
         """
         self._modules = {name: get_model_tensors(parts) for name, parts in self._states.modules.items()}
         self._names = self._name_parameters()
-        storages = {memory_of(tensor) for parts in self._states.modules.values() for tensor in _module_tensors(parts)}
+        parts = [part for parts in self._states.modules.values() for part in parts]
+        storages = {memory_of(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
         found = [value for values in self._modules.values() for value in values.values()]
         self.has_copies = not storages.issuperset(memory_of(value) or -1 for value in found)
         for name, values in self._modules.items():
@@ -86,7 +85,13 @@ class Healing:
             CheckpointingException: it has other states, or they are sharded in another way.
         """
         states = self._states
-        self._check_names(given)
+        for kind in ("modules", "sharded", "plain"):
+            own = getattr(states, kind)
+            if given[kind].keys() != own.keys():
+                raise CheckpointingException(
+                    f"the replica that sent its states has {sorted(given[kind])}, this one has {sorted(own)}: run the "
+                    "same program on all replicas"
+                )
         loaded = {name: _rebuild(given["modules"][name], live) for name, live in self._modules.items()}
         for name, parts in states.modules.items():
             if name == MODEL and states.optimizers:
@@ -128,18 +133,6 @@ class Healing:
             "state": {name: _rebuild(state, params.get(name)) for name, state in given["state"].items()},
             "param_groups": {name: {"values": options} for name, options in given["param_groups"].items()},
         }
-
-    def _check_names(self, given: dict[str, Any]) -> None:
-        for kind, own in (
-            ("modules", self._states.modules),
-            ("sharded", self._states.sharded),
-            ("plain", self._states.plain),
-        ):
-            if given[kind].keys() != own.keys():
-                raise CheckpointingException(
-                    f"the replica that sent its states has {sorted(given[kind])}, this one has {sorted(own)}: run the "
-                    "same program on all replicas"
-                )
 
 
 def _localize(state: Any) -> Any:
@@ -202,10 +195,3 @@ def _rebuild_dtensor(shard: LocalShard, live: Any) -> DTensor:
         shape=torch.Size(shard.shape),
         stride=tuple(shard.stride),
     )
-
-
-def _module_tensors(parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    return [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-
-
-__all__ = ["Healing", "LocalShard"]

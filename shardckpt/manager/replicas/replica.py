@@ -62,7 +62,11 @@ class Replica(ManagerPart):
         self._checkpoints: ReplicaCheckpoints | None = None
         comm = Comm(process_group)
         with comm.collective_phase("registering with the replica manager"):
-            _check_loader(states)
+            if _DATALOADER in states.names and _DATALOADER not in states.per_rank:
+                raise CheckpointingException(
+                    f"the state {_DATALOADER!r} is not wrapped in PerRank: a replica that joins would get another "
+                    "replica's position in the data; give PerRank(loader)"
+                )
             self._healing = Healing(states)
             fault_tolerance.register(self._take, self._give)
         if self.own_states and config.enable_checkpoint:
@@ -125,14 +129,3 @@ class Replica(ManagerPart):
             self._checkpoints.restore_up_to(self.step)
         if self._tolerance.healed is not None:
             self._tolerance.healed(self.step)
-
-
-def _check_loader(states: TrainingStates) -> None:
-    if _DATALOADER in states.names and _DATALOADER not in states.per_rank:
-        raise CheckpointingException(
-            f"the state {_DATALOADER!r} is not wrapped in PerRank: a replica that joins would get another replica's "
-            "position in the data; give PerRank(loader)"
-        )
-
-
-__all__ = ["Replica"]

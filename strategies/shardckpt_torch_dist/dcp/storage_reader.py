@@ -7,41 +7,47 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardckpt.engine import locate_checkpoint, open_reader, reading
+from shardckpt.archive import decode_object, describe
+from shardckpt.distributed import replace_text
+from shardckpt.engine import locate_checkpoint, open_reader, report_read
 from shardckpt.errors import (
     CheckpointingException,
     CheckpointReplacedError,
     CorruptCheckpointError,
     ShardingError,
+    StrategyMismatchError,
     UnsafePickleError,
 )
 from shardckpt.manifest import Manifest
 from shardckpt.planning import refuse_cast
 from shardckpt.storage import CheckpointReader, open_directory, retry_if_replaced
 from shardckpt.tensors import synchronize_devices
-from shardckpt_torch_dist.archive import describe, load_bytes, load_metadata
-from shardckpt_torch_dist.dialects import INDEX_FILE, METADATA_FILE, STEPS, identify_save, parse_metadata, read_index
+from shardckpt_torch_dist.dialects import (
+    MAX_PATH_LENGTH,
+    METADATA_FILE,
+    has_own_index,
+    read_index,
+    read_metadata,
+    to_dcp_tensor,
+)
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-from shardckpt_torch_dist.plan import ItemReader, Region, ShardedLoadPlanner, check_cast, to_dcp_tensor
+from shardckpt_torch_dist.plan import ItemReader, Region, ShardedLoadPlanner, check_cast
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
+    import torch
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from shardckpt_torch_dist.dialects import StoredIndex
@@ -108,9 +114,9 @@ class CheckpointStorageReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan with the id of the save that this rank has opened, for the coordinator to compare."""
-        if self._opened is None or not self._opened.save or plan.storage_data is not None:
+        if self._opened is None or not self._opened.stored.save or plan.storage_data is not None:
             return plan
-        return dataclasses.replace(plan, storage_data=_SaveId(self._opened.save))
+        return dataclasses.replace(plan, storage_data=_SaveId(self._opened.stored.save))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged, after a check that all ranks have opened the same save.
@@ -138,7 +144,7 @@ class CheckpointStorageReader(StorageReader):
         """
         opened = self._opened or self._open(None)
         try:
-            with reading(opened.reader, self._rank, "reading"):
+            with report_read(opened.reader, self._rank, "reading"):
                 allow_cast = self._allow_cast or getattr(planner, "allow_dtype_cast", False)
                 destinations = _CheckedPlanner(planner, opened.stored, self._allow, allow_cast=allow_cast)
                 _read_items(plan.items, destinations, opened.reader, opened.stored)
@@ -177,15 +183,13 @@ class _OpenCheckpoint(NamedTuple):
 
     Attributes:
         reader: Its files.
-        stored: What they store.
+        stored: What they store; ``stored.save`` is empty if each rank has a checkpoint of its own.
         metadata: The same as DCP's metadata.
-        save: Identifies the save; ``""`` if each rank has a checkpoint of its own.
     """
 
     reader: CheckpointReader
     stored: StoredIndex
     metadata: Metadata
-    save: str
 
 
 def _nothing_open() -> None:
@@ -206,46 +210,50 @@ def _open_checkpoint(path: str, rank: int | None) -> _OpenCheckpoint:
         reader = CheckpointReader(open_directory(directory), manifest)
     else:
         name = METADATA_FILE
-        reader = open_reader(path, strategy)
+        try:
+            reader = open_reader(path, strategy)
+        except StrategyMismatchError as exc:
+            advice = "dcp.load reads that format only: load it with dist_checkpointing.load, which finds the strategy"
+            raise replace_text(exc, f"{exc}; {advice}") from exc
     try:
-        with reading(reader, rank or 0, "reading the metadata"):
-            opened = _read_metadata(reader, name)
-            reader.open_files(opened.stored.files)
+        with report_read(reader, rank or 0, "reading the metadata"):
+            stored, metadata = _read_metadata(reader, name)
+            reader.open_files(stored.files)
     except BaseException:
         reader.close()
         raise
-    return opened if name == METADATA_FILE else opened._replace(save="")
+    stored = stored if name == METADATA_FILE else dataclasses.replace(stored, save="")
+    return _OpenCheckpoint(reader, stored, metadata)
 
 
-def _read_metadata(reader: CheckpointReader, name: str) -> _OpenCheckpoint:
-    """Read the index, and turn it into DCP's metadata."""
-    record = reader.manifest.record
-    if record is not None and INDEX_FILE in (file.name for file in record.files):
+def _read_metadata(reader: CheckpointReader, name: str) -> tuple[StoredIndex, Metadata]:
+    """Return the index of the checkpoint, and the same in DCP's classes."""
+    if has_own_index(reader):
         index = read_index(reader)
-        tensors: dict[str, Any] = {key: to_dcp_tensor(index.tensor(number)) for key, number in index.numbers.items()}
-        return _OpenCheckpoint(reader, index, _build_metadata(tensors, index.objects), record.self_digest)
-    source = f"{reader.directory}/{name}"
-    data = reader.read(name)
-    raw = load_metadata(data, source)
-    index = parse_metadata(raw, source)
+        return index, _build_metadata(index, {})
+    raw, index = read_metadata(reader, name)
     reshaped = getattr(raw, "mcore_data", None) or {}  # Megatron's flattened shards: the index has their true shapes
-    tensors = {
-        key: to_dcp_tensor(index.tensor(number)) if key in reshaped else _as_written(raw.state_dict_metadata[key])
-        for key, number in index.numbers.items()
-    }
-    metadata = _build_metadata(tensors, index.named, _checked_paths(getattr(raw, "planner_data", None), source))
-    return _OpenCheckpoint(reader, index, metadata, identify_save(reader, data))
+    # The index lacks chunks that are listed but not stored. DCP gets them all: only reading such a chunk is an error.
+    written = {key: entry for key, entry in raw.state_dict_metadata.items() if key not in reshaped}
+    paths = _checked_paths(getattr(raw, "planner_data", None), f"{reader.directory}/{name}")
+    return index, _build_metadata(index, written, paths)
 
 
-def _build_metadata(tensors: dict[str, Any], objects: Iterable[str], paths: Any = None) -> Metadata:
-    entries = {**tensors, **{key: BytesStorageMetadata() for key in objects}}
+def _build_metadata(index: StoredIndex, written: Mapping[str, Any], paths: Any = None) -> Metadata:
+    """Return an index in DCP's classes.
+
+    Args:
+        index: The index.
+        written: The entries of ``.metadata`` whose chunks count, instead of those of the index.
+        paths: The path of each key in the saved state dict, if they are known.
+    """
+    entries: dict[str, Any] = {}
+    for number, (key, dtype, shape) in enumerate(zip(index.keys, index.dtypes, index.shapes, strict=True)):
+        chunks = written[key].chunks if key in written else None
+        boxes = index.tensor(number).boxes() if chunks is None else ((each.offsets, each.sizes) for each in chunks)
+        entries[key] = to_dcp_tensor(dtype, shape, boxes)
+    entries |= {key: BytesStorageMetadata() for key in index.named}
     return Metadata(state_dict_metadata=entries, planner_data=paths, storage_meta=StorageMeta())
-
-
-def _as_written(entry: Any) -> TensorStorageMetadata:
-    """Return a tensor with all chunks that the metadata lists; if one is not stored, only reading it is an error."""
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=entry.properties.dtype), torch.Size(entry.size), chunks)
 
 
 def _checked_paths(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] | None:
@@ -255,7 +263,7 @@ def _checked_paths(paths: Any, source: str) -> dict[str, tuple[str | int, ...]] 
     for key, path in paths.items():
         if (
             not isinstance(path, tuple)
-            or len(path) > STEPS
+            or len(path) > MAX_PATH_LENGTH
             or not all(isinstance(part, str) or (type(part) is int and 0 <= part < len(paths)) for part in path)
         ):
             raise CorruptCheckpointError(f"{source}: {key!r} cannot be at {describe(path)} of a state dict")
@@ -274,14 +282,18 @@ def _read_items(
     fill them. Any other planner is asked for one tensor at a time, by this thread.
     """
     item_reader = ItemReader(reader, index, destinations)
-    for item in items:
-        _check_stored(item, index)
-    ordered = sorted(items, key=item_reader.locate)
+    ordered = sorted(items, key=item_reader.locate)  # before anything is read: a chunk that is not stored is an error
     if getattr(destinations.planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:
         item_reader.read_in_order(ordered)
         return
     item_reader.read_in_order([item for item in ordered if item.type == LoadItemType.BYTE_IO])
-    regions = [_to_region(item, destinations, index) for item in ordered if item.type != LoadItemType.BYTE_IO]
+    regions = []
+    for item in ordered:
+        if item.type != LoadItemType.BYTE_IO:
+            chunk, number = item_reader.find_chunk(item), index.numbers[item.storage_index.fqn]
+            is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
+            target = destinations.destination(item)
+            regions.append(Region(number, chunk, tuple(item.storage_offsets), target, is_entire))
     synchronize_devices(region.target for region in regions)
     item_reader.read([(region,) for region in regions])
 
@@ -300,7 +312,13 @@ class _CheckedPlanner:
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Give an object's archive to the planner, if our reader accepts it."""
         if not isinstance(self.planner, ShardedLoadPlanner):  # that one checks by its own allow-list
-            _check_object(value.getvalue(), f"object {read_item.storage_index.fqn!r}", self._allow)
+            archive, what = value.getvalue(), f"object {read_item.storage_index.fqn!r}"
+            if not archive.startswith(_ARCHIVE_MAGIC):
+                raise UnsafePickleError(
+                    f"{what} is not a torch.save archive: the planner would load it as a plain pickle, and run what "
+                    "it names; nothing was run. Save it as a tensor or a plain value"
+                )
+            decode_object(archive, what, self._allow)
         self.planner.load_bytes(read_item, value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -312,7 +330,11 @@ class _CheckedPlanner:
     def destination(self, item: ReadItem) -> torch.Tensor:
         """Return the tensor to fill, which its device may still be using."""
         target = self.planner.resolve_tensor(item).detach()
-        _check_shape(target, item)
+        if target.shape != item.lengths:
+            raise ShardingError(
+                f"tensor {item.dest_index.fqn!r}: the planner gave a destination of shape {tuple(target.shape)} for "
+                f"{tuple(item.lengths)} elements"
+            )
         key = item.storage_index.fqn
         stored = self._index.dtypes[self._index.numbers[key]]
         if not self._allow_cast:
@@ -323,39 +345,3 @@ class _CheckedPlanner:
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Tell the planner that the tensor is filled."""
         self.planner.commit_tensor(read_item, tensor)
-
-
-def _check_object(archive: bytes, what: str, allow_globals: tuple[Any, ...]) -> None:
-    if not archive.startswith(_ARCHIVE_MAGIC):
-        raise UnsafePickleError(
-            f"{what} is not a torch.save archive: the planner would load it as a plain pickle, and run what it names; "
-            "nothing was run. Save it as a tensor or a plain value"
-        )
-    load_bytes(archive, what, allow_globals)
-
-
-def _check_stored(item: ReadItem, index: StoredIndex) -> None:
-    key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-    if item.type != LoadItemType.BYTE_IO and offset not in index.tensor(index.numbers[key]).chunks:
-        raise CorruptCheckpointError(
-            f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
-        )
-
-
-def _to_region(item: ReadItem, destinations: _CheckedPlanner, index: StoredIndex) -> Region:
-    """Return an item as a region of a stored chunk."""
-    number = index.numbers[item.storage_index.fqn]
-    chunk = index.tensor(number).chunks[tuple(item.storage_index.offset or ())]
-    is_entire = tuple(item.lengths) == tuple(chunk.box.shape)
-    return Region(number, chunk, tuple(item.storage_offsets), destinations.destination(item), is_entire)
-
-
-def _check_shape(target: torch.Tensor, item: ReadItem) -> None:
-    if target.shape != item.lengths:
-        raise ShardingError(
-            f"tensor {item.dest_index.fqn!r}: the planner gave a destination of shape {tuple(target.shape)} for "
-            f"{tuple(item.lengths)} elements"
-        )
-
-
-__all__ = ["CheckpointStorageReader"]

@@ -12,35 +12,38 @@ import io
 import math
 import os
 import pickle
+import sys
 import threading
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from shardckpt.archive import ARCHIVE_ALIGN, check_loadable, load_metadata, make_frame
 from shardckpt.engine import ExternalSave, ExternalSavePart, write_part
 from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.storage import digest_vote
 from shardckpt.tensors import page_offset, synchronize_devices
-from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, check_loadable, load_metadata, make_frame
 from shardckpt_torch_dist.dialects import METADATA_FILE
 from shardckpt_torch_dist.plan import append_tensor
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from shardckpt_torch_dist.torch_private import StorageInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+    from types import FrameType
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from shardckpt.manifest import FileRecord
-    from shardckpt.storage import CheckpointWriter, FileWriter
+    from shardckpt.storage import CheckpointWriter
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -49,6 +52,9 @@ class CheckpointStorageWriter(StorageWriter):
     Stock ``dcp.load``, :class:`CheckpointStorageReader` and ``shardckpt`` read it. After an error nothing of the save
     is at the path; its staging directory is removed with this instance, by its next save, or when the process ends. An
     instance can serve any number of saves, one after the other, and be pickled for ``AsyncCheckpointerType.PROCESS``.
+
+    ``dcp.async_save`` calls collectives in a thread: pass it a process group that nothing else uses. On the default
+    group of a training that has only gloo it is refused, because it would hang or crash.
 
     Args:
         path: The checkpoint's directory, on storage that all ranks share.
@@ -72,12 +78,19 @@ class CheckpointStorageWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The path, for DCP's logs."""
+        """The path, for DCP's logs.
+
+        Raises:
+            CheckpointingException: ``dcp.async_save`` asks, on a process group that it must not use. There is no later
+                place to refuse: DCP's next step is a collective.
+        """
+        _check_async_group(self._path)
         return self._path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to another path if one is given; remove what an unfinished one left."""
         self._path = os.fspath(checkpoint_id) if checkpoint_id else self._path
+        _check_async_group(self._path)
         self._abort()
 
     def storage_meta(self) -> StorageMeta:
@@ -132,12 +145,12 @@ class CheckpointStorageWriter(StorageWriter):
             raise CheckpointingException(
                 f"{self._path}: no plan of this save has come to this thread: let dcp.save call the methods, in order"
             )
-        items = _ItemWriter(plan, planner, f"__{part.rank}_0.distcp", self._allow)
-        files = write_part(part, items.write)
-        done = WriteResult(MetadataIndex(f"files of rank {part.rank}"), 0, _RankFiles(files))
-        found: Future[list[WriteResult]] = Future()
-        found.set_result([*items.results, done])
-        return found
+        name, results = f"__{part.rank}_0.distcp", list[WriteResult]()
+        files = write_part(part, lambda writer: results.extend(_write_items(plan, planner, self._allow, writer, name)))
+        results.append(WriteResult(MetadataIndex(f"files of rank {part.rank}"), 0, _RankFiles(files)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have written: write the metadata, and commit."""
@@ -146,10 +159,14 @@ class CheckpointStorageWriter(StorageWriter):
             raise CheckpointingException(
                 f"{self._path}: finish without a plan: let dcp.save call the methods, in order"
             )
-        everything = list(chain.from_iterable(results))
-        values = (result.storage_data for result in everything)
-        files = [record for value in values if isinstance(value, _RankFiles) for record in value.records]
-        save.commit(files, lambda writer: _write_metadata(writer, metadata, everything))
+        locations: dict[MetadataIndex, Any] = {}
+        files: list[FileRecord] = []
+        for result in chain.from_iterable(results):
+            if isinstance(result.storage_data, _RankFiles):
+                files += result.storage_data.records
+            else:
+                locations[result.index] = result.storage_data
+        save.commit(files, lambda writer: _write_metadata(writer, metadata, locations))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -169,7 +186,34 @@ class CheckpointStorageWriter(StorageWriter):
             self._save = None
 
 
-class _Received(threading.local):
+def _check_async_group(path: str) -> None:
+    """Check that ``dcp.async_save`` has a group of its own where the training can only use gloo.
+
+    Its thread would call collectives on the default group at the same time as the training. gloo has no way to tell
+    their messages apart: both hang or crash. A default group that has NCCL, too, is left alone: the training's messages
+    go there.
+
+    Raises:
+        CheckpointingException: this is the thread of ``dcp.async_save``, and its group is the default one, on gloo.
+    """
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - DCP tells a writer nothing of its group
+    while (
+        frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint._async_thread_executor"
+    ):
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("no_dist") or not dist.is_initialized():
+        return
+    if frame.f_locals.get("process_group") not in (None, dist.group.WORLD) or dist.get_world_size() == 1:
+        return
+    if all(backend.endswith(":gloo") for backend in str(dist.get_backend_config(dist.group.WORLD)).split(",")):
+        raise CheckpointingException(
+            f"{path}: dcp.async_save has the default process group, on which the training calls its own collectives: "
+            "gloo mixes their messages up, and both hang or crash. Make a group once, and pass it to each save: "
+            "dcp.async_save(..., process_group=dist.new_group(backend='gloo'))"
+        )
+
+
+class _Received(threading.local):  # dcp.async_save runs a save in a thread of its own
     """The part of the save that this thread has received from the coordinator."""
 
     part: ExternalSavePart | None = None
@@ -202,58 +246,31 @@ class _RankFiles(NamedTuple):
     records: list[FileRecord]
 
 
-class _ItemWriter:
-    """Writes a plan's items one after the other into one file.
-
-    Args:
-        plan: The plan.
-        planner: Gives the values.
-        name: Name of the file.
-        allow_globals: As for the storage writer.
-
-    Attributes:
-        results: Where the written items are.
-    """
-
-    def __init__(self, plan: SavePlan, planner: SavePlanner, name: str, allow_globals: tuple[Any, ...]) -> None:
-        self._objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        self._tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        self._planner = planner
-        self._name = name
-        self._allow = allow_globals
-        self.results: list[WriteResult] = []
-
-    def write(self, writer: CheckpointWriter) -> None:
-        """Write the file, if there is anything to write."""
-        if not self._objects and not self._tensors:
-            return
-        file = writer.create(self._name, sum(map(_nbytes, self._tensors)))
-        for item in self._objects:
-            self._note(item, file.position, self._append_object(file, item))
-        for item in self._tensors:
-            self._note(item, file.position, self._append_tensor(file, item))
-        writer.finish(file)
-
-    def _append_object(self, file: FileWriter, item: WriteItem) -> int:
-        key = item.index.fqn
-        value = self._planner.resolve_data(item)
-        if not isinstance(value, io.BytesIO):
-            raise ShardingError(f"object {key!r}: the planner gave a {type(value).__name__}, expected a BytesIO")
-        check_loadable(value, f"object {key!r}", self._allow)
-        archive = value.getvalue()
-        file.append_small((archive, bytes(-len(archive) % ARCHIVE_ALIGN)), what=key)
-        return len(archive)
-
-    def _append_tensor(self, file: FileWriter, item: WriteItem) -> int:
-        tensor = _checked_tensor(self._planner.resolve_data(item), item).detach()
-        synchronize_devices([tensor])
-        head, tail = make_frame(tensor.dtype, tuple(tensor.shape), file.position, page_offset(tensor))
-        length = len(head) + _nbytes(item) + len(tail)
-        append_tensor(file, tensor, item.index.fqn, length)
-        return length
-
-    def _note(self, item: WriteItem, offset: int, length: int) -> None:
-        self.results.append(WriteResult(item.index, length, StorageInfo(self._name, offset, length)))
+def _write_items(
+    plan: SavePlan, planner: SavePlanner, allow_globals: tuple[Any, ...], writer: CheckpointWriter, name: str
+) -> Iterator[WriteResult]:
+    """Write a plan's items one after the other into one file, the objects first; yield where each is."""
+    items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+    if not items:
+        return
+    file = writer.create(name, sum(map(_nbytes, items)))
+    for item in items:
+        key, start, value = item.index.fqn, file.position, planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(value, io.BytesIO):
+                raise ShardingError(f"object {key!r}: the planner gave a {type(value).__name__}, expected a BytesIO")
+            check_loadable(value, f"object {key!r}", allow_globals)
+            archive = value.getvalue()
+            length = len(archive)
+            file.append_small((archive, bytes(-length % ARCHIVE_ALIGN)), what=key)
+        else:
+            tensor = _checked_tensor(value, item).detach()
+            synchronize_devices([tensor])
+            head, tail = make_frame(tensor.dtype, tuple(tensor.shape), start, page_offset(tensor))
+            length = len(head) + _nbytes(item) + len(tail)
+            append_tensor(file, tensor, key, length)
+        yield WriteResult(item.index, length, StorageInfo(name, start, length))
+    writer.finish(file)
 
 
 def _nbytes(item: WriteItem) -> int:
@@ -276,9 +293,10 @@ def _checked_tensor(tensor: Any, item: WriteItem) -> torch.Tensor:
     return tensor
 
 
-def _write_metadata(writer: CheckpointWriter, metadata: Metadata, results: Iterable[WriteResult]) -> None:
+def _write_metadata(
+    writer: CheckpointWriter, metadata: Metadata, locations: Mapping[MetadataIndex, StorageInfo]
+) -> None:
     """Write ``.metadata`` as DCP's own writer does."""
-    locations = {wrote.index: wrote.storage_data for wrote in results if not isinstance(wrote.storage_data, _RankFiles)}
     _check_complete(metadata, locations)
     metadata.storage_data = locations
     metadata.storage_meta = StorageMeta()
@@ -303,6 +321,3 @@ def _check_complete(metadata: Metadata, locations: Mapping[MetadataIndex, Any]) 
             f"no rank has written what the planner's metadata lists: {listed(missing)}; the metadata does not fit the "
             "plans, or a storage writer has left results out"
         )
-
-
-__all__ = ["CheckpointStorageWriter"]

@@ -9,7 +9,7 @@ import torch
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Table, make_column, make_matrix, number_groups
-from shardckpt.storage import Columns, check_file_name, pack
+from shardckpt.storage import Column, Columns, check_file_name, pack_columns
 from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, parse_object_key
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _COUNTABLE = 2.0**58
 _BLOCK = 1 << 13
 
 
-def dump(index: StoredIndex) -> bytes:
+def encode_index(index: StoredIndex) -> bytes:
     """Encode an index as the bytes of the index file.
 
     Args:
@@ -40,7 +40,9 @@ def dump(index: StoredIndex) -> bytes:
     chunks, box = index.chunks, index.chunks.box.pad_axes(width)
     objects = index.objects.values()
     files = {name: number for number, name in enumerate(dict.fromkeys([*index.files, *(at.file for at in objects)]))}
-    return pack(
+    grids = {key: at for key, at in index.objects.items() if parse_object_key(key) is not None}
+    plain = {key: at for key, at in index.objects.items() if key not in grids}
+    return pack_columns(
         {
             "keys": index.keys,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in index.dtypes],
@@ -53,13 +55,19 @@ def dump(index: StoredIndex) -> bytes:
             "start": chunks.start,
             "length": chunks.length,
             "files": list(files),
-            "objects": list(index.objects),
-            "object_places": make_matrix([(files[at.file], at.offset, at.length) for at in objects], 3, 0),
+            **_object_columns("object", grids, files),
+            # apart from the others, for releases that do not know them
+            **(_object_columns("plain_object", plain, files) if plain else {}),
         }
     )
 
 
-def parse(data: bytes, source: str) -> StoredIndex:
+def _object_columns(name: str, objects: dict[str, Item], files: dict[str, int]) -> dict[str, Column]:
+    places = [(files[at.file], at.offset, at.length) for at in objects.values()]
+    return {f"{name}s": list(objects), f"{name}_places": make_matrix(places, 3, 0)}
+
+
+def parse_index(data: bytes, source: str) -> StoredIndex:
     """Decode an index file, and check it.
 
     Args:
@@ -67,7 +75,7 @@ def parse(data: bytes, source: str) -> StoredIndex:
         source: Its path, for errors.
 
     Returns:
-        The index, with empty ``named`` and ``save``.
+        The index, with an empty ``save``.
 
     Raises:
         CorruptCheckpointError: The bytes are not those of an index file, or the index contradicts itself.
@@ -81,13 +89,20 @@ def parse(data: bytes, source: str) -> StoredIndex:
 def _parse(columns: Columns) -> StoredIndex:
     files = [check_file_name(name) for name in columns.texts("files")]
     tensors = _parse_tensors(columns)
-    bounds = _parse_bounds(columns, len(tensors.keys))
-    objects = _parse_objects(columns, files)
-    keys = [*tensors.keys, *columns.texts("objects")]
+    bounds = _read_integers(columns, "bounds", (len(tensors.keys) + 1,))
+    if int(bounds[0]) != 0 or not bool((bounds[:-1] <= bounds[1:]).all()):
+        raise CorruptCheckpointError("its column 'bounds' does not ascend from 0")
+    grids = _parse_objects(columns, "object", files)
+    for key in grids:
+        if parse_object_key(key) != key:
+            raise CorruptCheckpointError(f"{key!r} is not the key of a sharded object")
+    plain = _parse_objects(columns, "plain_object", files) if columns.has("plain_objects") else {}
+    objects = {**grids, **plain}
+    keys = [*tensors.keys, *grids, *plain]
     if len(set(keys)) < len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys, of which {len(set(keys))} differ")
     chunks = _parse_chunks(columns, tensors, bounds, len(files))
-    return StoredIndex(tensors.keys, tensors.dtypes, tensors.shapes, bounds, chunks, files, objects)
+    return StoredIndex(tensors.keys, tensors.dtypes, tensors.shapes, bounds, chunks, files, objects, named=objects)
 
 
 class _Tensors(NamedTuple):
@@ -116,7 +131,13 @@ def _parse_tensors(columns: Columns) -> _Tensors:
     keys, names = columns.texts("keys"), columns.texts("dtypes")
     if len(names) != len(keys):
         raise CorruptCheckpointError(f"it has {len(keys)} keys and {len(names)} dtypes")
-    dtypes = _parse_dtypes(names)
+    known: dict[str, torch.dtype] = {}
+    for name in set(names):
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptCheckpointError(f"torch {torch.__version__} has no dtype {name!r}: a newer one may have it")
+        known[name] = dtype
+    dtypes = [known[name] for name in names]
     axes = _read_integers(columns, "axes", (len(keys),))
     counts = axes.tolist()
     width = max(counts, default=0)
@@ -129,29 +150,11 @@ def _parse_tensors(columns: Columns) -> _Tensors:
     return _Tensors(keys, dtypes, shapes, make_column([dtype.itemsize for dtype in dtypes]), sizes, lacked, huge)
 
 
-def _parse_dtypes(names: list[str]) -> list[torch.dtype]:
-    dtypes: dict[str, torch.dtype] = {}
-    for name in set(names):
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise CorruptCheckpointError(f"torch {torch.__version__} has no dtype {name!r}: a newer one may have it")
-        dtypes[name] = dtype
-    return [dtypes[name] for name in names]
-
-
-def _parse_bounds(columns: Columns, count: int) -> torch.Tensor:
-    bounds = _read_integers(columns, "bounds", (count + 1,))
-    if int(bounds[0]) != 0 or not bool((bounds[:-1] <= bounds[1:]).all()):
-        raise CorruptCheckpointError("its column 'bounds' does not ascend from 0")
-    return bounds
-
-
-def _parse_objects(columns: Columns, files: list[str]) -> dict[str, Item]:
-    keys = columns.texts("objects")
-    for key in keys:
-        if parse_object_key(key) != key:
-            raise CorruptCheckpointError(f"{key!r} is not the key of a sharded object")
-    places = _read_integers(columns, "object_places", (len(keys), 3))
+def _parse_objects(columns: Columns, name: str, files: list[str]) -> dict[str, Item]:
+    keys = columns.texts(f"{name}s")
+    if len(set(keys)) < len(keys):
+        raise CorruptCheckpointError(f"its column '{name}s' has a key twice")
+    places = _read_integers(columns, f"{name}_places", (len(keys), 3))
     if not keys:
         return {}
     file, start, length = places.unbind(1)
@@ -188,7 +191,6 @@ def _check_chunks(chunks: Chunks, rows: slice, tensors: _Tensors, files: int) ->
 
 
 def _read_integers(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
-    """Return a column of integers, after a check of its shape."""
     found = columns.integers(name)
     if found.shape != shape:
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected {shape}")
@@ -207,6 +209,3 @@ def _require_all(fine: torch.Tensor, keys: Sequence[str], fault: str, numbers: t
     if not bool(fine.all()):
         row = int((~fine).nonzero()[0, 0])
         raise CorruptCheckpointError(f"{keys[row if numbers is None else int(numbers[row])]!r} {fault}")
-
-
-__all__ = ["INDEX_FILE", "dump", "parse"]

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardckpt.archive import describe, load_metadata
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning import Box, Ints, cut_flat_range
 from shardckpt.storage import check_file_name
-from shardckpt_torch_dist.archive import describe, load_metadata
-from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, parse
+from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, parse_index
 from shardckpt_torch_dist.dialects.stored import (
     COMMON_FILE,
     COMMON_KEY,
@@ -38,6 +38,8 @@ from shardckpt_torch_dist.dialects.stored import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from shardckpt.manifest import Manifest
     from shardckpt.storage import CheckpointReader
 
@@ -50,8 +52,8 @@ _LARGEST = (1 << 63) - 1
 
 #: The most axes of a tensor, as in torch.
 _MAX_AXES = 64
-#: The longest path of a value in a state dict.
-STEPS = 200
+#: The most keys and indices in the path of a value in a state dict.
+MAX_PATH_LENGTH = 200
 
 #: Where each stored value is, by key and offset (None for objects).
 _Locations = dict[tuple[str, Ints | None], Item]
@@ -75,70 +77,60 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
     return reader.parsed(METADATA_FILE, lambda: _read_uncached(reader))
 
 
-def _read_uncached(reader: CheckpointReader) -> StoredIndex:
-    # Only the record shows that our index is of this save: another library may have saved into the directory since.
-    record = reader.manifest.record
-    sizes = {} if record is None else {file.name: file.size for file in record.files}
-    if INDEX_FILE not in sizes:
-        if record is None and reader.has(INDEX_FILE):
-            logger.warning(
-                "%s: %s is there and %s is not: only %s is read, and no digest is checked",
-                reader.directory,
-                INDEX_FILE,
-                RECORD_NAME,
-                METADATA_FILE,
-            )
-        source = f"{reader.directory}/{METADATA_FILE}"
-        data = reader.read(METADATA_FILE)
-        index = parse_metadata(load_metadata(data, source), source)
-        return replace(index, save=identify_save(reader, data))
-    source = f"{reader.directory}/{INDEX_FILE}"
-    index = parse(reader.read(INDEX_FILE), source)
-    _check_claims(index, sizes, source)
-    return index if record is None else replace(index, save=record.self_digest)
+def has_own_index(reader: CheckpointReader) -> bool:
+    """Return whether the checkpoint has our own index file, of the same save as its other files.
 
-
-def identify_save(reader: CheckpointReader, metadata: bytes) -> str:
-    """Return a text that identifies the save, to compare it across ranks.
-
-    Args:
-        reader: The checkpoint's files.
-        metadata: The bytes of ``.metadata``.
-
-    Returns:
-        The digest of the checkpoint's record; of ``.metadata``, if another library wrote the checkpoint.
+    Only the record shows that: another library may have saved into the directory since.
     """
     record = reader.manifest.record
-    return f"{zlib.crc32(metadata):08x}" if record is None else record.self_digest
+    return record is not None and any(file.name == INDEX_FILE for file in record.files)
 
 
-def _check_claims(index: StoredIndex, sizes: dict[str, int], source: str) -> None:
-    """Refuse chunks that claim more bytes together than their file has: a load would allocate memory for each chunk."""
+def _read_uncached(reader: CheckpointReader) -> StoredIndex:
+    record = reader.manifest.record
+    if record is None or not has_own_index(reader):
+        return read_metadata(reader)[1]
+    source = f"{reader.directory}/{INDEX_FILE}"
+    index = parse_index(reader.read(INDEX_FILE), source)
+    # A load allocates memory for each chunk, so the chunks must not claim more bytes together than their file has.
+    sizes = {file.name: file.size for file in record.files}
     claimed = torch.bincount(index.chunks.file, weights=index.chunks.length, minlength=len(index.files))
     for name, nbytes in zip(index.files, claimed.tolist(), strict=True):
         if nbytes > sizes.get(name, 0):
             raise CorruptCheckpointError(
                 f"{source}: its chunks claim {nbytes:.0f} bytes of {name}, which has {sizes.get(name, 0)}"
             )
+    return replace(index, save=record.self_digest)
 
 
-def parse_metadata(raw: Any, source: str) -> StoredIndex:
-    """Return the index of a ``.metadata`` file of any dialect.
+def read_metadata(reader: CheckpointReader, name: str = METADATA_FILE) -> tuple[Any, StoredIndex]:
+    """Read ``.metadata`` of any dialect.
 
     Args:
-        raw: The result of :func:`shardckpt_torch_dist.archive.load_metadata`.
-        source: The file's path, for errors.
+        reader: The checkpoint's files.
+        name: The file's name, if it is another one.
+
+    Returns:
+        The result of :func:`shardckpt.archive.load_metadata`, and the index.
 
     Raises:
         CorruptCheckpointError: It is not DCP metadata, or it contradicts itself.
+        UnsafePickleError: Its pickle names a global outside the allow-list.
     """
+    record = reader.manifest.record
+    if record is None and reader.has(INDEX_FILE):
+        lost = "%s: %s is there and %s is not: only %s is read, and no digest is checked"
+        logger.warning(lost, reader.directory, INDEX_FILE, RECORD_NAME, name)
+    source, data = f"{reader.directory}/{name}", reader.read(name)
+    raw = load_metadata(data, source)
     try:
         # Types are not checked: a type that DCP does not write raises one of the errors below. Sizes are.
-        return _build_index(raw)
+        index = _build_index(raw)
     except CorruptCheckpointError as exc:
         raise CorruptCheckpointError(f"{source}: {exc}") from exc
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as exc:
         raise CorruptCheckpointError(f"{source} is not DCP metadata: {type(exc).__name__}: {exc}") from exc
+    return raw, replace(index, save=f"{zlib.crc32(data):08x}" if record is None else record.self_digest)
 
 
 def _build_index(raw: Any) -> StoredIndex:
@@ -152,7 +144,7 @@ def _build_index(raw: Any) -> StoredIndex:
     common = None
     lists = set[int]()
     for key, entry in raw.state_dict_metadata.items():
-        if hasattr(entry, "chunks"):
+        if hasattr(entry, "chunks"):  # entries are inert records, whose class says nothing
             true_shape = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
             # A pickle of some bytes can name one long list of chunks for any number of tensors.
             if id(entry.chunks) in lists:
@@ -168,28 +160,26 @@ def _build_index(raw: Any) -> StoredIndex:
         elif (unique_key := parse_object_key(key)) is not None:
             objects[unique_key] = item
         else:
-            loose[_checked_path(paths.get(key, (key,)), key)] = item
-    dtypes, shapes = [tensor.dtype for tensor in tensors.values()], [tensor.shape for tensor in tensors.values()]
+            _add_value(loose, _checked_path(paths.get(key, (key,)), key), key, item)
+    # Only Megatron's planner writes true shapes, or objects without paths.
+    by_megatron = True if objects else None
+    if getattr(raw, "mcore_data", None) is not None:
+        by_megatron = True
+    elif loose or isinstance(getattr(raw, "planner_data", None), dict):
+        by_megatron = False
+    tensor_paths = {} if by_megatron else _find_tensor_paths(tensors, paths, loose)
     return StoredIndex(
         list(tensors),
-        dtypes,
-        shapes,
+        [tensor.dtype for tensor in tensors.values()],
+        [tensor.shape for tensor in tensors.values()],
         *tensors_to_columns(tensors),
         objects,
         common,
         loose,
+        tensor_paths,
         named,
-        by_megatron=_is_by_megatron(raw, objects, loose),
+        by_megatron=by_megatron,
     )
-
-
-def _is_by_megatron(raw: Any, objects: dict[str, Item], loose: dict[tuple[Any, ...], Item]) -> bool | None:
-    """Return whether Megatron's planner made the metadata: only that writes true shapes, or objects without paths."""
-    if getattr(raw, "mcore_data", None) is not None:
-        return True
-    if loose or isinstance(getattr(raw, "planner_data", None), dict):
-        return False
-    return True if objects else None
 
 
 def needs_common_file(manifest: Manifest, index: StoredIndex) -> bool:
@@ -238,7 +228,10 @@ def _stored_tensor(key: str, entry: Any, true_shape: Any, locations: _Locations)
         volume = math.prod(sizes)
         # Several chunks may share an archive, but together they cannot have more bytes: a load allocates all of them.
         claimed[item] = claimed.get(item, 0) + volume * dtype.itemsize
-        if not _fits(size, offset, sizes) or claimed[item] > item.length:
+        inside = len(size) == len(offset) == len(sizes) and all(
+            low >= 0 <= n and low + n <= most for low, n, most in zip(offset, sizes, size, strict=True)
+        )
+        if not inside or claimed[item] > item.length:
             raise CorruptCheckpointError(
                 f"tensor {key!r} of shape {size} and {dtype} cannot have a chunk of {sizes} at {offset} "
                 f"in {item.length} bytes of {item.file}, of which its chunks claim {claimed[item]}"
@@ -259,16 +252,32 @@ def _checked_axes(values: Any) -> Ints:
 
 def _checked_path(path: Any, key: str) -> tuple[str | int, ...]:
     """Return the path of a value in the saved state dict, after a check of its length and types."""
-    if len(path) > STEPS or not all(type(part) in (str, int) for part in path):
+    is_path = type(path) in (tuple, list) and 0 < len(path) <= MAX_PATH_LENGTH
+    if not is_path or not all(type(part) in (str, int) for part in path):
         raise CorruptCheckpointError(f"{key!r} cannot be at {describe(path)} of a state dict")
     return tuple(path)
 
 
-def _fits(shape: Ints, offset: Ints, sizes: Ints) -> bool:
-    """Return whether a chunk lies inside a tensor of this shape."""
-    if not len(shape) == len(offset) == len(sizes):
-        return False
-    return all(low >= 0 <= n and low + n <= size for low, n, size in zip(offset, sizes, shape, strict=True))
+def _add_value(loose: dict[tuple[Any, ...], Item], path: tuple[str | int, ...], key: str, item: Item) -> None:
+    if path in loose:
+        raise CorruptCheckpointError(f"{key!r} is at {describe(path)} of a state dict, and so is another value")
+    loose[path] = item
+
+
+def _find_tensor_paths(
+    keys: Collection[str], paths: Mapping[str, Any], loose: Collection[tuple[Any, ...]]
+) -> dict[str, tuple[str | int, ...]]:
+    """Return the paths of the tensors in the saved state dict, by key.
+
+    Raises:
+        CorruptCheckpointError: A path is none, or a tensor is where another value is.
+    """
+    found = {key: _checked_path(paths[key], key) for key in keys if key in paths}
+    for path in loose:
+        if (name := ".".join(map(str, path))) in found:
+            raise CorruptCheckpointError(f"{name!r} of a state dict is a tensor, and another value")
+    # DCP's keys are the paths, joined. A planner that names tensors otherwise does not say where in an object one was.
+    return {key: path if ".".join(map(str, path)) == key else (key,) for key, path in found.items()}
 
 
 def _unflatten(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) -> list[tuple[Box, int]]:
@@ -282,6 +291,3 @@ def _unflatten(true_shape: Ints, stored_shape: Ints, offset: Ints, sizes: Ints) 
     block = tuple(size // count for size, count in zip(true_shape, fragments, strict=True))
     corner = tuple(index * length for index, length in zip(cell, block, strict=True))
     return [(part.box.moved(corner), part.start) for part in cut_flat_range(block, offset[-1], offset[-1] + sizes[-1])]
-
-
-__all__ = ["METADATA_FILE", "STEPS", "identify_save", "needs_common_file", "parse_metadata", "read_index"]

@@ -48,7 +48,7 @@ _ROWS = 255
 _HOLES = re.compile(rb"(?:j\xff\0\0\x7a)+")
 
 
-def encode(index: StoredIndex, save_id: str) -> bytes:
+def encode_metadata(index: StoredIndex, save_id: str) -> bytes:
     """Encode an index as the bytes of ``.metadata``, for the readers of DCP and Megatron.
 
     Args:
@@ -59,15 +59,15 @@ def encode(index: StoredIndex, save_id: str) -> bytes:
         A pickle of DCP's ``Metadata``.
     """
     memo = _Memo()
-    tensors, objects = _Tensors(index, memo), _Objects(index.objects, memo)
+    tensors, (object_entries, object_locations) = _Tensors(index, memo), _encode_objects(index.objects, memo)
     metadata = Metadata(_rows_slot(), storage_data=_rows_slot(), storage_meta=StorageMeta(save_id=save_id))
     start, middle, end = _HOLES.split(memo.opcodes(metadata))
     out = io.BytesIO()
     out.writelines([pickle.PROTO, bytes([_PROTOCOL]), memo.puts(), start])
     out.writelines(tensors.entries())
-    out.writelines([objects.entries, middle])
-    out.writelines(tensors.places())
-    out.writelines([objects.places, end, pickle.STOP])
+    out.writelines([object_entries, middle])
+    out.writelines(tensors.locations())
+    out.writelines([object_locations, end, pickle.STOP])
     return out.getvalue()
 
 
@@ -167,7 +167,7 @@ class _TensorTemplates:
 
     def __init__(self, axes: int, dtype: torch.dtype, wide: _Wide, memo: _Memo) -> None:
         numbers = _numbers(range(4, 4 + axes), wide=wide.box)
-        self.place = _location_template(torch.Size(numbers), wide, memo)
+        self.location = _location_template(torch.Size(numbers), wide, memo)
         low, high = (torch.Size(_numbers(range(n, n + axes), wide=wide.box)) for n in (0, axes))
         self.chunk = _OpcodeTemplate(memo.opcodes(ChunkStorageMetadata(low, high)))
         size = torch.Size(_numbers(range(1, 1 + axes), wide=wide.box))
@@ -182,16 +182,14 @@ def _location_template(offset: torch.Size | None, wide: _Wide, memo: _Memo) -> _
     return _OpcodeTemplate(memo.opcodes(MetadataIndex(_name(0), offset), StorageInfo(_name(1), start, length)))
 
 
-class _Objects:
-    """The opcodes of the objects: their entries of ``state_dict_metadata`` and of ``storage_data``."""
-
-    def __init__(self, objects: dict[str, Item], memo: _Memo) -> None:
-        keys, files = memo.column(objects), memo.column(item.file for item in objects.values())
-        starts = make_column([item.offset for item in objects.values()])
-        lengths = make_column([item.length for item in objects.values()])
-        self.entries = _OpcodeTemplate(memo.opcodes(_name(0), BytesStorageMetadata())).rows(len(keys), keys)
-        place = _location_template(None, _Wide(box=False, start=_is_wide(starts), length=_is_wide(lengths)), memo)
-        self.places = place.rows(len(keys), keys, files, starts, lengths)
+def _encode_objects(objects: dict[str, Item], memo: _Memo) -> tuple[memoryview, memoryview]:
+    """Return the opcodes of the objects: of their entries of ``state_dict_metadata``, and of ``storage_data``."""
+    keys, files = memo.column(objects), memo.column(item.file for item in objects.values())
+    starts = make_column([item.offset for item in objects.values()])
+    lengths = make_column([item.length for item in objects.values()])
+    entry = _OpcodeTemplate(memo.opcodes(_name(0), BytesStorageMetadata()))
+    location = _location_template(None, _Wide(box=False, start=_is_wide(starts), length=_is_wide(lengths)), memo)
+    return entry.rows(len(keys), keys), location.rows(len(keys), keys, files, starts, lengths)
 
 
 class _Group(NamedTuple):
@@ -226,14 +224,14 @@ class _Tensors:
                 yield from next(entries[self._kinds[number]])
             yield pickle.SETITEMS + pickle.MARK
 
-    def places(self) -> Iterator[bytes | memoryview]:
+    def locations(self) -> Iterator[bytes | memoryview]:
         """Yield those of ``storage_data``."""
         chunks = self._index.chunks
         for first, last in self._windows():
             for kind, tensors, rows in self._groups(first, last):
                 keys = repeat_values(self._keys[tensors], self._counts[tensors])
                 columns = keys, self._files[chunks.file[rows]], chunks.start[rows], chunks.length[rows]
-                yield kind.place.rows(len(rows), *columns, *self._axes(tensors, self._box.offset[rows]))
+                yield kind.location.rows(len(rows), *columns, *self._axes(tensors, self._box.offset[rows]))
             yield pickle.SETITEMS + pickle.MARK
 
     def _windows(self) -> list[tuple[int, int]]:
@@ -285,6 +283,3 @@ def _widths(index: StoredIndex) -> _Wide:
 
 def _is_wide(column: torch.Tensor) -> bool:
     return column.numel() > 0 and int(column.max()) >= _NARROW
-
-
-__all__ = ["encode"]

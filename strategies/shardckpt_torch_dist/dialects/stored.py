@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning import Box, Boxes, make_column
+from shardckpt.planning import Box, Boxes, make_column, make_matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+    from collections.abc import Iterable, Iterator
 
     from shardckpt.planning import Ints, Table
 
@@ -69,6 +70,10 @@ class StoredTensor:
     shape: Ints
     chunks: dict[Ints, Chunk]
 
+    def boxes(self) -> Iterator[Box]:
+        """Return the boxes of its chunks."""
+        return (chunk.box for chunk in self.chunks.values())
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -90,9 +95,6 @@ class Chunks:
     first: torch.Tensor
     volume: torch.Tensor
 
-    def __len__(self) -> int:
-        return len(self.file)
-
 
 @dataclass(frozen=True)
 class StoredIndex:
@@ -105,11 +107,12 @@ class StoredIndex:
         bounds: int64 of shape (tensors + 1,): the chunks of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
         chunks: The chunks of all tensors.
         files: The names of the data files, in the order of their numbers.
-        objects: Megatron's sharded objects, by unique key.
+        objects: Megatron's sharded objects, by unique key, and, in our own checkpoints, PlainObjects, by each of their
+            keys.
         common: The common state, if it is stored as an object.
         loose: The values that plain DCP stored one by one, by their path in the saved state dict.
-        named: Every object by its name in ``.metadata``, including the common state and the loose values; empty if the
-            index was read from our own file.
+        tensor_paths: The paths of the tensors that plain DCP stored, by key; empty for any other.
+        named: Every object by its name in ``.metadata``, including the common state and the loose values.
         save: Identifies the save: a digest of the checkpoint's record, or of ``.metadata``.
         by_megatron: Whether Megatron's planner wrote ``.metadata``, or ours for Megatron, and not one of DCP's; None
             if the metadata does not show it.
@@ -124,6 +127,7 @@ class StoredIndex:
     objects: dict[str, Item] = field(default_factory=dict)
     common: Item | None = None
     loose: dict[tuple[Any, ...], Item] = field(default_factory=dict)
+    tensor_paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     named: dict[str, Item] = field(default_factory=dict)
     save: str = ""
     by_megatron: bool | None = None
@@ -138,14 +142,11 @@ class StoredIndex:
         return {}
 
     def chunks_of(self, rows: torch.Tensor | slice, boxes: Table) -> Iterator[Chunk]:
-        """Return some rows as objects.
+        """Return some of the chunks, in order.
 
         Args:
             rows: Which rows: int64 indices of shape (rows,), or a slice.
             boxes: Their boxes, with as many axes as the result is to have.
-
-        Returns:
-            The chunks, in order.
         """
         columns = self.chunks
         items = map(
@@ -158,11 +159,7 @@ class StoredIndex:
         return map(Chunk, map(Box, *corners), items, columns.first[rows].tolist(), columns.volume[rows].tolist())
 
     def tensor(self, number: int) -> StoredTensor:
-        """Return a tensor with its chunks as objects; they are made once.
-
-        Args:
-            number: The tensor's number.
-        """
+        """Return the tensor with this number, with its chunks as objects; they are made once."""
         if number not in self._tensors:
             shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
             chunks = self.chunks_of(rows, self.chunks.box.rows(rows).take_axes(len(shape)))
@@ -171,41 +168,50 @@ class StoredIndex:
             )
         return self._tensors[number]
 
+    def tensor_of(self, key: str) -> ShardedTensor:
+        """Return the description of a stored tensor, unsharded and without data."""
+        number = self.numbers[key]
+        return ShardedTensor.from_global_shape(key, self.dtypes[number], self.shapes[number])
+
     def archive(self, key: str) -> Item:
-        """Return where an object is stored.
-
-        Args:
-            key: Its unique key, or its name in ``.metadata``.
-
-        Raises:
-            KeyError: It is not stored.
-        """
+        """Return where an object is stored, by its unique key or its name in ``.metadata``."""
         return self.objects[key] if key in self.objects else self.named[key]
 
     def shards(self) -> list[ShardedBase]:
         """Return one ShardedTensor per tensor, unsharded and without data, and one ShardedObject per object."""
-        tensors = map(ShardedTensor.whole, self.keys, self.dtypes, self.shapes)
-        return [*tensors, *(ShardedObject.empty_from_unique_key(key) for key in self.objects)]
+        tensors = map(ShardedTensor.from_global_shape, self.keys, self.dtypes, self.shapes)
+        grids = (key for key in self.objects if parse_object_key(key) is not None)
+        return [*tensors, *map(ShardedObject.empty_from_unique_key, grids)]
 
 
 def tensors_to_columns(tensors: dict[str, StoredTensor]) -> tuple[torch.Tensor, Chunks, list[str]]:
-    """Turn tensors into columns.
-
-    Returns:
-        The ``bounds``, ``chunks`` and ``files`` of a :class:`StoredIndex`.
-    """
+    """Return the ``bounds``, ``chunks`` and ``files`` of a :class:`StoredIndex` of these tensors."""
     boxes, files = Boxes(), dict[str, int]()
-    columns: list[list[int]] = [[], [], [], [], []]
+    rows: list[tuple[int, ...]] = []
     bounds = [0]
     for number, tensor in enumerate(tensors.values()):
         for chunk in tensor.chunks.values():
             boxes.add(number, *chunk.box)
             file = files.setdefault(chunk.item.file, len(files))
-            row = (file, chunk.item.offset, chunk.item.length, chunk.first, chunk.volume)
-            for column, value in zip(columns, row, strict=True):
-                column.append(value)
-        bounds.append(bounds[-1] + len(tensor.chunks))
-    return make_column(bounds), Chunks(boxes.table(), *map(make_column, columns)), list(files)
+            rows.append((file, chunk.item.offset, chunk.item.length, chunk.first, chunk.volume))
+        bounds.append(len(rows))
+    return make_column(bounds), Chunks(boxes.table(), *make_matrix(rows, 5, 0).unbind(1)), list(files)
+
+
+def to_dcp_tensor(
+    dtype: torch.dtype, shape: Iterable[int], boxes: Iterable[tuple[Iterable[int], Iterable[int]]]
+) -> TensorStorageMetadata:
+    """Return a tensor in DCP's classes.
+
+    Of the properties only the dtype is set: readers use no other, and torch has deprecated them.
+
+    Args:
+        dtype: Its dtype.
+        shape: Its global shape.
+        boxes: The offset and the shape of each chunk.
+    """
+    chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(extent)) for offset, extent in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
 
 def parse_object_key(key: str) -> str | None:
@@ -217,16 +223,3 @@ def parse_object_key(key: str) -> str | None:
         return ShardedObject.empty_from_unique_key(key).unique_key
     except CheckpointingException:
         return None
-
-
-__all__ = [
-    "COMMON_FILE",
-    "COMMON_KEY",
-    "Chunk",
-    "Chunks",
-    "Item",
-    "StoredIndex",
-    "StoredTensor",
-    "parse_object_key",
-    "tensors_to_columns",
-]

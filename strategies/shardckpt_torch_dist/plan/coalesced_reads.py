@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import BLOCK_BYTES, block_pool
@@ -11,26 +12,26 @@ from shardckpt_torch_dist.plan.regions import SMALL_ITEM, build_own_archive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
 
-    import torch
     from typing_extensions import Self
 
     from shardckpt.storage import CheckpointReader
     from shardckpt_torch_dist.dialects import Item
+    from shardckpt_torch_dist.plan.requested import Region
 
 #: The largest gap in bytes between two items that are read at once.
 _GAP = 4 << 10
 
 
-class CoalescedRead(NamedTuple):
+@dataclass
+class CoalescedRead:
     """Items that one thread reads one after the other.
 
     Attributes:
         items: The items: :class:`Region` objects, or DCP's read items.
-        file: The file of the small items.
-        start: Where the first small item begins, in bytes.
-        stop: Where the last small item ends, in bytes.
+        file: The file of the first item.
+        start: Where the first item begins, in bytes.
+        stop: Where the last item ends, in bytes, if the items are small.
         small: Whether the items are small, so that [start, stop) is read at once.
     """
 
@@ -42,32 +43,24 @@ class CoalescedRead(NamedTuple):
 
 
 def coalesce(units: Iterable[Sequence[Any]], locate: Callable[[Any], Item]) -> list[CoalescedRead]:
-    """Join small units that are next to each other in a file.
+    """Return the units of items that must be read together as groups, with small units next to each other joined.
 
     Args:
-        units: Items that must be read together; units of one item sorted by their places.
+        units: The units; those of one item are sorted by their locations.
         locate: Returns where an item's archive is.
-
-    Returns:
-        The groups, in the order of the units.
     """
     found: list[CoalescedRead] = []
-    items: list[Any] = []
-    name, first, last = "", 0, 0
+    last: CoalescedRead | None = None
     for unit in units:
         file, start, length = locate(unit[0])
-        if len(unit) > 1 or length > SMALL_ITEM:
-            found.append(CoalescedRead(list(unit), file, start, start, small=False))
-            continue
-        if items and (file != name or not 0 <= start - last <= _GAP or start + length - first > BLOCK_BYTES):
-            found.append(CoalescedRead(items, name, first, last, small=True))
-            items = []
-        if not items:
-            items, name, first = [], file, start
-        items.append(unit[0])
-        last = start + length
-    if items:
-        found.append(CoalescedRead(items, name, first, last, small=True))
+        small = len(unit) == 1 and length <= SMALL_ITEM
+        joins = small and last is not None and last.small and last.file == file and 0 <= start - last.stop <= _GAP
+        if last is not None and joins and start + length - last.start <= BLOCK_BYTES:
+            last.items.append(unit[0])
+            last.stop = start + length
+        else:
+            last = CoalescedRead(list(unit), file, start, start + length, small)
+            found.append(last)
     return found
 
 
@@ -93,9 +86,7 @@ class ReadAhead:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         block_pool.release(self._block)
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:
@@ -105,31 +96,25 @@ class ReadAhead:
             return bytes(self._data[place : place + nbytes])
         return self._reader.read_range(name, offset, nbytes, what)
 
-    def copy(self, item: Item, shape: tuple[int, ...], target: torch.Tensor) -> bool:
-        """Copy an archive's payload into a tensor, without parsing the archive.
+    def copy(self, region: Region) -> bool:
+        """Copy the stored tensor into a region's target, without parsing the archive.
 
         Args:
-            item: The archive.
-            shape: The shape of its tensor, by the index.
-            target: The tensor to fill: contiguous, of the stored dtype, on the CPU.
+            region: An entire chunk; its target is contiguous, of the stored dtype, on the CPU.
 
         Returns:
             Whether it was copied; False if the archive is not, byte for byte, as we write it.
         """
-        ours = build_own_archive(target.dtype, shape, item.length)
+        item, target = region.chunk.item, region.target
+        ours = build_own_archive(target.dtype, region.chunk.box.shape, item.length)
         if ours is None:
             return False
         head, tail, _ = ours
         first = item.offset - self._start
-        payload = first + len(head)
-        end = first + item.length
-        nbytes = target.nbytes
+        payload, end, nbytes = first + len(head), first + item.length, target.nbytes
         if end > len(self._data) or payload + nbytes + len(tail) != end:
             return False
         if self._data[first:payload] != head or self._data[payload + nbytes : end] != tail:
             return False
         ctypes.memmove(target.data_ptr(), self._address + payload, nbytes)
         return True
-
-
-__all__ = ["CoalescedRead", "ReadAhead", "coalesce"]

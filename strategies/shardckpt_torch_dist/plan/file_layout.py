@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from shardckpt.planning import assign_holders
+from shardckpt.archive import ARCHIVE_ALIGN, make_frame
+from shardckpt.planning import assign_holders, make_column, make_matrix
+from shardckpt.storage import Column, PackedShards, pack_columns
 from shardckpt.tensors import page_offset
-from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, make_frame
-from shardckpt_torch_dist.dialects import Item
+from shardckpt_torch_dist.plan.global_plan import LocalPlan
 from shardckpt_torch_dist.plan.write_plan import FilePlan, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
     from shardckpt_torch_dist.plan.items import LocalItems
 
 
-class FileLayout(NamedTuple):
-    """A rank's files, and where its items are in them.
-
-    Attributes:
-        work: The write plan.
-        files: The names of the files.
-        boxes: (number of the file, start, length) of each box, in bytes.
-        objects: The item of each object, by unique key.
-    """
-
-    work: WritePlan
-    files: list[str]
-    boxes: list[tuple[int, int, int]]
-    objects: dict[str, Item]
-
-
-def lay_out(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: int, hint: str | None) -> FileLayout:
+def lay_out(
+    items: LocalItems, archives: Mapping[str, bytes], rank: int, count: int, hint: str | None
+) -> tuple[WritePlan, LocalPlan]:
     """Assign the items to files by bytes, and give each a position.
 
     Args:
@@ -47,56 +31,60 @@ def lay_out(items: LocalItems, archives: Mapping[str, bytes], rank: int, count: 
         hint: Items whose keys begin with it go to ``count`` separate files, whose names begin with it; None for none.
 
     Returns:
-        The files, and the position of each item.
+        What the rank writes, and the same as the main rank needs it.
     """
     keys = [items.keys[number] for number in items.boxes.spec]
-    names = [*keys, *archives]
-    sizes = [*map(_nbytes, items.tensors), *(0 for _ in archives)]  # objects count as 0: only tensors are balanced
-    chosen = [""] * len(names)
-    for prefix, numbers in _group_by_hint(names, hint):
-        files = [f"{prefix}__{rank}_{n}.distcp" for n in range(count)]
-        bins = assign_holders([tuple(range(count))] * len(numbers), [sizes[n] for n in numbers]) if count > 1 else None
-        for number, bucket in zip(numbers, bins or itertools.repeat(0), strict=False):
-            chosen[number] = files[bucket]
-    work = WritePlan([], items.tensors, keys, [], archives)
-    layout = FileLayout(work, list(dict.fromkeys(chosen)), [], {})
-    by_name = {name: FilePlan(name) for name in layout.files}
-    work.files.extend(by_name.values())
-    ends = dict.fromkeys(by_name, 0)
-    for (key, archive), file in zip(archives.items(), chosen[len(keys) :], strict=True):
-        by_name[file].objects.append(key)
-        layout.objects[key] = Item(file, ends[file], len(archive))
-        ends[file] += padded_length(len(archive))
-    numbered = {name: number for number, name in enumerate(layout.files)}
-    for number, (tensor, file) in enumerate(zip(items.tensors, chosen, strict=False)):
-        start = ends[file]
+    sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in items.tensors]
+    # Objects count as 0: only tensors are balanced.
+    chosen = _choose_files([*keys, *archives], [*sizes, *(0 for _ in archives)], rank, count, hint)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(chosen))}
+    files = [FilePlan(name) for name in numbers]
+    lengths: list[int] = []
+    boxes: list[tuple[int, int, int]] = []
+    objects: list[tuple[int, int, int]] = []
+    for (key, archive), name in zip(archives.items(), chosen[len(keys) :], strict=True):
+        file = files[numbers[name]]
+        file.objects.append(key)
+        objects.append((numbers[name], file.nbytes, len(archive)))
+        file.nbytes += padded_length(len(archive))
+    for position, (tensor, name) in enumerate(zip(items.tensors, chosen, strict=False)):
+        file = files[numbers[name]]
         # The padding in the head depends on the position, so an archive is sized only once its start is known.
-        head, tail = make_frame(tensor.dtype, tuple(tensor.shape), start, page_offset(tensor))
-        length = len(head) + sizes[number] + len(tail)
-        work.lengths.append(length)
-        by_name[file].tensors.append(number)
-        layout.boxes.append((numbered[file], start, length))
-        ends[file] = start + padded_length(length)
-    for name, nbytes in ends.items():
-        by_name[name].nbytes = nbytes
-    return layout
+        head, tail = make_frame(tensor.dtype, tuple(tensor.shape), file.nbytes, page_offset(tensor))
+        lengths.append(len(head) + sizes[position] + len(tail))
+        file.tensors.append(position)
+        boxes.append((numbers[name], file.nbytes, lengths[-1]))
+        file.nbytes += padded_length(lengths[-1])
+
+    locations: dict[str, Column] = {
+        "files": list(numbers),
+        "boxes": make_matrix(boxes, 3, 0),
+        "objects": make_matrix(objects, 3, 0),
+    }
+    if items.other_keys:
+        order = {key: number for number, key in enumerate(archives)}
+        pairs = [(order[key], other) for key, others in items.other_keys.items() for other in others]
+        locations["listed"] = [other for _, other in pairs]
+        locations["listed_objects"] = make_column([number for number, _ in pairs])
+    stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), items.objects)
+    write_plan = WritePlan(files, items.tensors, keys, lengths, archives, stored=stored)
+    return write_plan, LocalPlan(stored, pack_columns(locations))
+
+
+def _choose_files(names: Sequence[str], sizes: Sequence[int], rank: int, count: int, hint: str | None) -> list[str]:
+    """Return the name of the file that each item goes to."""
+    chosen = [""] * len(names)
+    hinted = [number for number, name in enumerate(names) if hint and name.startswith(hint)]
+    for prefix, numbers in ((hint, hinted), ("", sorted(set(range(len(names))).difference(hinted)))):
+        files = [f"{prefix}__{rank}_{number}.distcp" for number in range(count)]
+        bins = [0] * len(numbers)
+        if count > 1:
+            bins = assign_holders([tuple(range(count))] * len(numbers), [sizes[number] for number in numbers])
+        for number, bucket in zip(numbers, bins, strict=True):
+            chosen[number] = files[bucket]
+    return chosen
 
 
 def padded_length(length: int) -> int:
     """Return the length of an archive in bytes, rounded up to where the next one begins."""
     return length + -length % ARCHIVE_ALIGN
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def _group_by_hint(names: Sequence[str], hint: str | None) -> list[tuple[str, list[int]]]:
-    """Return the prefixes of file names, each with the numbers of the items that go to such files."""
-    if not hint:
-        return [("", list(range(len(names))))]
-    hinted = [number for number, name in enumerate(names) if name.startswith(hint)]
-    return [(hint, hinted), ("", sorted(set(range(len(names))).difference(hinted)))]
-
-
-__all__ = ["FileLayout", "lay_out", "padded_length"]

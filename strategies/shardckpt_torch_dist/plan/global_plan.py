@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shardckpt.errors import ShardingError, listed
-from shardckpt.planning import Table, concat_tables, find_untiled, make_column, make_matrix
-from shardckpt.storage import Column, Columns, PackedShards, pack
+from shardckpt.planning import Table, concat_tables, find_untiled, make_column
+from shardckpt.storage import Columns
 from shardckpt_torch_dist.dialects import Chunks, Item, StoredIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardckpt.planning import Ints
-    from shardckpt_torch_dist.plan.file_layout import FileLayout
-    from shardckpt_torch_dist.plan.items import LocalItems
+    from shardckpt.storage import PackedShards
 
 
 class LocalPlan(NamedTuple):
@@ -24,28 +24,22 @@ class LocalPlan(NamedTuple):
 
     Attributes:
         stored: The boxes and objects.
-        places: Packed columns: the names of the files, and the position of each box and object.
+        locations: Packed columns: ``files``, their names; ``boxes`` and ``objects``, the location of each archive:
+            number of the file, start and length in bytes; ``listed``, keys of objects that are not listed by their
+            unique key, and ``listed_objects``, the number of the object for each.
     """
 
     stored: PackedShards
-    places: bytes
+    locations: bytes
 
 
-def pack_plan(items: LocalItems, layout: FileLayout) -> LocalPlan:
-    """Return the plan that a rank sends to the main rank.
+class _GlobalTensor(NamedTuple):
+    """A tensor of the checkpoint: its number in the index, and what the first rank that stores a part says of it."""
 
-    Args:
-        items: The rank's items.
-        layout: Their positions in the rank's files.
-    """
-    numbers = {name: number for number, name in enumerate(layout.files)}
-    places: dict[str, Column] = {
-        "files": layout.files,
-        "places": make_matrix(layout.boxes, 3, 0),
-        "object_places": make_matrix([(numbers[file], *place) for file, *place in layout.objects.values()], 3, 0),
-    }
-    stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), layout.objects)
-    return LocalPlan(stored, pack(places))
+    number: int
+    dtype: torch.dtype
+    shape: Ints
+    rank: int
 
 
 def merge_plans(plans: Iterable[LocalPlan]) -> StoredIndex:
@@ -58,88 +52,88 @@ def merge_plans(plans: Iterable[LocalPlan]) -> StoredIndex:
         The index of what all ranks store.
 
     Raises:
-        ShardingError: Ranks disagree on a tensor, or its boxes do not fill it exactly.
+        ShardingError: Ranks disagree on a tensor, its boxes do not fill it exactly, or an object has its key.
     """
-    merge = _Merge()
+    tensors: dict[str, _GlobalTensor] = {}
+    numbers_by_specs: dict[bytes, torch.Tensor] = {}
+    files: list[str] = []
+    objects: dict[str, Item] = {}
+    tables: list[Table] = []
+    locations: list[torch.Tensor] = []
     for rank, plan in enumerate(plans):
-        merge.add(rank, plan)
-    return merge.index()
-
-
-class _Merge:
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._first_rank: list[int] = []
-        self._dtypes: list[torch.dtype] = []
-        self._shapes: list[Ints] = []
-        self._numbers_by_specs: dict[bytes, torch.Tensor] = {}
-        self._files: list[str] = []
-        self._objects: dict[str, Item] = {}
-        self._tables: list[Table] = []
-        self._places: list[torch.Tensor] = []
-
-    def add(self, rank: int, plan: LocalPlan) -> None:
-        """Add a rank's plan."""
-        specs = plan.stored.specs
-        table, keys = plan.stored.rows()
+        specs, (table, object_keys) = plan.stored.specs, plan.stored.rows()
         # Many ranks store parts of the same tensors, and send the same bytes: each of these is unpacked once.
-        if specs not in self._numbers_by_specs:
-            self._numbers_by_specs[specs] = self._number_tensors(rank, Columns(specs, f"the plan of rank {rank}"))
-        rows = Columns(plan.places, f"the plan of rank {rank}")
-        files = rows.texts("files")
-        objects = zip(keys, rows.integers("object_places").tolist(), strict=True)
-        for key, (file, start, length) in objects:
-            self._objects.setdefault(key, Item(files[file], start, length))  # the lowest rank's counts
-        places = rows.integers("places")
-        places[:, 0] += len(self._files)
-        self._files += files
-        self._places.append(places)
-        self._tables.append(table._replace(spec=self._numbers_by_specs[specs][table.spec]))
+        if specs not in numbers_by_specs:
+            numbers_by_specs[specs] = _number_tensors(tensors, rank, Columns(specs, f"the plan of rank {rank}"))
+        columns = Columns(plan.locations, f"the plan of rank {rank}")
+        names = columns.texts("files")
+        items = [Item(names[file], start, length) for file, start, length in columns.integers("objects").tolist()]
+        for key, number in _list_keys(object_keys, columns):
+            objects.setdefault(key, items[number])
+        boxes = columns.integers("boxes")
+        boxes[:, 0] += len(files)  # ranks number their own files from 0
+        files += names
+        locations.append(boxes)
+        tables.append(table._replace(spec=numbers_by_specs[specs][table.spec]))
 
-    def index(self) -> StoredIndex:
-        """Return the index of all plans that were added."""
-        table, places = concat_tables(self._tables), torch.cat(self._places)
-        # Ranks in order of their numbers, so that the copy of the lowest rank is the one that stays.
-        order = _sort_distinct(table)
-        table, places = table.rows(order), places[order]
-        keys = list(self._numbers)
-        wrong = find_untiled(table, self._shapes)
-        if wrong:
-            shown = listed([repr(keys[number]) for number in wrong])
+    twice = sorted(tensors.keys() & objects.keys())
+    if twice:
+        raise ShardingError(
+            f"{listed(list(map(repr, twice)))} would be the key of a tensor and of an object: rename one"
+        )
+    table, location = concat_tables(tables), torch.cat(locations)
+    order = _sort_distinct(table)
+    table = table.rows(order)
+    file, start, length = location[order].unbind(1)
+    keys, shapes = list(tensors), [tensor.shape for tensor in tensors.values()]
+    wrong = find_untiled(table, shapes)
+    if wrong:
+        shown = listed([repr(keys[number]) for number in wrong])
+        raise ShardingError(
+            f"the shards of all ranks do not fill {len(wrong)} tensors exactly: {shown}; save with "
+            "validate_access_integrity=True to see which regions"
+        )
+    counts = torch.bincount(table.spec, minlength=len(keys))
+    bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
+    return StoredIndex(keys, [tensor.dtype for tensor in tensors.values()], shapes, bounds, chunks, files, objects)
+
+
+def _list_keys(unique_keys: list[str], columns: Columns) -> Iterable[tuple[str, int]]:
+    """Return the keys under which the objects of a rank are listed, each with the number of the object."""
+    if not columns.has("listed"):
+        return zip(unique_keys, count(), strict=False)
+    listed = list(zip(columns.texts("listed"), columns.integers("listed_objects").tolist(), strict=True))
+    others = {number for _, number in listed}
+    return [*((key, number) for number, key in enumerate(unique_keys) if number not in others), *listed]
+
+
+def _number_tensors(tensors: dict[str, _GlobalTensor], rank: int, specs: Columns) -> torch.Tensor:
+    """Return the numbers of a rank's tensors in the index; new tensors are added."""
+    numbers = []
+    for key, name, axes, padded in zip(
+        specs.texts("keys"),
+        specs.texts("dtypes"),
+        specs.integers("axes").tolist(),
+        specs.integers("shapes").tolist(),
+        strict=True,
+    ):
+        mine = _GlobalTensor(len(tensors), getattr(torch, name), tuple(padded[:axes]), rank)
+        first = tensors.setdefault(key, mine)
+        if (mine.dtype, mine.shape) != (first.dtype, first.shape):
             raise ShardingError(
-                f"the shards of all ranks do not fill {len(wrong)} tensors exactly: {shown}; save with "
-                "validate_access_integrity=True to see which regions"
+                f"tensor {key!r}: ranks disagree on it: {first.dtype} {first.shape} on rank {first.rank}, "
+                f"{mine.dtype} {mine.shape} on rank {rank}"
             )
-        counts = torch.bincount(table.spec, minlength=len(keys))
-        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        file, start, length = places.unbind(1)
-        chunks = Chunks(table, file, start, length, torch.zeros_like(file), table.volume())
-        return StoredIndex(keys, self._dtypes, self._shapes, bounds, chunks, self._files, self._objects)
-
-    def _number_tensors(self, rank: int, specs: Columns) -> torch.Tensor:
-        """Return the numbers in the index of a rank's tensors; new tensors are added."""
-        shapes = specs.integers("shapes").tolist()
-        numbers = []
-        for key, name, axes, padded in zip(
-            specs.texts("keys"), specs.texts("dtypes"), specs.integers("axes").tolist(), shapes, strict=True
-        ):
-            dtype, shape = getattr(torch, name), tuple(padded[:axes])
-            number = self._numbers.setdefault(key, len(self._numbers))
-            if number == len(self._dtypes):
-                self._dtypes.append(dtype)
-                self._shapes.append(shape)
-                self._first_rank.append(rank)
-            elif (dtype, shape) != (self._dtypes[number], self._shapes[number]):
-                raise ShardingError(
-                    f"tensor {key!r}: ranks disagree on it: {self._dtypes[number]} {self._shapes[number]} on rank "
-                    f"{self._first_rank[number]}, {dtype} {shape} on rank {rank}"
-                )
-            numbers.append(number)
-        return make_column(numbers)
+        numbers.append(first.number)
+    return make_column(numbers)
 
 
 def _sort_distinct(table: Table) -> torch.Tensor:
-    """Return the rows sorted by tensor, without those whose offset an earlier row of the tensor has."""
+    """Return the rows sorted by tensor, without those whose offset an earlier row of the tensor has.
+
+    Rows come in the order of the ranks, and the sorts are stable: the lowest rank's copy is the one that stays.
+    """
     order = table.spec.argsort(stable=True)
     corners = Table(table.spec, table.offset, torch.zeros_like(table.extent))
     hashes, by_hash = corners.hashes().sort(stable=True)
@@ -150,6 +144,3 @@ def _sort_distinct(table: Table) -> torch.Tensor:
     keep = torch.ones_like(table.spec, dtype=torch.bool)
     keep[second[same]] = False
     return order[keep[order]]
-
-
-__all__ = ["LocalPlan", "merge_plans", "pack_plan"]

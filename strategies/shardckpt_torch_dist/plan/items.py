@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shardckpt.archive import encode_object
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning import Boxes, part_view, shard_parts
-from shardckpt_torch_dist.archive import check_loadable, make_archive
 from shardckpt_torch_dist.dialects import COMMON_KEY
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class LocalItems:
         tensors: The values of each box.
         sources: Where each of these comes from.
         objects: The positions of the ShardedObjects among the rank's shards, by unique key.
+        other_keys: The keys under which an object is listed, by unique key; others are listed by their unique key.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -45,20 +46,26 @@ class LocalItems:
     tensors: list[torch.Tensor] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     objects: dict[str, int] = field(default_factory=dict)
+    other_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def add_object(self, shard: ShardedObject, position: int) -> None:
+        """Add an object, by its position among the shards; raise ShardingError if the common state has its name."""
+        if shard.unique_key == COMMON_KEY:
+            raise ShardingError(f"object {shard.key!r}: the common state has that name; use another key")
+        self.objects[shard.unique_key] = position
+        if isinstance(shard, PlainObject) and shard.keys:
+            self.other_keys[shard.unique_key] = shard.keys
 
 
 def pickle_objects(
     objects: Mapping[str, int], shards: Sequence[ShardedBase], allow_globals: Iterable[Any]
 ) -> dict[str, bytes]:
-    """Pickle the objects of a rank.
+    """Return the archives of a rank's objects, by unique key.
 
     Args:
         objects: The positions of the objects among the shards, by unique key.
         shards: The rank's shards.
         allow_globals: Classes and functions that the objects may name, in addition to the plain ones.
-
-    Returns:
-        The archives, by unique key.
 
     Raises:
         ShardingError: An object cannot be pickled.
@@ -66,31 +73,22 @@ def pickle_objects(
     """
     found = {}
     for key, number in objects.items():
-        what = f"object {key!r}"
-        archive = make_archive([shards[number].data], what)  # Megatron stores a list of the objects that share the key
-        check_loadable(archive, what, allow_globals)
-        found[key] = archive.getvalue()
+        found[key] = encode_object(get_stored_value(shards[number]), f"object {key!r}", allow_globals)
     return found
 
 
-def view_tensors(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the values of each box.
+def get_stored_value(shard: Any) -> Any:
+    """Return what the archive of a ShardedObject has: as in Megatron a list of it, but of a PlainObject its value."""
+    return shard.data if isinstance(shard, PlainObject) else [shard.data]
 
-    Args:
-        sources: Where the values come from.
-        shards: Shards with the same metadata as those that the sources were made from.
-    """
+
+def view_tensors(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
+    """Return a view of the values of each box, for shards with the same metadata as when the sources were made."""
     return [shards[n].data.detach() if part is None else part_view(shards[n], part) for n, part in sources]
 
 
 def collect_items(shards: Sequence[ShardedBase]) -> LocalItems:
-    """Collect the items of the main replicas among the shards.
-
-    Args:
-        shards: The rank's shards.
-
-    Returns:
-        The items; their tensors are views, not copies.
+    """Return the items of the main replicas among a rank's shards; their tensors are views, not copies.
 
     Raises:
         ShardingError: A tensor has no data, or an object has the name of the common state.
@@ -101,32 +99,22 @@ def collect_items(shards: Sequence[ShardedBase]) -> LocalItems:
         if not is_main_replica(shard.replica_id):
             continue
         if isinstance(shard, ShardedTensor):
-            _add_tensor(position, shard, items, numbers)
+            if shard.data is None:
+                raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
+            shape = tuple(shard.global_shape)
+            number = numbers.setdefault((shard.key, shard.dtype, shape), len(numbers))
+            if number == len(items.keys):
+                items.keys.append(shard.key)
+                items.dtypes.append(shard.dtype)
+                items.shapes.append(shape)
+            for part in shard_parts(shard):
+                # An empty box is stored only of an empty tensor: its shape and dtype would be lost without a box.
+                if 0 not in part.box.shape or 0 in shape:
+                    items.boxes.add(number, *part.box)
+                    items.tensors.append(part_view(shard, part))
+                    items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
         elif isinstance(shard, ShardedObject):
-            if shard.unique_key == COMMON_KEY:
-                raise ShardingError(f"object {shard.key!r}: the common state has that name; use another key")
-            items.objects[shard.unique_key] = position
+            items.add_object(shard, position)
         else:
             raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
     return items
-
-
-def _add_tensor(
-    position: int, shard: ShardedTensor, items: LocalItems, numbers: dict[tuple[str, torch.dtype, Ints], int]
-) -> None:
-    if shard.data is None:
-        raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
-    shape = tuple(shard.global_shape)
-    number = numbers.setdefault((shard.key, shard.dtype, shape), len(numbers))
-    if number == len(items.keys):
-        items.keys.append(shard.key)
-        items.dtypes.append(shard.dtype)
-        items.shapes.append(shape)
-    for part in shard_parts(shard):
-        if 0 not in part.box.shape or 0 in shape:
-            items.boxes.add(number, *part.box)
-            items.tensors.append(part_view(shard, part))
-            items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
-
-
-__all__ = ["LocalItems", "collect_items", "pickle_objects", "view_tensors"]

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.tensors import is_quantized, synchronize_devices
+from shardckpt_torch_dist.dialects import to_dcp_tensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner, check_cast
 from shardckpt_torch_dist.plan.reads import ItemReader
 from shardckpt_torch_dist.plan.requested import RequestedTensors
@@ -26,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import ShardedBase
     from shardckpt.storage import CheckpointReader
-    from shardckpt_torch_dist.dialects import StoredIndex, StoredTensor
+    from shardckpt_torch_dist.dialects import StoredIndex
 
 
 class LoadPlan:
@@ -64,7 +58,11 @@ class LoadPlan:
         self._planner = ShardedLoadPlanner(  # the engine has checked the casts already
             flatten_state_dict=False, allow_globals=allow_globals, allow_dtype_cast=True
         )
-        self._others = self._plan_items(others) if others else None
+        self._others: ItemPlan | None = None
+        if others:
+            leaves = {str(number): shard for number, shard in enumerate(others)}
+            self._planner.set_up_planner(leaves, _build_metadata(others, index))
+            self._others = self._planner.create_local_plan()
 
     def read(self) -> None:
         """Read everything into the destinations."""
@@ -76,11 +74,6 @@ class LoadPlan:
             self._planner.finish_plan(self._others)
             units += self._planner.units(sorted(self._others.items, key=items.locate))
         items.read(units)
-
-    def _plan_items(self, shards: Sequence[ShardedBase]) -> ItemPlan:
-        leaves = {str(number): shard for number, shard in enumerate(shards)}
-        self._planner.set_up_planner(leaves, _dcp_metadata(shards, self._index))
-        return self._planner.create_local_plan()
 
 
 def _is_simple(shard: ShardedTensor, index: StoredIndex) -> bool:
@@ -96,29 +89,13 @@ def _is_simple(shard: ShardedTensor, index: StoredIndex) -> bool:
     return index.shapes[number] == tuple(shard.global_shape)
 
 
-def _dcp_metadata(shards: Iterable[ShardedBase], index: StoredIndex) -> Metadata:
+def _build_metadata(shards: Iterable[ShardedBase], index: StoredIndex) -> Metadata:
     """Return what is stored of the shards as DCP metadata, without storage locations."""
     found: dict[str, Any] = {}
     for shard in shards:
         if isinstance(shard, ShardedTensor) and shard.key in index.numbers:
-            found[shard.key] = to_dcp_tensor(index.tensor(index.numbers[shard.key]))
+            tensor = index.tensor(index.numbers[shard.key])
+            found[shard.key] = to_dcp_tensor(tensor.dtype, tensor.shape, tensor.boxes())
         elif isinstance(shard, ShardedObject) and shard.unique_key in index.objects:
             found[shard.unique_key] = BytesStorageMetadata()
     return Metadata(state_dict_metadata=found)
-
-
-def to_dcp_tensor(tensor: StoredTensor) -> TensorStorageMetadata:
-    """Return the DCP metadata of a stored tensor.
-
-    Args:
-        tensor: The tensor.
-
-    Returns:
-        Its true global shape, its dtype, and its chunks.
-    """
-    boxes = (chunk.box for chunk in tensor.chunks.values())
-    chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
-
-
-__all__ = ["LoadPlan", "to_dcp_tensor"]

@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
+from shardckpt.archive import decode_object
 from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError
+from shardckpt.mapping import PlainObject
 from shardckpt.planning import (
     Box,
     BoxFinder,
-    FlatPart,
     check_dtypes,
     check_shapes,
     find_hole,
@@ -26,14 +27,12 @@ from shardckpt.planning import (
 )
 from shardckpt.state_dict import map_reduce
 from shardckpt.tensors import is_quantized, movable
-from shardckpt_torch_dist.archive import load_bytes
 from shardckpt_torch_dist.plan.split import set_rest_value, split_shards
 from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_no_partial_overlap
 
 if TYPE_CHECKING:
     import io
     from collections.abc import Iterable
-    from typing import TypeGuard
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -83,7 +82,8 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Split the state dict; see :class:`torch.distributed.checkpoint.LoadPlanner`."""
         self._tensors, objects, rest = split_shards(state_dict)
-        self._objects = map_reduce(objects, lambda shard: shard.unique_key, lambda shard: shard, list)
+        wanted = [shard for shard in objects if not isinstance(shard, PlainObject)]  # those are for other readers
+        self._objects = map_reduce(wanted, lambda shard: shard.unique_key, lambda shard: shard, list)
         self._stored = metadata.state_dict_metadata if metadata is not None else {}
         super().set_up_planner(rest, metadata, is_coordinator)
         self._caller = state_dict
@@ -106,7 +106,9 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         plan = super().create_local_plan()
         finders: dict[str, BoxFinder] = {}
         items = [item for shard in self._tensors for item in self._tensor_items(shard, finders)]
-        items.extend(map(_object_item, sorted(self._objects)))
+        zero = torch.Size((0,))
+        objects = map(MetadataIndex, sorted(self._objects))
+        items += [ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero) for index in objects]
         check_no_partial_overlap(shard for shard in self._tensors if is_quantized(shard.data))
         return dataclasses.replace(plan, items=[*items, *plan.items])
 
@@ -126,10 +128,6 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             units.setdefault(self._staged_of(item) or number, []).append(item)
         return list(units.values())
 
-    def plain_tensors(self) -> int:
-        """Return how many plain tensors are allocated now for quantized destinations."""
-        return sum(staged.is_open() for staged in self._staged)
-
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Zero the destinations that the checkpoint may not cover.
 
@@ -142,7 +140,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
             The plan to read.
         """
         for target in self._to_zero:
-            _fill_zeros(target)
+            movable(target).zero_()  # torch has no kernel for packed dtypes, but their zeros are zero bytes
         for staged in self._staged:
             staged.zero_if_empty()
         return super().finish_plan(new_plan)
@@ -151,7 +149,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         """Put an object into the ShardedObjects of its key, or into its place in the caller's state dict."""
         key = read_item.dest_index.fqn
         shards = self._objects.get(key)
-        loaded = load_bytes(value.getvalue(), f"object {key!r}", self._allow_globals)
+        loaded = decode_object(value.getvalue(), f"object {key!r}", self._allow_globals)
         if not shards:
             set_rest_value(self._caller, self.mappings.get(key, (key,)), loaded)
             return
@@ -160,10 +158,10 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the view that an item fills: of the destination, or of the plain tensor for a quantized one."""
-        if not self._is_ours(read_item):
+        if not isinstance(read_item.dest_index, _Target):
             return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
         planned = self._targets[read_item.dest_index.index or 0]
-        target = planned.view() if isinstance(planned, StagedPart) else planned
+        target = planned.staged.view(planned.part) if isinstance(planned, StagedPart) else planned
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(axis, start, length)
         return target
@@ -176,18 +174,9 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         else:
             super().commit_tensor(read_item, tensor)
 
-    def _is_staged(self, data: torch.Tensor | None, key: str) -> TypeGuard[torch.Tensor]:
-        """Return whether a plain tensor is needed: torch loses signs when it casts into a negated view, for example."""
-        if data is None or is_quantized(data):
-            return data is not None
-        return data.is_neg() and data.dtype != self._stored[key].properties.dtype
-
     def _staged_of(self, item: ReadItem) -> StagedDestination | None:
-        target = self._targets[item.dest_index.index or 0] if self._is_ours(item) else None
+        target = self._targets[item.dest_index.index or 0] if isinstance(item.dest_index, _Target) else None
         return target.staged if isinstance(target, StagedPart) else None
-
-    def _is_ours(self, read_item: ReadItem) -> bool:
-        return isinstance(read_item.dest_index, _Target)
 
     def _check(self) -> None:
         """Raise one error with all keys that are missing, or whose global shape or dtype does not match."""
@@ -218,50 +207,38 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                 if [common for _, common in touched] != [part.box]:
                     _check_no_hole(shard.key, part.box, [common for _, common in touched])
         shard.init_data("cpu")  # only now: the checkpoint has all its elements
-        if self._is_staged(shard.data, shard.key):
-            self._staged.append(StagedDestination(shard, shard.data, sum(map(len, found.values()))))
+        staged = None
+        if shard.data is not None and _needs_staging(shard.data, self._stored[shard.key].properties.dtype):
+            staged = StagedDestination(shard, shard.data, sum(map(len, found.values())))
+            self._staged.append(staged)
         for part, touched in found.items():
-            yield from self._part_items(shard, part, finder, touched)
-
-    def _part_items(
-        self, shard: ShardedTensor, part: FlatPart, finder: BoxFinder, found: list[tuple[int, Box]]
-    ) -> Iterable[ReadItem]:
-        number = len(self._targets)
-        if self._is_staged(shard.data, shard.key):
-            self._targets.append(StagedPart(self._staged[-1], part))
-        else:
-            self._targets.append(view := part_view(shard, part))
-            if shard.allow_shape_mismatch:
-                self._to_zero.append(view)
-        for chunk, common in found:
-            stored = finder.box(chunk)
-            yield _tensor_item(_Target(shard.key, torch.Size(part.box.offset), number), part.box, stored, common)
-
-
-def _fill_zeros(target: torch.Tensor) -> None:
-    """Fill with zeros, also packed dtypes: torch has no kernel for these, but their zeros are zero bytes."""
-    movable(target).zero_()
+            target = _Target(shard.key, torch.Size(part.box.offset), len(self._targets))
+            self._targets.append(part_view(shard, part) if staged is None else StagedPart(staged, part))
+            if staged is None and shard.allow_shape_mismatch:
+                self._to_zero.append(part_view(shard, part))
+            for chunk, common in touched:
+                stored = finder.box(chunk)
+                yield ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=target,
+                    dest_offsets=_relative(common, part.box),
+                    storage_index=MetadataIndex(shard.key, torch.Size(stored.offset)),
+                    storage_offsets=_relative(common, stored),
+                    lengths=torch.Size(common.shape),
+                )
 
 
 class _Target(MetadataIndex):
     """Marks an item as one of ours; its ``index`` is the destination's number."""
 
-
-def _tensor_item(target: MetadataIndex, requested: Box, stored: Box, common: Box) -> ReadItem:
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=target,
-        dest_offsets=_relative(common, requested),
-        storage_index=MetadataIndex(target.fqn, torch.Size(stored.offset)),
-        storage_offsets=_relative(common, stored),
-        lengths=torch.Size(common.shape),
-    )
+    # DCP sends plans to the coordinator and back, so an item can only name its destination, not hold it.
 
 
-def _object_item(key: str) -> ReadItem:
-    zero = torch.Size((0,))
-    index = MetadataIndex(key)
-    return ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)
+def _needs_staging(destination: torch.Tensor, stored: torch.dtype) -> bool:
+    """Return whether values must go through a plain tensor."""
+    if is_quantized(destination):
+        return True
+    return destination.is_neg() and destination.dtype != stored  # torch loses signs in a cast into a negated view
 
 
 def _relative(inner: Box, outer: Box) -> torch.Size:
@@ -304,6 +281,3 @@ def _check_no_hole(key: str, requested: Box, found: list[Box]) -> None:
         raise CorruptCheckpointError(
             f"{key!r}: the checkpoint does not hold its elements {hole.moved(requested.offset)}: the save lost them"
         )
-
-
-__all__ = ["ShardedLoadPlanner", "check_cast"]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.tensors import is_ordinary, synchronize_devices
 from shardckpt_torch_dist.plan.coalesced_reads import ReadAhead, coalesce
-from shardckpt_torch_dist.plan.regions import read_chunk, read_object
+from shardckpt_torch_dist.plan.regions import read_chunk
 from shardckpt_torch_dist.plan.requested import Region
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
     from shardckpt.storage import CheckpointReader
-    from shardckpt_torch_dist.dialects import Item, StoredIndex, StoredTensor
+    from shardckpt_torch_dist.dialects import Chunk, Item, StoredIndex
     from shardckpt_torch_dist.plan.coalesced_reads import CoalescedRead
 
 
@@ -58,7 +59,7 @@ class ItemReader:
         """
         self._reader.map(self._read_group, coalesce(units, self.locate), self._nbytes)
 
-    def read_in_order(self, items: Sequence[Any]) -> None:
+    def read_in_order(self, items: Sequence[ReadItem]) -> None:
         """Read items one after the other, all in this thread."""
         for group in coalesce([(item,) for item in items], self.locate):
             self._read_group(group)
@@ -69,16 +70,27 @@ class ItemReader:
             return item.chunk.item
         if item.type == LoadItemType.BYTE_IO:
             return self._index.archive(item.storage_index.fqn)
-        return self._stored(item).chunks[tuple(item.storage_index.offset or ())].item
+        return self.find_chunk(item).item
+
+    def find_chunk(self, item: ReadItem) -> Chunk:
+        """Return the chunk that a tensor item is read from.
+
+        Raises:
+            CorruptCheckpointError: It is not stored.
+        """
+        key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+        chunk = self._index.tensor(self._index.numbers[key]).chunks.get(offset)
+        if chunk is None:
+            raise CorruptCheckpointError(
+                f"tensor {key!r}: its chunk at {offset} is listed but not stored: the save lost it"
+            )
+        return chunk
 
     def _nbytes(self, group: CoalescedRead) -> int:
         """Return the bytes to read for a group; small items count as 0: they cost Python's time, not the disk's."""
         if group.small:
             return 0
         return sum(item.target.nbytes if isinstance(item, Region) else self.locate(item).length for item in group.items)
-
-    def _stored(self, item: ReadItem) -> StoredTensor:
-        return self._index.tensor(self._index.numbers[item.storage_index.fqn])
 
     def _read_group(self, group: CoalescedRead) -> None:
         if not group.small or len(group.items) == 1:
@@ -87,15 +99,13 @@ class ItemReader:
             return
         with ReadAhead(self._reader, group) as ahead:
             for item in group.items:
-                if not (isinstance(item, Region) and self._copy_entire(item, ahead)):
+                if not (isinstance(item, Region) and self._takes_bytes(item) and ahead.copy(item)):
                     self._read(item, ahead)
 
-    def _copy_entire(self, region: Region, ahead: ReadAhead) -> bool:
-        """Copy an entire chunk byte by byte, if that is possible; return whether it was."""
+    def _takes_bytes(self, region: Region) -> bool:
+        """Return whether a region's target can be filled by a copy of all bytes of the stored tensor."""
         target = region.target
-        if not region.is_entire or target.dtype != self._index.dtypes[region.number] or not is_ordinary(target):
-            return False
-        return ahead.copy(region.chunk.item, region.chunk.box.shape, target)
+        return region.is_entire and target.dtype == self._index.dtypes[region.number] and is_ordinary(target)
 
     def _read(self, item: Region | ReadItem, ahead: ReadAhead | None) -> None:
         """Read an item, from memory if it was read ahead."""
@@ -107,13 +117,12 @@ class ItemReader:
             _synchronize(item.target)
             return
         if item.type == LoadItemType.BYTE_IO:
-            archive = read_object(self._reader, self._index.archive(key), key) if archive is None else archive
+            archive = self._reader.read_range(*self.locate(item), key) if archive is None else archive
             self._planner.load_bytes(item, io.BytesIO(archive))
             return
-        tensor = self._stored(item)
         target = self._planner.resolve_tensor(item)
-        chunk = tensor.chunks[tuple(item.storage_index.offset or ())]
-        read_chunk(self._reader, chunk, tuple(item.storage_offsets), target, tensor.dtype, key, archive)
+        dtype, start = self._index.dtypes[self._index.numbers[key]], tuple(item.storage_offsets)
+        read_chunk(self._reader, self.find_chunk(item), start, target, dtype, key, archive)
         _synchronize(target)
         self._planner.commit_tensor(item, target)
 
@@ -122,6 +131,3 @@ def _synchronize(target: torch.Tensor) -> None:
     """Wait for copies to a device: this thread's stream is not the caller's."""
     if target.device.type != "cpu":
         synchronize_devices([target])
-
-
-__all__ = ["Destinations", "ItemReader"]

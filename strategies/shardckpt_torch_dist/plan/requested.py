@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from shardckpt.mapping import ShardedTensor
     from shardckpt.planning import Table
     from shardckpt.storage import CheckpointReader
-    from shardckpt_torch_dist.dialects import Chunk, Item, StoredIndex
+    from shardckpt_torch_dist.dialects import Chunk, StoredIndex
 
 
 class Region(NamedTuple):
@@ -69,20 +70,19 @@ class RequestedTensors:
         covered = _find_covered(requested, found, index)
         self.shards, self.others = list(shards), []
         if not bool(covered.all()):
-            self.shards = [shard for shard, good in zip(shards, covered.tolist(), strict=True) if good]
-            self.others = [shard for shard, good in zip(shards, covered.tolist(), strict=True) if not good]
-            requested, found = requested.rows(covered), _keep_covered(found, covered)
+            self.shards = list(compress(shards, covered.tolist()))
+            self.others = list(compress(shards, (~covered).tolist()))
+            kept, numbers = covered[found.wanted], covered.cumsum(0) - 1  # the boxes that stay are numbered anew
+            found = Overlaps(numbers[found.wanted[kept]], found.stored[kept], found.offset[kept], found.extent[kept])
+            requested = requested.rows(covered)
         self._found = found
         self._requested = requested.pad_axes(found.offset.shape[1])
 
     def check_sizes(self, reader: CheckpointReader) -> None:
         """Check that the files have the bytes of all tensors that the load will allocate memory for.
 
-        Args:
-            reader: The checkpoint's files.
-
         Raises:
-            CorruptCheckpointError: They do not, so that the index may claim a tensor of any size.
+            CorruptCheckpointError: They do not: a small index could claim a tensor of any size.
         """
         if all(shard.data is not None for shard in self.shards):
             return
@@ -104,7 +104,12 @@ class RequestedTensors:
         """Return the regions to read, in the order of the files; shards without data get CPU memory."""
         for shard in self.shards:
             shard.init_data("cpu")
-        views = [_view(shard) for shard in self.shards]
+        views = [
+            part_view(shard, FlatPart(unflattened_box(shard), 0))
+            if shard.data is None or shard.prepend_axis_num
+            else shard.data.detach()
+            for shard in self.shards
+        ]
         found, axes = self._found, self._requested.offset.shape[1]
         stored = self._index.chunks.box.rows(found.stored).pad_axes(axes)
         entire = (found.extent == stored.extent).all(1).tolist()
@@ -114,50 +119,26 @@ class RequestedTensors:
         extent = found.extent.tolist()
         chunks = self._index.chunks_of(found.stored, stored)
         regions = []
-        for place, (requested, number, chunk) in enumerate(
+        for row, (requested, number, chunk) in enumerate(
             zip(found.wanted.tolist(), stored.spec.tolist(), chunks, strict=True)
         ):
             target = views[requested]
             dims = target.dim()
-            if not filled[place]:
+            if not filled[row]:
                 for axis in range(dims):
-                    target = target.narrow(axis, low[place][axis], extent[place][axis])
-            stored_chunk = chunk if dims == axes else _trim_axes(chunk, dims)
-            regions.append(Region(number, stored_chunk, tuple(start[place][:dims]), target, entire[place]))
-        regions.sort(key=_location)
+                    target = target.narrow(axis, low[row][axis], extent[row][axis])
+            # Columns have as many axes as the tensor with the most.
+            trimmed = chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims])) if dims < axes else chunk
+            regions.append(Region(number, trimmed, tuple(start[row][:dims]), target, entire[row]))
+        # By file and offset: files are read from front to back, and small neighbours at once.
+        regions.sort(key=lambda region: region.chunk.item)
         return regions
 
 
-def _location(region: Region) -> Item:
-    """Return where a region is read, to sort regions by file and offset."""
-    return region.chunk.item
-
-
-def _view(shard: ShardedTensor) -> torch.Tensor:
-    """Return the shard's memory in the shape of its box."""
-    if shard.data is not None and not shard.prepend_axis_num:
-        return shard.data.detach()
-    return part_view(shard, FlatPart(unflattened_box(shard), 0))
-
-
-def _trim_axes(chunk: Chunk, dims: int) -> Chunk:
-    """Return a chunk with its own axes only: columns have as many axes as the tensor with the most."""
-    return chunk._replace(box=Box(chunk.box.offset[:dims], chunk.box.shape[:dims]))
-
-
-def _keep_covered(found: Overlaps, covered: torch.Tensor) -> Overlaps:
-    """Return the overlaps of the covered boxes, with the boxes numbered without the others."""
-    number, kept = covered.cumsum(0) - 1, covered[found.wanted]
-    return Overlaps(number[found.wanted[kept]], found.stored[kept], found.offset[kept], found.extent[kept])
-
-
 def _find_covered(requested: Table, found: Overlaps, index: StoredIndex) -> torch.Tensor:
-    """Return for each requested box whether all its elements are stored once.
+    """Return whether all elements of each requested box are stored once: bool of shape (boxes,).
 
-    That is so if one chunk has the box, or if the chunks of the tensor fill the tensor without overlapping.
-
-    Returns:
-        bool of shape (boxes,).
+    They are if one chunk has the box, or if the chunks of the tensor fill the tensor without overlapping.
     """
     volume = torch.zeros_like(requested.spec).index_add_(0, found.wanted, found.extent.prod(1))
     covered = volume == requested.volume()
@@ -170,6 +151,3 @@ def _find_covered(requested: Table, found: Overlaps, index: StoredIndex) -> torc
         wrong = find_untiled(numbered, [index.shapes[number] for number in tensors.tolist()])
         covered &= ~torch.isin(requested.spec, tensors[wrong])
     return covered
-
-
-__all__ = ["Region", "RequestedTensors"]

@@ -10,17 +10,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from shardckpt.errors import ShardingError
-from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardckpt.planning import FlatPart, part_view, shard_parts
-from shardckpt_torch_dist.archive import make_archive
-from shardckpt_torch_dist.dialects import COMMON_KEY
+from shardckpt.archive import make_archive
+from shardckpt_torch_dist.plan.items import LocalItems, collect_items, get_stored_value
 from shardckpt_torch_dist.plan.split import split_shards
 
 if TYPE_CHECKING:
     import io
 
     from torch.distributed.checkpoint.metadata import StorageMeta
+
+    from shardckpt.mapping import ShardedObject, ShardedTensor
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
@@ -39,16 +38,16 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._tensors: list[ShardedTensor] = []
-        self._objects: list[ShardedObject] = []
-        self._views: dict[MetadataIndex, tuple[ShardedTensor, FlatPart]] = {}
-        self._values: dict[MetadataIndex, ShardedObject] = {}
+        self._shards: list[ShardedTensor | ShardedObject] = []
+        #: The values of our items: a view of the tensor, or the object.
+        self._values: dict[MetadataIndex, torch.Tensor | ShardedTensor | ShardedObject] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Split the state dict; see :class:`torch.distributed.checkpoint.SavePlanner`."""
-        self._tensors, self._objects, rest = split_shards(state_dict)
+        tensors, objects, rest = split_shards(state_dict)
+        self._shards = [*tensors, *objects]
         super().set_up_planner(rest, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
@@ -57,53 +56,38 @@ class ShardedSavePlanner(DefaultSavePlanner):
         Raises:
             ShardingError: A tensor has no data, or an object has the name of the common state.
         """
-        self._views.clear()
-        self._values.clear()
         plan = super().create_local_plan()
-        items = [
-            item for shard in self._tensors if is_main_replica(shard.replica_id) for item in self._write_items(shard)
-        ]
-        for shard in self._objects:
-            if is_main_replica(shard.replica_id):
-                index = MetadataIndex(shard.unique_key)
-                if shard.unique_key == COMMON_KEY:
-                    raise ShardingError(f"object {shard.key!r}: the common state has that name; use another key")
-                self._values[index] = shard
-                items.append(WriteItem(index, WriteItemType.BYTE_IO))
+        mine = collect_items(self._shards)
+        items = [_tensor_item(mine, position) for position in range(len(mine.tensors))]
+        self._values = {item.index: tensor for item, tensor in zip(items, mine.tensors, strict=True)}
+        for key, position in mine.objects.items():
+            # DCP plans an archive for each key: an object for other readers is stored under the first of its keys
+            index = MetadataIndex(mine.other_keys.get(key, (key,))[0])
+            items.append(WriteItem(index, WriteItemType.BYTE_IO))
+            self._values[index] = self._shards[position]
         self.plan = dataclasses.replace(plan, items=[*items, *plan.items])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the values of an item: a view of the tensor, or an archive of the object."""
-        if write_item.index in self._views:
-            return part_view(*self._views[write_item.index])
-        if write_item.index in self._values:
-            return make_archive([self._values[write_item.index].data], f"object {write_item.index.fqn!r}")
-        return super().resolve_data(write_item)
-
-    def _write_items(self, shard: ShardedTensor) -> list[WriteItem]:
-        if shard.data is None:
-            raise ShardingError(f"ShardedTensor {shard.key!r} has no data to save")
-        empty = 0 in shard.global_shape
-        items = []
-        for part in shard_parts(shard):
-            if part.box.volume or empty:
-                index = MetadataIndex(shard.key, torch.Size(part.box.offset))
-                self._views[index] = (shard, part)
-                items.append(_write_item(index, shard, part))
-        return items
+        value = self._values.get(write_item.index)
+        if value is None:
+            return super().resolve_data(write_item)
+        if isinstance(value, torch.Tensor):
+            return value
+        return make_archive(get_stored_value(value), f"object {write_item.index.fqn!r}")
 
 
-def _write_item(index: MetadataIndex, shard: ShardedTensor, part: FlatPart) -> WriteItem:
+def _tensor_item(items: LocalItems, position: int) -> WriteItem:
+    """Return DCP's item for the box at a position among a rank's boxes."""
+    boxes = items.boxes
+    number, offset = boxes.spec[position], torch.Size(boxes.offsets[position])
     return WriteItem(
-        index=index,
+        index=MetadataIndex(items.keys[number], offset),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(part.box.offset), torch.Size(part.box.shape)),
-            properties=TensorProperties(dtype=shard.dtype),
-            size=torch.Size(shard.global_shape),
+            chunk=ChunkStorageMetadata(offset, torch.Size(boxes.extents[position])),
+            properties=TensorProperties(dtype=items.dtypes[number]),
+            size=torch.Size(items.shapes[number]),
         ),
     )
-
-
-__all__ = ["ShardedSavePlanner"]

@@ -13,13 +13,7 @@ if TYPE_CHECKING:
 
 
 def split_shards(state_dict: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedObject], dict[str, Any]]:
-    """Split a state dict by who plans its leaves.
-
-    Args:
-        state_dict: The state dict; factories must be applied.
-
-    Returns:
-        The ShardedTensors, the ShardedObjects, and a state dict of the rest.
+    """Return the ShardedTensors and the ShardedObjects of a state dict, and a state dict of the rest.
 
     Raises:
         ShardingError: A leaf is another kind of shard.
@@ -70,6 +64,3 @@ def _rest_indices(values: list[Any]) -> list[int]:
     """Return the indices of the items of a list that are not shards."""
     _, rest = extract_matching_values(values, lambda leaf: isinstance(leaf, ShardedBase), return_lists_as_dicts=True)
     return list(rest)
-
-
-__all__ = ["set_rest_value", "split_shards"]

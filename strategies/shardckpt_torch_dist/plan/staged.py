@@ -47,10 +47,6 @@ class StagedDestination:
                 self._plain = self._allocate()
             return part_view(dataclasses.replace(self._shard, data=self._plain), part)
 
-    def is_open(self) -> bool:
-        """Return whether the plain tensor is allocated."""
-        return self._plain is not None
-
     def commit(self) -> None:
         """Note that an item is read; after the last one, fill the destination."""
         with self._lock:
@@ -80,9 +76,13 @@ class StagedPart(NamedTuple):
     staged: StagedDestination
     part: FlatPart
 
-    def view(self) -> torch.Tensor:
-        """Return the view of the plain tensor that its items are read into."""
-        return self.staged.view(self.part)
+
+class _Span(NamedTuple):
+    """A range of memory [start, end) that holds a tensor's elements, and any bytes between them."""
+
+    device: str
+    start: int
+    end: int
 
 
 def check_no_partial_overlap(shards: Iterable[ShardedTensor]) -> None:
@@ -97,38 +97,19 @@ def check_no_partial_overlap(shards: Iterable[ShardedTensor]) -> None:
         ShardingError: Two destinations share some of their memory, but not all of it.
     """
     owned = [(shard.key, tuple(_spans(shard.data))) for shard in shards if shard.data is not None]
-    reach: _Owned | None = None  # the span, of those seen so far, that ends last
-    for found in sorted(_Owned(span, key, spans) for key, spans in owned for span in spans):
-        if reach is None or not reach.span.overlaps(found.span):
-            reach = found
-        elif found.all_spans != reach.all_spans:
+    found = sorted((span, key, all_spans) for key, all_spans in owned for span in all_spans)
+    # In the order of their starts, a span overlaps an earlier one only if it overlaps the one that ends last.
+    last: tuple[_Span, str, tuple[_Span, ...]] | None = None
+    for span, key, spans in found:
+        if last is None or last[0].device != span.device or last[0].end <= span.start:
+            last = span, key, spans
+        elif spans != last[2]:
             raise ShardingError(
-                f"{reach.key!r} and {found.key!r} would be loaded into views of one quantized tensor, whose scales "
-                "belong to both: describe the tensor as one shard, or load into plain tensors and quantize those "
-                "yourself"
+                f"{last[1]!r} and {key!r} would be loaded into views of one quantized tensor, whose scales belong to "
+                "both: describe the tensor as one shard, or load into plain tensors and quantize those yourself"
             )
-        else:
-            reach = max(reach, found, key=lambda owned: owned.span.end)
-
-
-class _Span(NamedTuple):
-    """A range of memory [start, end) that holds a tensor's elements, and any bytes between them."""
-
-    device: str
-    start: int
-    end: int
-
-    def overlaps(self, later: _Span) -> bool:
-        """Return whether a span that begins at or after this one shares memory with it."""
-        return self.device == later.device and later.start < self.end
-
-
-class _Owned(NamedTuple):
-    """A span of a destination, with the destination's key and all its spans."""
-
-    span: _Span
-    key: str
-    all_spans: tuple[_Span, ...]
+        elif span.end > last[0].end:
+            last = span, key, spans
 
 
 def _spans(tensor: torch.Tensor) -> Iterable[_Span]:
@@ -140,6 +121,3 @@ def _spans(tensor: torch.Tensor) -> Iterable[_Span]:
         reach = sum(step * (size - 1) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.data_ptr()
         yield _Span(str(tensor.device), start, start + (reach + 1) * tensor.element_size())
-
-
-__all__ = ["StagedDestination", "StagedPart", "check_no_partial_overlap"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from shardckpt.archive import ARCHIVE_ALIGN, make_frame_of_length
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.storage import SEGMENT_BYTES, SMALL_RECORD
 from shardckpt.tensors import Copier, is_ordinary, is_plain, plain_cpu, synchronize_devices, tensor_bytes
-from shardckpt_torch_dist.archive import ARCHIVE_ALIGN, make_frame_of_length
-from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, dump, encode
+from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, encode_index, encode_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,31 +43,18 @@ class FilePlan:
     nbytes: int = 0
 
 
-@dataclass(frozen=True)
-class GlobalFiles:
-    """The files that only the main rank writes: the index of what all ranks store, and the common state.
+class GlobalFiles(NamedTuple):
+    """What only the main rank writes: the index, in ``.metadata`` and our own file, and ``common.pt``.
 
     Attributes:
-        index: What all ranks store.
+        stored_index: What all ranks store.
         save_id: A name that no other save has.
         common: The archive of the common state.
     """
 
-    index: StoredIndex
+    stored_index: StoredIndex
     save_id: str
     common: bytes
-
-    def begin(self, writer: CheckpointWriter) -> list[FileWriter]:
-        """Begin to write ``.metadata``, our own index file and ``common.pt``.
-
-        Returns:
-            The files, which the caller must finish.
-        """
-        return [
-            writer.begin(METADATA_FILE, encode(self.index, self.save_id), keys=0),
-            writer.begin(INDEX_FILE, dump(self.index), keys=0),
-            writer.begin(COMMON_FILE, self.common),
-        ]
 
 
 @dataclass
@@ -93,11 +80,7 @@ class WritePlan:
     stored: PackedShards | None = None
 
     def write(self, writer: CheckpointWriter) -> None:
-        """Write all files concurrently, each item at its planned place.
-
-        Args:
-            writer: Writes the files, and records what they store.
-        """
+        """Write all files concurrently, each item at its planned position."""
         synchronize_devices(self.tensors)
         open_files = [(file, writer.create(file.name, file.nbytes)) for file in self.files]
         for file, into in open_files:
@@ -107,24 +90,32 @@ class WritePlan:
         in_files = {number: into for file, into in open_files for number in file.tensors}
         for number in sorted(in_files):  # alternates between the files, so that all are written concurrently
             append_tensor(in_files[number], self.tensors[number], self.keys[number], self.lengths[number])
-        named = [] if self.global_files is None else self.global_files.begin(writer)
-        # The index files come first: they are finished while the last tensors are still being written.
-        for into in (*named, *(into for _, into in open_files)):
+        unfinished = [into for _, into in open_files]
+        if self.global_files is not None:
+            index, save_id, common = self.global_files
+            # The index files come first: they are finished while the last tensors are still being written.
+            unfinished[:0] = [
+                writer.begin(METADATA_FILE, encode_metadata(index, save_id), keys=0),
+                writer.begin(INDEX_FILE, encode_index(index), keys=0),
+                writer.begin(COMMON_FILE, common),
+            ]
+        for into in unfinished:
             writer.finish(into)
         if self.stored is not None:
             objects = [key for file in self.files for key in file.objects]
+            # A subclass may take items out of the files: only what was written is recorded, so that the commit notices.
             is_all = len(in_files) + len(objects) == self.stored.size
             writer.record_shards(self.stored if is_all else self.stored.only(sorted(in_files), objects))
 
 
 def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int) -> None:
-    """Append the archive of a tensor, and the padding that aligns the next one.
+    """Append the archive of a tensor to a file, and the padding that aligns the next one.
 
     Args:
-        file: The file to append to.
+        file: The file.
         tensor: Any tensor that :func:`shardckpt.tensors.plain_cpu` accepts.
         key: Its key, for errors.
-        nbytes: Planned size of the archive in bytes, from :func:`shardckpt_torch_dist.archive.make_frame`.
+        nbytes: Planned size of the archive in bytes, from :func:`shardckpt.archive.make_frame`.
 
     Raises:
         ShardingError: The tensor no longer has the planned dtype and shape, or its values cannot be read.
@@ -137,25 +128,21 @@ def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int)
     if nbytes <= SMALL_RECORD and is_ordinary(tensor):
         file.append_small((head, tensor_bytes(tensor), tail, padding), what=key)
         return
-
     if nbytes <= PIECE_BYTES or is_ordinary(tensor) or not is_plain(tensor):
-        parts = partial(_wrapped_values, memoryview(head), tensor, memoryview(tail + padding), key)
+        parts = partial(_framed_values, memoryview(head), tensor, memoryview(tail + padding), key)
         file.append(nbytes + len(padding), parts, what=key)
         return
     # A large tensor that must be copied: in pieces, so that the copies take bounded memory.
     file.append_small((head,), what=key)
     copies = Copier(tensor, PIECE_BYTES)
     for piece in copies.pieces():
-        file.append(piece.nbytes, partial(copies.copied, piece), keys=0, what=key)
+        file.append(piece.nbytes, partial(copies.copy_piece, piece), keys=0, what=key)
     file.append_small((tail, padding), keys=0, what=key)
 
 
-def _wrapped_values(before: memoryview, tensor: torch.Tensor, after: memoryview, key: str) -> list[memoryview]:
+def _framed_values(before: memoryview, tensor: torch.Tensor, after: memoryview, key: str) -> list[memoryview]:
     """Return the bytes of a tensor's values, between the bytes before and after them."""
     try:
         return [before, tensor_bytes(plain_cpu(tensor)), after]
     except CheckpointingException as exc:
         raise ShardingError(f"tensor {key!r}: {exc}") from exc
-
-
-__all__ = ["FilePlan", "GlobalFiles", "WritePlan", "append_tensor"]

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from shardckpt.engine.plan_cache import describe
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 
 SHARDS = {
     ShardedTensor: ShardedTensor(
         "w", torch.ones(4), torch.float32, (4,), (8,), (4,), (2,), flattened_range=slice(0, 4)
     ),
     ShardedObject: ShardedObject("w", None, (2,), (0,)),
+    PlainObject: PlainObject("w", None, keys=("a", "b")),
 }
 OTHERS: dict[str, Any] = {
     "key": "v",
@@ -32,7 +33,12 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("kind", "field"),
-    [(kind, field.name) for kind in SHARDS for field in fields(kind) if (kind, field.name) != (ShardedObject, "data")],
+    [
+        (kind, field.name)
+        for kind in SHARDS
+        for field in fields(kind)
+        if field.name != "data" or not issubclass(kind, ShardedObject)
+    ],
 )
 def test_every_field_is_in_the_description(kind: type[Any], field: str) -> None:
     """Two shards that differ in any field are never taken for each other; new fields of the classes come here, too."""
@@ -45,7 +51,8 @@ def test_every_field_is_in_the_description(kind: type[Any], field: str) -> None:
 
 def test_the_order_of_shards_and_their_kinds_are_in_the_description() -> None:
     """Shards that change places, and an object that becomes a tensor, are other shards."""
-    tensor, shard = SHARDS.values()
+    tensor, shard, plain = SHARDS.values()
     assert describe([tensor, shard]) != describe([shard, tensor])
+    assert describe([shard, plain]) != describe([plain, shard])
     assert describe([tensor]) != describe([shard])
     assert describe([tensor, tensor]) != describe([tensor])

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.adapters import load_into, to_sharded_state_dict
 from shardckpt.async_save import AsyncCallsQueue, release_memory
 from shardckpt.engine.plan_cache import saved_plans
-from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from tests.engine.plan_cache.saves import Plans, check, first, in_mode, save, tensor
@@ -42,6 +44,7 @@ def _state(rank: int, world: int, step: int) -> dict[str, Any]:
         "none": tensor("none", torch.zeros(0, 3), replica_id=rank),
         "big": tensor("big", torch.full((300_000,), float(step)), (0, rank, world)),
         "rng": ShardedObject("rng", {"seed": step, "rank": rank}, (world,), (rank,)),
+        "number": PlainObject("number", step, replica_id=rank, replicated=True, keys=("number.a", "number.b")),
         "step": step,
     }
 
@@ -78,6 +81,9 @@ def _check_state(path: str, step: int) -> None:
     for key in ("rows", "columns", "flat", "half", "copy", "none", "big"):
         assert torch.equal(loaded[key], expected[key].data), (key, step)
     assert torch.equal(loaded["layers"][0], expected["layers"][0].data)
+    stock = {"number.a": -1, "number.b": -1}
+    dcp.load(stock, checkpoint_id=path, no_dist=True)
+    assert stock == {"number.a": step, "number.b": step}
 
 
 WAYS: dict[str, Callable[[], Any]] = {
@@ -109,6 +115,32 @@ def test_another_process_writes_what_is_saved_again(ranks: RankPool, tmp_path: P
 
 
 @pytest.mark.usefixtures("mode")
+def _saved_optimizer(folder: str) -> int:
+    """Four saves of a model and its optimizer, each a step later at another rate; how many were planned."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    rates = []
+    with Plans() as plans:
+        for step in range(4):
+            torch.manual_seed(step)
+            model(torch.randn(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] /= 2
+            save(to_sharded_state_dict(model, optimizer), f"{folder}/{step}")
+    for step in range(4):
+        load_into(dc.load(to_sharded_state_dict(model, optimizer), f"{folder}/{step}"), model, optimizer)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.25, 0.125, 0.0625]
+    return plans.count
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_is_planned_once(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    """A model with its optimizer, as training loops save it, is planned once, and each save has its own rates."""
+    assert ranks.run(world, in_mode, "foreground", _saved_optimizer, str(tmp_path)) == [1] * world
+
+
 def test_two_states_may_be_saved_in_turn(tmp_path: Path) -> None:
     """A job that saves a model and an optimizer by turns plans each of them once."""
     with Plans() as plans:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
-MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 _SLOW = pytest.mark.slow
+MODES = pytest.mark.parametrize("mode", ["disabled", "async", pytest.param("async_with_pinned_mem", marks=_SLOW)])
 ASYNC = pytest.mark.parametrize(
     "mode", ["async", pytest.param("disabled", marks=_SLOW), pytest.param("async_with_pinned_mem", marks=_SLOW)]
 )

@@ -129,8 +129,8 @@ def test_it_reads_megatrons_checkpoints_at_their_true_shapes(version: str) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable or uninitialized:UserWarning")
-def test_a_nest_is_made_from_the_metadata_alone(tmp_path: Path) -> None:
-    """DCP's conversion to one state dict, which knows nothing beforehand, gets the whole nest through our reader."""
+def test_nested_dicts_are_made_from_the_metadata_alone(tmp_path: Path) -> None:
+    """DCP's conversion to one state dict, which knows nothing beforehand, gets all nested values through our reader."""
     for writer in (CheckpointStorageWriter, dcp.FileSystemWriter):
         path = tmp_path / writer.__name__
         dcp.save(plain_states.state(SAVED), storage_writer=writer(path))

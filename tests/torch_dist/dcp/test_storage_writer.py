@@ -35,6 +35,7 @@ from tests.torch_dist import plain_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from tests.ranks import RankPool
 
@@ -313,10 +314,8 @@ def _overwrite(path: str) -> None:
     _save(path, NEW, overwrite=True)
 
 
-@pytest.mark.parametrize(
-    ("case", "allowed"),
-    [pytest.param("fresh", {"absent", "new"}, marks=pytest.mark.slow), ("existing", {"old", "new"})],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "allowed"), [("fresh", {"absent", "new"}), ("existing", {"old", "new"})])
 def test_a_killed_save_leaves_the_old_or_the_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """After a kill at any of 50 calls of a dcp.save, the path holds the old or the new, bit for bit, or nothing."""
     outcomes = report_of(tmp_path, case, SAMPLED, "dcp_killer")["outcomes"]
@@ -432,9 +431,19 @@ def test_a_dtype_that_a_cached_plan_does_not_know_is_an_error(tmp_path: Path) ->
 
 
 def _save_async(path: str) -> None:
-    state = plain_states.state(NEW)
-    future = dcp.async_save(state, storage_writer=CheckpointStorageWriter(path))
+    """Save behind collectives of the training, for as long as the save takes."""
+    group = dist.new_group(backend="gloo")
+    writer = CheckpointStorageWriter(path)
+    future = dcp.async_save(plain_states.state(NEW), storage_writer=writer, process_group=group)
+    _train_until_done(future)
     future.result(timeout=30)
+
+
+def _train_until_done(future: Future[Any]) -> None:
+    is_done = torch.zeros(1)
+    while not is_done:
+        is_done.fill_(future.done())
+        dist.all_reduce(is_done, op=dist.ReduceOp.MIN)
 
 
 def test_async_save_in_a_thread(ranks: RankPool, tmp_path: Path) -> None:
@@ -443,19 +452,43 @@ def test_async_save_in_a_thread(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, _load_by_all, str(tmp_path / "c"))
 
 
-def test_async_save_in_a_process(tmp_path: Path) -> None:
-    """AsyncCheckpointerType.PROCESS: the writer travels to DCP's process, which commits; an error comes back."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.torch_dist.process_save", str(tmp_path)],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    plain_states.load(str(tmp_path / "c"), NEW, CheckpointStorageReader)
-    assert [name for name in _left_beside(tmp_path / "c") if name != "store"] == []
+def _save_async_on_the_group_of_the_training(path: str) -> str:
+    for given in ({}, {"process_group": dist.group.WORLD}, {"checkpoint_id": path}):
+        writer = CheckpointStorageWriter(path)
+        future: Any = dcp.async_save(plain_states.state(NEW), storage_writer=writer, **given)
+        _train_until_done(future)
+        with pytest.raises(CheckpointingException) as caught:
+            future.result(timeout=30)
+    return str(caught.value)
+
+
+def test_async_save_on_the_group_of_the_training_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """Else gloo mixes the messages of DCP's thread with those of the training: an error says which group to pass."""
+    for text in ranks.run(2, _save_async_on_the_group_of_the_training, str(tmp_path / "c")):
+        assert text.startswith(f"{tmp_path}/c: dcp.async_save")
+        assert "process_group=dist.new_group(backend='gloo')" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_async_save_in_a_process(tmp_path: Path, count: int) -> None:
+    """AsyncCheckpointerType.PROCESS: the writer travels to DCP's processes, which commit; an error comes back."""
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.torch_dist.process_save", str(tmp_path), str(rank), str(count)],
+            cwd=Path(__file__).parents[3],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    for program in programs:
+        said = program.communicate(timeout=200)[0]
+        assert program.returncode == 0, said[-4000:]
+    for name in ("c", "d"):
+        plain_states.load(str(tmp_path / name), NEW, CheckpointStorageReader)
+    assert [name for name in _left_beside(tmp_path / "c") if name not in ("d", "store")] == []
 
 
 def test_a_writer_is_pickled_without_its_save(tmp_path: Path) -> None:

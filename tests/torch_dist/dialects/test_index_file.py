@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning.boxes import Box
-from shardckpt.storage.columns import pack
+from shardckpt.storage.columns import pack_columns
 from shardckpt_torch_dist.dialects import index_file
-from shardckpt_torch_dist.dialects.index_file import dump, parse
+from shardckpt_torch_dist.dialects.index_file import encode_index, parse_index
 from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor
 from tests.property.search import drawn, for_all
 from tests.torch_dist.indexes import FILES, INDEXES, content, index_of
@@ -38,7 +38,7 @@ def sample() -> StoredIndex:
 
 def changed(**changes: Any) -> bytes:
     """The sample's file with other columns: lists of text or numbers, functions of what it has, or None to lack it."""
-    columns = safetensors.torch.load(dump(sample()))
+    columns = safetensors.torch.load(encode_index(sample()))
     for name, change in changes.items():
         if change is None:
             del columns[name]
@@ -47,7 +47,7 @@ def changed(**changes: Any) -> bytes:
         elif isinstance(change, bytes):
             columns[name] = torch.frombuffer(bytearray(change), dtype=torch.uint8)
         elif all(isinstance(value, str) for value in change):
-            columns[name] = safetensors.torch.load(pack({name: change}))[name]
+            columns[name] = safetensors.torch.load(pack_columns({name: change}))[name]
         else:
             columns[name] = torch.tensor(change)
     return safetensors.torch.save(columns)
@@ -70,7 +70,7 @@ def test_what_is_dumped_is_parsed(block: int, count: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(index_file, "_BLOCK", block)
 
     def check(index: StoredIndex) -> None:
-        found = parse(dump(index), SOURCE)
+        found = parse_index(encode_index(index), SOURCE)
         assert content(found) == content(index)
         assert found.keys == index.keys
         assert found.files == index.files
@@ -81,7 +81,7 @@ def test_what_is_dumped_is_parsed(block: int, count: int, monkeypatch: pytest.Mo
 def test_the_columns_are_those_of_an_index() -> None:
     """What is not stored (numbers of tensors, first elements, volumes) is there after parsing, all in int64."""
     index = sample()
-    found = parse(dump(index), SOURCE)
+    found = parse_index(encode_index(index), SOURCE)
     for name in ("file", "start", "length", "first", "volume"):
         column = getattr(found.chunks, name)
         assert column.dtype == torch.int64
@@ -95,12 +95,12 @@ def test_files_of_objects_need_not_be_named_before() -> None:
     """A file that holds objects alone is in the file's names, whether or not the index names it."""
     index = index_of({}, {"rng/shard_0_1": Item("a.distcp", 7, 90)})
     index.files.clear()
-    assert parse(dump(index), SOURCE).objects == {"rng/shard_0_1": Item("a.distcp", 7, 90)}
+    assert parse_index(encode_index(index), SOURCE).objects == {"rng/shard_0_1": Item("a.distcp", 7, 90)}
 
 
 def test_any_safetensors_reader_opens_it() -> None:
     """The file is a safetensors file as every tool reads it."""
-    assert safetensors.torch.load(dump(sample()))["bounds"].tolist() == [0, 2, 3, 4]
+    assert safetensors.torch.load(encode_index(sample()))["bounds"].tolist() == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -168,25 +168,25 @@ def test_any_safetensors_reader_opens_it() -> None:
 def test_what_cannot_be_is_refused(changes: Change, fault: str) -> None:
     """Whatever a file says that cannot be is an error that names the file and the fault."""
     with pytest.raises(CorruptCheckpointError, match=f"^{SOURCE}.*{fault}"):
-        parse(changed(**changes), SOURCE)
+        parse_index(changed(**changes), SOURCE)
 
 
 def test_the_unchanged_sample_is_fine() -> None:
     """What the cases above change is the only fault that they have."""
-    assert content(parse(changed(length=put(0, value=24)), SOURCE))[0].keys() == {"matrix", "vector", "number"}
+    assert content(parse_index(changed(length=put(0, value=24)), SOURCE))[0].keys() == {"matrix", "vector", "number"}
 
 
 @drawn(300)
 def test_damage_is_an_error_or_harmless(count: int) -> None:
     """A file with changed bytes, or cut, is refused, or is an index whose every chunk can be asked for."""
-    data = dump(sample())
+    data = encode_index(sample())
 
     def check(case: tuple[int, int, int]) -> None:
         place, value, stop = case
         damaged = bytearray(data)
         damaged[place] = value
         try:
-            content(parse(bytes(damaged[:stop]), SOURCE))
+            content(parse_index(bytes(damaged[:stop]), SOURCE))
         except CorruptCheckpointError as exc:
             assert str(exc).startswith(SOURCE)  # noqa: PT017 - it need not be raised
 

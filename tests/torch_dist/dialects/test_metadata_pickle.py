@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shardckpt.archive.unpickle import load_metadata
 from shardckpt.planning.boxes import Box
-from shardckpt_torch_dist.archive.unpickle import load_metadata
 from shardckpt_torch_dist.dialects import metadata_pickle
-from shardckpt_torch_dist.dialects.metadata_pickle import encode
+from shardckpt_torch_dist.dialects.metadata_pickle import encode_metadata
 from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor
 from tests.property.search import drawn, for_all
 from tests.torch_dist.indexes import INDEXES, index_of, tensors_of
@@ -70,7 +70,7 @@ def test_it_is_what_pickle_makes_of_the_objects(window: int, count: int, monkeyp
     monkeypatch.setattr(metadata_pickle, "_WINDOW", window)
 
     def check(case: tuple[StoredIndex, str]) -> None:
-        check_equal(pickle.loads(encode(*case)), stock(*case))
+        check_equal(pickle.loads(encode_metadata(*case)), stock(*case))
 
     for_all(st.tuples(INDEXES, st.text(max_size=4)), count, check)
 
@@ -81,7 +81,7 @@ def test_the_guarded_reader_reads_the_same(count: int) -> None:
 
     def check(index: StoredIndex) -> None:
         wanted = load_metadata(pickle.dumps(stock(index, "id"), protocol=4), "stock")
-        assert plain(load_metadata(encode(index, "id"), "ours")) == plain(wanted)
+        assert plain(load_metadata(encode_metadata(index, "id"), "ours")) == plain(wanted)
 
     for_all(INDEXES, count, check)
 
@@ -91,7 +91,7 @@ def test_dcp_reads_it(count: int, tmp_path: Path) -> None:
     """DCP's own reader of directories reads it."""
 
     def check(index: StoredIndex) -> None:
-        (tmp_path / ".metadata").write_bytes(encode(index, "id"))
+        (tmp_path / ".metadata").write_bytes(encode_metadata(index, "id"))
         found, wanted = FileSystemReader(tmp_path).read_metadata(), stock(index, "id")
         assert found.state_dict_metadata == wanted.state_dict_metadata
         assert found.storage_data == wanted.storage_data
@@ -102,7 +102,7 @@ def test_dcp_reads_it(count: int, tmp_path: Path) -> None:
 def test_an_empty_checkpoint() -> None:
     """Of nothing there is metadata, too."""
     index = index_of({}, {})
-    check_equal(pickle.loads(encode(index, "id")), stock(index, "id"))
+    check_equal(pickle.loads(encode_metadata(index, "id")), stock(index, "id"))
 
 
 def test_many_axes_and_many_chunks() -> None:
@@ -115,13 +115,13 @@ def test_many_axes_and_many_chunks() -> None:
         "none": StoredTensor(torch.int64, (3, 0), {}),
     }
     index = index_of({**tensors, **{f"k{n}": tensors["none"] for n in range(1000)}}, {})
-    check_equal(pickle.loads(encode(index, "id")), stock(index, "id"))
+    check_equal(pickle.loads(encode_metadata(index, "id")), stock(index, "id"))
 
 
 def test_names_are_said_once() -> None:
     """A chunk costs bytes for its numbers, not for names."""
     rows = {(n, 0): Chunk(Box((n, 0), (1, 9)), Item(FILE, n * 600, 600), 0, 9) for n in range(1000)}
     index = index_of({"key" * 100: StoredTensor(torch.float32, (1000, 9), rows)}, {})
-    pickled = encode(index, "id")
+    pickled = encode_metadata(index, "id")
     assert pickled.count(b"key" * 100) == pickled.count(FILE.encode()) == 1
     assert len(pickled) < 1000 * 150 + 2000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from typing import Any
 
 from shardckpt.compat.megatron.dist_checkpointing.core import check_is_distributed_checkpoint
@@ -21,34 +22,15 @@ from shardckpt.compat.megatron.dist_checkpointing.serialization import (
     remove_sharded_tensors,
     save,
 )
-from shardckpt.compat.megatron.refusals import make_refusing_getattr
 
-#: Modules that Megatron's callers reach as attributes.
-_MODULES = (
-    "core",
-    "dict_utils",
-    "exchange_utils",
-    "mapping",
-    "optimizer",
-    "serialization",
-    "state_dict_utils",
-    "strategies",
-    "tensor_aware_state_dict",
-    "utils",
-    "validation",
-)
-
-#: What to do instead of Megatron's names that are not here.
-REFUSED = {
-    "gpt_checkpoint_interop": "it knows model code; rename keys with utils.apply_prefix_mapping before the load",
-    "state_dict_transformation": "Megatron 0.9's name of state_dict_utils",
-}
-
-_refused = make_refusing_getattr(__name__, REFUSED)
+#: Megatron's callers reach modules as attributes of the package.
+_MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
 
 
 def __getattr__(name: str) -> Any:
-    return importlib.import_module(f"{__name__}.{name}") if name in _MODULES else _refused(name)
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

@@ -11,7 +11,7 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import MARKER_LIMIT, Marker
 from shardckpt.manifest import MARKER_NAME as CONFIG_FNAME
 from shardckpt.plugins import get_plugin_manager, parse_file
-from shardckpt.storage import CheckpointWriter, naming, sync_directory
+from shardckpt.storage import CheckpointWriter, sync_directory, wrap_os_errors
 
 _UNFINISHED = f"{CONFIG_FNAME}.unfinished"
 
@@ -37,12 +37,12 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write ``metadata.json`` atomically. A save writes its own: this is for directories of other origin."""
     directory = locate_local(checkpoint_dir, "write metadata.json into")
-    with naming("write to", directory):
+    with wrap_os_errors("write to", directory):
         # left by an attempt that was interrupted
         (directory / _UNFINISHED).unlink(missing_ok=True)
     with CheckpointWriter(directory, 0) as writer:
         writer.write(_UNFINISHED, Marker(**asdict(config)).model_dump_json().encode())
-    with naming(f"rename {_UNFINISHED} to", directory / CONFIG_FNAME):
+    with wrap_os_errors(f"rename {_UNFINISHED} to", directory / CONFIG_FNAME):
         os.rename(directory / _UNFINISHED, directory / CONFIG_FNAME)
     sync_directory(directory)
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id, _ShardId
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.distributed import Comm
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor, is_main_replica
@@ -62,6 +63,7 @@ def distribute_shards_to_ranks(
         CheckpointingException: a shard has no rank, or a rank outside the group.
     """
     for shard, ranks in shard_to_ranks.items():
+        # assign_holders trusts its callers; this one is a user
         if not ranks or min(ranks) < 0 or max(ranks) >= num_ranks:
             raise CheckpointingException(f"shard {shard!r} is held by ranks {list(ranks)}, in a group of {num_ranks}")
     late = {number for number, shard in enumerate(shard_to_ranks) if shard in cross_parallelization_group_loads}
@@ -95,6 +97,7 @@ def determine_main_replica_uniform_distribution(
         shards = [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
         described = [(_sharded_tensor_shard_id(shard), shard.without_data()) for shard in shards]
     everyone = comm.all_gather(described)
+    # reversed: of a shard that several ranks describe, the lowest rank's description counts on all of them
     metadata = {number: shard for rank in reversed(everyone) for number, shard in reversed(rank)}
     copies = [
         [ShardCopy(n, shard_nbytes(shard), is_main_replica(shard.replica_id)) for n, shard in rank] for rank in everyone
@@ -131,7 +134,11 @@ def exchange_by_distribution(
     comm = Comm(parallelization_group)
     with comm.collective_phase("preparing the exchange"):
         check_algorithm(exchange_algo)
-        transfers = {number: _transfer(number, shard_distribution) for number in shard_distribution.main_rank_for_shard}
+        transfers = {}
+        for number, source in shard_distribution.main_rank_for_shard.items():
+            shard = shard_distribution.shard_to_metadata[number]
+            targets = tuple(rank for rank in shard_distribution.all_ranks_for_shard[number] if rank != source)
+            transfers[number] = Transfer(shard.data_shape, shard.dtype, source, targets)
         for number in transfers.keys() & unloaded_shards.keys():
             if unloaded_shards[number].dtype != transfers[number].dtype:
                 raise CheckpointingException(
@@ -141,12 +148,6 @@ def exchange_by_distribution(
     comm.agree(exchange_algo=exchange_algo)
     received = exchange_shards(transfers, loaded_tensors, unloaded_shards, comm, exchange_algo)
     return {**loaded_tensors, **{number: tensor.detach() for number, tensor in received.items()}}
-
-
-def _transfer(number: _ShardId, distribution: ShardDistribution) -> Transfer:
-    shard, source = distribution.shard_to_metadata[number], distribution.main_rank_for_shard[number]
-    targets = tuple(rank for rank in distribution.all_ranks_for_shard[number] if rank != source)
-    return Transfer(shard.data_shape, shard.dtype, source, targets)
 
 
 exchange_loaded_tensors_broadcast = partial(exchange_by_distribution, exchange_algo="broadcast")
@@ -167,13 +168,27 @@ def exchange_loaded_objects_gather_object(loaded_objects: Mapping[Any, Any]) -> 
 
 
 def refuse_group_cache(pg_cache_path: str | None, pg_cache_create: bool) -> None:
-    """Raise if the caller asks for a cache of distributions on disk."""
+    """Raise CheckpointingException if the caller asks for a cache of distributions on disk."""
     if pg_cache_path is not None or pg_cache_create:
         raise CheckpointingException(
             "pg_cache_path: a stored distribution cannot be checked against the shards of all ranks; "
             "do_cache_distribution=True keeps one in memory for as long as it is right"
         )
 
+
+#: What to do instead of Megatron's names that are not here.
+REFUSED = {
+    "_shard_size": "shardckpt.planning.shard_nbytes(shard) counts a shard's bytes",
+    "_get_empty_tensor_for_exchange": "exchange_by_distribution allocates what it receives",
+}
+
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "mapping": ("ShardedStateDict",),
+    "utils": ("debug_time",),
+}
+
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 __all__ = [
     "ShardDistribution",

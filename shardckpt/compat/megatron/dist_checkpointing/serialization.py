@@ -6,15 +6,17 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt import dist_checkpointing
-from shardckpt.compat.megatron.by_path import LoadsByPath
-from shardckpt.compat.megatron.defaults import StrategyAction, callable_with_path, get_default_strategy
+from shardckpt.commit import is_free
+from shardckpt.compat.megatron.base_classes import LoadShardedStrategy
+from shardckpt.compat.megatron.defaults import StrategyAction, get_default_strategy
 from shardckpt.compat.megatron.dist_checkpointing.utils import _clean_metadata_for_serialization
+from shardckpt.compat.megatron.path_adapter import adapt_loader, adapt_saver
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
+from shardckpt.compat.megatron.strategies import callable_with_path
 from shardckpt.dist_checkpointing import (
     load_common_state_dict,
     load_content_metadata,
     load_plain_tensors,
-    load_tensors_metadata,
     remove_sharded_tensors,
 )
 from shardckpt.distributed import Comm
@@ -22,20 +24,21 @@ from shardckpt.engine import locate
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase
 from shardckpt.plugins import get_plugin_manager
-from shardckpt.storage import is_free
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
     from shardckpt.background import AsyncRequest
-    from shardckpt.mapping import ShardedStateDict
+    from shardckpt.mapping import ShardedStateDict, ShardedTensor
 
     PathLike = str | os.PathLike[str]
 
 logger = logging.getLogger(__name__)
 
 CkptShardedMetadata: TypeAlias = dict[str, ShardedBase]
+
+_CONTENT_METADATA_KEY = "content_metadata"
 
 #: Positional arguments after the strategy. Until 0.18, ``common_strategy`` came before them.
 _SAVE_ARGUMENTS = (
@@ -51,7 +54,40 @@ _LOAD_ARGUMENTS = ("validate_access_integrity", "strict", "verify_integrity", "p
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {"get_default_save_common_strategy": "the sharded strategy saves the common state: leave common_strategy out"}
 
-__getattr__ = make_refusing_getattr(__name__, REFUSED)
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "core": ("CheckpointingConfig", "CheckpointingException", "save_config"),
+    "dict_utils": ("extract_matching_values", "merge"),
+    "mapping": (
+        "CommonStateDict",
+        "ShardedObject",
+        "ShardedStateDict",
+        "ShardedTensor",
+        "StateDict",
+        "apply_factory_merges",
+    ),
+    "state_dict_utils": ("load_preprocess", "save_preprocess"),
+    "strategies.async_utils": ("AsyncRequest",),
+    "strategies.base": (
+        "AsyncSaveShardedStrategy",
+        "LoadCommonStrategy",
+        "LoadShardedStrategy",
+        "SaveCommonStrategy",
+        "SaveShardedStrategy",
+    ),
+    "strategies.torch": ("TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy"),
+    "utils": ("extract_sharded_base", "force_all_tensors_to_non_fp8"),
+    "validation": (
+        "StrictHandling",
+        "determine_global_metadata",
+        "parse_strict_flag",
+        "validate_integrity_and_strict_load",
+        "validate_sharded_objects_handling",
+        "verify_checkpoint_and_load_strategy",
+    ),
+}
+
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 
 def save(
@@ -79,7 +115,9 @@ def save(
         given["content_metadata"] = _clean_metadata_for_serialization(given["content_metadata"])
     _warn_of_overwrite(checkpoint_dir, given.get("process_group"))
     given.setdefault("overwrite", True)
-    return dist_checkpointing.save(sharded_state_dict, checkpoint_dir, sharded_strategy, **given)
+    saver = adapt_saver(sharded_strategy)
+    request: AsyncRequest | None = dist_checkpointing.save(sharded_state_dict, checkpoint_dir, saver, **given)
+    return request
 
 
 def load(
@@ -102,16 +140,23 @@ def load(
         As ours: the state dict with tensors and objects for shards, and the common state.
     """
     given = _bind("load", args, _LOAD_ARGUMENTS, keywords)
+    # the library that saved: one reader reads what any has saved
+    given.pop("async_strategy", None)
     check_common_strategy(given.pop("common_strategy", None))
-    return dist_checkpointing.load(sharded_state_dict, checkpoint_dir, sharded_strategy, **given)
+    return dist_checkpointing.load(sharded_state_dict, checkpoint_dir, adapt_loader(sharded_strategy), **given)
 
 
 def load_sharded_metadata(
     checkpoint_dir: PathLike, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> CkptShardedMetadata:
-    """Return all stored shards, without data: :func:`shardckpt.dist_checkpointing.load_sharded_metadata`."""
+    """Return all stored shards by key, without data: :func:`shardckpt.dist_checkpointing.load_sharded_metadata`."""
     check_common_strategy(common_strategy)
-    return dist_checkpointing.load_sharded_metadata(checkpoint_dir, sharded_strategy)
+    return dist_checkpointing.load_sharded_metadata(checkpoint_dir, adapt_loader(sharded_strategy))
+
+
+def load_tensors_metadata(checkpoint_dir: PathLike, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+    """Return stored tensors by key, without data: :func:`shardckpt.dist_checkpointing.load_tensors_metadata`."""
+    return dist_checkpointing.load_tensors_metadata(checkpoint_dir, adapt_loader(sharded_strategy))
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> Any:
@@ -128,15 +173,15 @@ def get_default_load_sharded_strategy(checkpoint_dir: PathLike | None = None) ->
 
 def check_common_strategy(strategy: Any) -> None:
     """Raise for any ``common_strategy`` other than Megatron's default: the sharded strategy stores the common state."""
-    if strategy not in (None, ("torch", 1)) and not isinstance(strategy, LoadsByPath):
+    if strategy not in (None, ("torch", 1)) and not isinstance(strategy, LoadShardedStrategy):
         raise CheckpointingException(
             f"common_strategy={strategy!r}: the sharded strategy stores and loads the common state too; leave it out"
         )
 
 
 def _bind(function: str, args: Sequence[Any], order: Sequence[str], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name."""
-    # no boolean first: that is the common_strategy of the releases until 0.18
+    """Return the arguments after the strategy by name."""
+    # a first one that is no boolean is the common_strategy of the releases until 0.18
     names = order if not args or isinstance(args[0], bool) else ("common_strategy", *order)
     positional = dict(zip(names, args, strict=False))
     if len(args) > len(names) or positional.keys() & keywords.keys():
@@ -148,6 +193,7 @@ def _warn_of_overwrite(checkpoint_dir: PathLike, process_group: Any) -> None:
     """Collective: warn on the main rank if the target is not empty."""
     comm = Comm(process_group)
     with comm.collective_phase("looking at the target"):
+        # one rank looks: a shared file system need not answer all of them
         taken = comm.is_main and not is_free(locate(checkpoint_dir, get_plugin_manager()))
     if taken:
         logger.warning("%s is not empty: this save will replace the checkpoint there when it commits", checkpoint_dir)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-raise ImportError(
-    "shardckpt.compat.megatron has no state_dict_transformation: "
-    "Megatron removed it in 0.10: describe the state dict as it is to be stored"
+from shardckpt.compat.megatron.refusals import make_refusal
+
+raise make_refusal(
+    __name__,
+    "Megatron removed it in 0.10: describe the state dict as it is to be stored",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.compat.megatron.dist_checkpointing.utils import extract_nonpersistent
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.distributed import Comm
 from shardckpt.mapping import LocalNonpersistentObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from shardckpt.state_dict import (
@@ -19,7 +20,7 @@ from shardckpt.validation import compare_common, validate_shards
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardckpt.mapping import CommonStateDict, ShardedStateDict
+    from shardckpt.mapping import CommonStateDict
 
 
 def save_preprocess(
@@ -68,13 +69,25 @@ def load_preprocess(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateD
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
     """Return the state dict without flattened shards that hold no element; the argument does not change."""
-    _, kept = extract_matching_values(sharded_state_dict, _is_empty_flat)
-    return kept  # type: ignore[no-any-return]
+
+    def is_empty(leaf: Any) -> bool:
+        part = leaf.flattened_range if isinstance(leaf, ShardedTensor) else None
+        return part is not None and part.start == part.stop
+
+    return extract_matching_values(sharded_state_dict, is_empty)[1]  # type: ignore[no-any-return]
 
 
-def _is_empty_flat(leaf: Any) -> bool:
-    part = leaf.flattened_range if isinstance(leaf, ShardedTensor) else None
-    return part is not None and part.start == part.stop
+#: What to do instead of Megatron's names that are not here.
+REFUSED: dict[str, str] = {}
 
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "dict_utils": ("dict_list_map_inplace",),
+    "mapping": ("CommonStateDict", "apply_factories"),
+    "utils": ("_clean_metadata_for_serialization", "extract_sharded_base"),
+    "validation": ("determine_global_metadata", "validate_sharding_integrity"),
+}
+
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 __all__ = ["filter_out_empty_flatten_tensor", "load_preprocess", "save_preprocess"]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
 from shardckpt.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -24,7 +25,7 @@ from shardckpt.state_dict import (
     extract_sharded_tensors_and_factories,
     nested_values,
 )
-from shardckpt.tensors import dequantized, is_quantized
+from shardckpt.tensors import dequantize, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -33,13 +34,12 @@ if TYPE_CHECKING:
 
 fallback_logger = logging.getLogger(__name__)
 
-# a context variable, so that each thread and each task has its own blocks
-#: Names of the blocks around the running code, and their logger.
+#: Names of the blocks around the running code, and their logger: of each thread and each asyncio task its own.
 _stack: ContextVar[tuple[tuple[str, ...], logging.Logger]] = ContextVar("logger_stack", default=((), fallback_logger))
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Return ``zip`` of the arguments, which raises if lengths differ."""
+    """Return an iterator of tuples as ``zip`` does; it raises ValueError if lengths differ."""
     return zip(*args, strict=True)
 
 
@@ -59,12 +59,12 @@ def _sharded_object_id(sharded_object: ShardedObject) -> tuple[str, tuple[int, .
 
 
 def _clean_metadata_for_serialization(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return content metadata without the process group that Megatron puts into it."""
+    """Return content metadata without the process group that Megatron puts into it, which cannot be stored."""
     return None if metadata is None else {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
 def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """Return ``(local non-persistent objects, rest)``."""
+    """Return the nested dict of local non-persistent objects, and that of the rest."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, LocalNonpersistentObject))
 
 
@@ -75,10 +75,9 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     (:func:`shardckpt.quantized.native_factory`) do not change.
     """
     for leaf in nested_values(sharded_state_dict):
-        if is_native_factory(leaf) or not isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
-            continue
-        if is_quantized(leaf.data):
-            leaf.data = dequantized(leaf.data)
+        holds_tensor = isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) and not is_native_factory(leaf)
+        if holds_tensor and is_quantized(leaf.data):
+            leaf.data = dequantize(leaf.data)
 
 
 @contextmanager
@@ -133,23 +132,22 @@ def debug_msg(msg: str) -> None:
 
 
 def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, StateDict]:
-    """Return ``(sharded tensors, rest)``."""
+    """Return the nested dict of sharded tensors, and that of the rest."""
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, ShardedTensor))
 
 
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> tuple[ShardedStateDict, StateDict]:
-    """Return ``(sharded tensors, factories and local non-persistent objects, rest)``."""
+    """Return the nested dict of sharded tensors, factories and local non-persistent objects, and that of the rest."""
     kinds = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
     return extract_matching_values(sharded_state_dict, lambda v: isinstance(v, kinds))
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
     """Prepend ``prefix`` to the key of every sharded leaf, in place."""
-    for value in nested_values(sharded_state_dict):
-        if isinstance(value, ShardedBase):
-            value.key = f"{prefix}{value.key}"
+    for leaf in _sharded_leaves(sharded_state_dict):
+        leaf.key = f"{prefix}{leaf.key}"
 
 
 def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
@@ -158,7 +156,8 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
     Raises:
         ValueError: a key does not begin with ``old_prefix``; nothing is changed then.
     """
-    leaves = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedBase)]
+    leaves = _sharded_leaves(sharded_state_dict)
+    # all are checked before one is changed
     for leaf in leaves:
         if not leaf.key.startswith(old_prefix):
             raise ValueError(f"cannot replace prefix {old_prefix!r} by {new_prefix!r}: key {leaf.key!r} lacks it")
@@ -168,13 +167,29 @@ def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: Mapping[str, str]) -> None:
     """Replace, in place, the first of the given prefixes that a sharded leaf's key begins with."""
-    for value in nested_values(sharded_state_dict):
-        if isinstance(value, ShardedBase):
-            for old, new in prefix_map.items():
-                if value.key.startswith(old):
-                    value.key = new + value.key[len(old) :]
-                    break
+    for leaf in _sharded_leaves(sharded_state_dict):
+        old = next((prefix for prefix in prefix_map if leaf.key.startswith(prefix)), None)
+        if old is not None:
+            leaf.key = prefix_map[old] + leaf.key[len(old) :]
 
+
+def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[ShardedBase]:
+    return [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase)]
+
+
+#: What to do instead of Megatron's names that are not here.
+REFUSED = {
+    "__LOGGER_NAME_STACK": "logger_stack() yields the names of the blocks",
+    "__LOGGER_STACK": "logger_stack() yields the logger",
+}
+
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "dict_utils": ("dict_list_map_inplace",),
+    "mapping": ("ShardedObject",),
+}
+
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 __all__ = [
     "_ShardId",

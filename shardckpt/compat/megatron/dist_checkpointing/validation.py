@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shardckpt.compat.megatron.defaults import StrategyAction, callable_with_path, get_default_strategy
+from shardckpt.compat.megatron.defaults import StrategyAction, get_default_strategy
 from shardckpt.compat.megatron.dist_checkpointing.serialization import (
     check_common_strategy,
     get_default_load_sharded_strategy,
 )
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
+from shardckpt.compat.megatron.strategies import callable_with_path
 from shardckpt.distributed import Comm
 from shardckpt.engine import locate, save_integrity_manifest, verify_integrity_manifest
 from shardckpt.errors import CheckpointingException, KeyMismatchError
@@ -24,6 +25,7 @@ from shardckpt.validation import (
     compare_common,
     compare_keys,
     describe_mismatch,
+    name_keys,
     parse_strict_flag,
     stored_key,
     validate_shards_by_rank,
@@ -39,10 +41,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What to do instead of Megatron's names that are not here.
-REFUSED = {"validate_sharded_objects_handling": "every strategy here stores objects: leave the call out"}
+_LocalMetadata: TypeAlias = list[ShardedBase]
+_GlobalMetadata: TypeAlias = list[_LocalMetadata]
 
-__getattr__ = make_refusing_getattr(__name__, REFUSED)
+_CHECKED = "validate_sharding_integrity(global_metadata, common_state_dict) makes all checks across ranks"
+
+#: What to do instead of Megatron's names that are not here.
+REFUSED = {
+    "_compute_shards_access": _CHECKED,
+    "_determine_missing_and_unexpected_keys": "validate_integrity_and_strict_load with RETURN_ALL returns the keys",
+    "_validate_common_state_dict": _CHECKED,
+    "_validate_objects_for_key": _CHECKED,
+    "_validate_sharding_for_key": _CHECKED,
+    "validate_sharded_objects_handling": "every strategy here stores objects: leave the call out",
+}
+
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "core": ("maybe_load_config",),
+    "dict_utils": ("diff",),
+    "mapping": ("CommonStateDict", "ShardedObject", "ShardedStateDict", "ShardedTensor", "is_main_replica"),
+    "serialization": ("CkptShardedMetadata",),
+    "strategies.base": ("LoadCommonStrategy", "LoadShardedStrategy", "SaveCommonStrategy", "SaveShardedStrategy"),
+}
+
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 
 def verify_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -74,6 +97,7 @@ def verify_checkpoint_and_load_strategy(
         strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *sharded_strategy)
     else:
         strategy = callable_with_path(sharded_strategy)
+    # the caller's strategy may not be the one that the checkpoint names
     strategy.check_backend_compatibility(manifest.backend)
     strategy.check_version_compatibility(manifest.version)
     return strategy, strategy
@@ -140,17 +164,18 @@ def validate_integrity_and_strict_load(
     Raises:
         KeyMismatchError: keys of a rank do not match, and the mode forbids it.
     """
-    mismatch = KeyMismatch(frozenset(), frozenset())
+    mismatch = KeyMismatch()
     if strict is not StrictHandling.ASSUME_OK_UNEXPECTED:
         if ckpt_sharded_metadata is None:
             raise CheckpointingException(f"strict={strict.value!r} needs ckpt_sharded_metadata")
         requested = list(nested_values(sharded_state_dict) if local_metadata is None else local_metadata)
-        mismatch = compare_keys(requested, map(stored_key, ckpt_sharded_metadata.values()), strict, Comm())
+        mismatch = compare_keys(requested, name_keys(ckpt_sharded_metadata.values()), strict, Comm())
     if validate_access_integrity:
         if global_metadata is None:
             raise CheckpointingException("validate_access_integrity=True needs global_metadata")
         validate_sharding_integrity(global_metadata)
-    kept = adjust_non_strict_load(sharded_state_dict, mismatch.unexpected)
+    kept = adjust_non_strict_load(sharded_state_dict, mismatch.absent)
+    # Megatron reports nothing in this mode, though the unexpected keys are left out
     if strict is StrictHandling.IGNORE_ALL:
         return kept, set(), set()
     return kept, set(mismatch.missing), set(mismatch.unexpected)
@@ -159,21 +184,18 @@ def validate_integrity_and_strict_load(
 def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: Collection[str]
 ) -> ShardedStateDict:
-    """Return a state dict without the shards of the given keys; the argument does not change.
+    """Return the nested state dict without the shards of the given keys; the argument does not change.
 
     Args:
         sharded_state_dict: Nested dicts and lists with shards.
         sharded_keys_to_remove: Keys of tensors; keys or unique keys of objects.
     """
     removed = frozenset(sharded_keys_to_remove)
-    _, kept = extract_matching_values(
-        sharded_state_dict, lambda leaf: isinstance(leaf, ShardedBase) and not removed.isdisjoint(_names(leaf))
-    )
-    return kept  # type: ignore[no-any-return]
 
+    def is_removed(leaf: Any) -> bool:
+        return isinstance(leaf, ShardedBase) and not removed.isdisjoint((leaf.key, stored_key(leaf)))
 
-def _names(shard: ShardedBase) -> tuple[str, str]:
-    return shard.key, stored_key(shard)
+    return extract_matching_values(sharded_state_dict, is_removed)[1]  # type: ignore[no-any-return]
 
 
 def maybe_report_missing_and_unexpected_keys(
@@ -182,7 +204,7 @@ def maybe_report_missing_and_unexpected_keys(
     """Raise or log if there are keys that do not match (missing and unexpected as Megatron defines them)."""
     if not missing_keys and not unexpected_keys:
         return
-    text = describe_mismatch(frozenset(missing_keys), frozenset(unexpected_keys))
+    text = describe_mismatch(missing_keys, unexpected_keys)
     if raise_error:
         raise KeyMismatchError(text)
     logger.warning("%s", text)
@@ -191,6 +213,8 @@ def maybe_report_missing_and_unexpected_keys(
 __all__ = [
     "INTEGRITY_FNAME",
     "StrictHandling",
+    "_GlobalMetadata",
+    "_LocalMetadata",
     "adjust_non_strict_load",
     "determine_global_metadata",
     "maybe_report_missing_and_unexpected_keys",

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from shardckpt.async_save import (
-    AsyncCaller,
-    AsyncCallsQueue,
-    AsyncRequest,
-    PersistentAsyncCaller,
-    TemporalAsyncCaller,
-)
+from shardckpt.async_save import AsyncCaller, AsyncCallsQueue, AsyncRequest, PersistentAsyncCaller, TemporalAsyncCaller
 from shardckpt.compat.megatron.refusals import make_refusing_getattr
+from shardckpt.engine import pause_gc as _disable_gc
 
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {
+    "_ActiveAsyncRequest": "AsyncCallsQueue.get_num_unfinalized_calls() counts what is scheduled",
     "DistributedAsyncCaller": "Megatron 0.9's name of TemporalAsyncCaller",
 }
 
-__getattr__ = make_refusing_getattr(__name__, REFUSED)
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "utils": ("debug_time",),
+}
 
-__all__ = ["AsyncCaller", "AsyncCallsQueue", "AsyncRequest", "PersistentAsyncCaller", "TemporalAsyncCaller"]
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
+
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "PersistentAsyncCaller",
+    "TemporalAsyncCaller",
+    "_disable_gc",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.compat.megatron.abcs import (
+from shardckpt.compat.megatron.base_classes import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
     LoadStrategyBase,
@@ -20,7 +20,14 @@ REFUSED = {
     "default_strategies": "`shardckpt strategies` lists what is registered, register_default_strategy adds to it",
 }
 
-__getattr__ = make_refusing_getattr(__name__, REFUSED)
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "core": ("CheckpointingException",),
+    "mapping": ("ShardedStateDict", "StateDict"),
+    "strategies.async_utils": ("AsyncCallsQueue", "AsyncRequest"),
+}
+
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 __all__ = [
     "AsyncSaveShardedStrategy",

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardckpt import parallel
+from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy
+from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import ShardDistribution, refuse_group_cache
+from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id
+from shardckpt.compat.megatron.path_adapter import adapt_loader, adapt_saver
+from shardckpt.compat.megatron.refusals import make_refusing_getattr
+from shardckpt.compat.megatron.strategies import LoadsByPath, SavesByPath
 from shardckpt.distributed import Comm
+from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedTensor
 from shardckpt.state_dict import nested_values
 
@@ -13,47 +21,76 @@ if TYPE_CHECKING:
 
     from shardckpt.mapping import ShardedStateDict
 
-from typing import Any
 
-from shardckpt import parallel
-from shardckpt.compat.megatron.abcs import AsyncSaveShardedStrategy, LoadShardedStrategy
-from shardckpt.compat.megatron.by_path import LoadsByPath, SavesByPath
-from shardckpt.compat.megatron.dist_checkpointing.exchange_utils import ShardDistribution, refuse_group_cache
-from shardckpt.compat.megatron.dist_checkpointing.utils import _sharded_tensor_shard_id
+class _TakesMegatrons:
+    """Takes strategies of Megatron's kind; refuses a cache on disk: nothing checks it."""
+
+    def __init__(
+        self, strategy: Any, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
+    ) -> None:
+        refuse_group_cache(pg_cache_path, pg_cache_create)
+        super().__init__(adapt_loader(adapt_saver(strategy)), *args, **kwargs)  # type: ignore[call-arg]
 
 
 class FullyParallelSaveStrategyWrapper(
-    SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
+    _TakesMegatrons, SavesByPath, parallel.FullyParallelSaveStrategyWrapper, AsyncSaveShardedStrategy
 ):
-    """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`; refuses a cache on disk, which nothing checks."""
-
-    def __init__(
-        self, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
-    ) -> None:
-        refuse_group_cache(pg_cache_path, pg_cache_create)
-        super().__init__(*args, **kwargs)
+    """:class:`shardckpt.parallel.FullyParallelSaveStrategyWrapper`, callable with a path."""
 
 
-class FullyParallelLoadStrategyWrapper(LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy):
-    """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`; refuses a cache on disk, which nothing checks."""
-
-    def __init__(
-        self, *args: Any, pg_cache_path: str | None = None, pg_cache_create: bool = False, **kwargs: Any
-    ) -> None:
-        refuse_group_cache(pg_cache_path, pg_cache_create)
-        super().__init__(*args, **kwargs)
+class FullyParallelLoadStrategyWrapper(
+    _TakesMegatrons, LoadsByPath, parallel.FullyParallelLoadStrategyWrapper, LoadShardedStrategy
+):
+    """:class:`shardckpt.parallel.FullyParallelLoadStrategyWrapper`, callable with a path."""
 
 
 def distribute_main_replicas_with_precomputed_distribution(
-    sharded_state_dict: ShardedStateDict, group: ProcessGroup | None, distribution: ShardDistribution
+    sharded_state_dict: ShardedStateDict,
+    parallelization_group: ProcessGroup | None,
+    precomputed_distribution: ShardDistribution | None,
 ) -> None:
-    """Set the replica ids of the caller's shards by a distribution, in place: 0 on the main rank, 1 elsewhere."""
-    rank = Comm(group).rank
+    """Set the replica ids of the caller's shards by a distribution, in place: 0 on the main rank, 1 elsewhere.
+
+    Args:
+        sharded_state_dict: This rank's; in a group of one rank it does not change.
+        parallelization_group: The ranks; by default all.
+        precomputed_distribution: What ``determine_main_replica_uniform_distribution`` returned for this group.
+
+    Raises:
+        CheckpointingException: there is no distribution, and the group has several ranks.
+    """
+    comm = Comm(parallelization_group)
+    if comm.world_size == 1:
+        return
+    if precomputed_distribution is None:
+        raise CheckpointingException("precomputed_distribution=None: a group of several ranks needs one")
     for shard in nested_values(sharded_state_dict):
         if isinstance(shard, ShardedTensor):
-            is_main = distribution.main_rank_for_shard.get(_sharded_tensor_shard_id(shard)) == rank
+            is_main = precomputed_distribution.main_rank_for_shard.get(_sharded_tensor_shard_id(shard)) == comm.rank
             shard.replica_id = 0 if is_main else 1
 
+
+#: What to do instead of Megatron's names that are not here.
+REFUSED = {
+    "_defer_loading_sharded_items": "FullyParallelLoadStrategyWrapper divides what ranks load",
+    "_fill_in_deferred_sharded_items": "FullyParallelLoadStrategyWrapper fills in what ranks exchange",
+}
+
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "dict_utils": ("dict_list_map_inplace", "extract_matching_values", "merge"),
+    "exchange_utils": (
+        "determine_main_replica_uniform_distribution",
+        "exchange_by_distribution",
+        "exchange_loaded_objects_gather_object",
+    ),
+    "mapping": ("ShardedObject", "ShardedStateDict", "StateDict", "is_main_replica"),
+    "strategies.base": ("SaveShardedStrategy",),
+    "utils": ("_ShardId", "_sharded_object_id", "debug_time"),
+    "validation": ("determine_global_metadata", "validate_sharding_integrity"),
+}
+
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 __all__ = [
     "FullyParallelLoadStrategyWrapper",

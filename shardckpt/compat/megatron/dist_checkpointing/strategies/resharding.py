@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-raise ImportError(
-    "shardckpt.compat.megatron has no strategies.resharding: "
-    "it is not needed: flattened shards are stored and read at their true shape"
+from shardckpt.compat.megatron.refusals import make_refusal
+
+raise make_refusal(
+    __name__,
+    "it is not needed: flattened shards are stored and read at their true shape",
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-raise ImportError(
-    "shardckpt.compat.megatron has no strategies.tensorstore: "
-    "Megatron removed it in 0.16: rewrite the checkpoint as torch_dist with Megatron-Core 0.15 or older, which reads it"
+from shardckpt.compat.megatron.refusals import make_refusal
+
+raise make_refusal(
+    __name__,
+    "Megatron removed it in 0.16: rewrite the checkpoint as torch_dist with Megatron-Core 0.15, which reads it",
 )

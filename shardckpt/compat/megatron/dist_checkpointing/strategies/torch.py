@@ -2,49 +2,102 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.compat.megatron.defaults import register_built_in_strategies as register_default_torch_strategies
-from shardckpt.compat.megatron.refusals import LOAD_PLANNER, SAVE_PLANNER, make_refusing_getattr
-from shardckpt.compat.megatron.torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from shardckpt.compat.megatron.refusals import LOAD_PLANNER, QUEUE, SAVE_PLANNER, make_refusing_getattr
+from shardckpt.compat.megatron.strategies import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from shardckpt.errors import CheckpointingException
 from shardckpt.state_dict import nested_items
 
 if TYPE_CHECKING:
     from shardckpt.mapping import ShardedStateDict
 
 MSC_PREFIX = "msc://"
+_metadata_fn = ".metadata"
+
+logger = logging.getLogger(__name__)
+
+#: Libraries that Megatron's callers choose among for background saves. Here one engine does what both are for.
+_ASYNC_STRATEGIES = ("mcore", "nvrx")
 
 
-def flatten_state_dict(
-    state_dict: ShardedStateDict,
-) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Return the classes for background saves, whichever library is asked for.
+
+    Args:
+        async_strategy: ``"nvrx"`` or ``"mcore"``.
+        module: The name of the one class that the caller wants; by default all.
+
+    Returns:
+        ``"mcore"``, and our classes by name.
+
+    Raises:
+        CheckpointingException: there is no such library or class.
+    """
+    if async_strategy not in _ASYNC_STRATEGIES:
+        raise CheckpointingException(f"async_strategy={async_strategy!r}: expected one of {_ASYNC_STRATEGIES}")
+    classes: dict[str, Any] = {"AsyncCallsQueue": AsyncCallsQueue, "AsyncRequest": AsyncRequest}
+    if module is not None and module not in classes:
+        raise CheckpointingException(f"get_async_strategy has {', '.join(classes)}, not {module!r}: {QUEUE}")
+    return "mcore", classes if module is None else {module: classes[module]}
+
+
+def flatten_state_dict(state_dict: ShardedStateDict) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Flatten nested dicts and lists.
 
     Returns:
         The leaves by path, joined by dots; and the path of each as a tuple.
     """
     paths = {".".join(map(str, path)): path for path, _ in nested_items(state_dict)}
+    # strict: two paths that join to one key are an error
     return dict(zip(paths, (leaf for _, leaf in nested_items(state_dict)), strict=True)), paths
 
 
+_NOT_CONVERTED = "dist_checkpointing.load returns the caller's structure; nothing is converted to torch's shards"
+
 #: What to do instead of Megatron's names that are not here.
 REFUSED = {
+    "_replace_sharded_keys_with_state_dict_keys": _NOT_CONVERTED,
+    "_replace_state_dict_keys_with_sharded_keys": _NOT_CONVERTED,
+    "_restore_dict_types": _NOT_CONVERTED,
+    "_unwrap_pyt_sharded_tensor": _NOT_CONVERTED,
+    "_get_filesystem_reader": "shardckpt_torch_dist.CheckpointStorageReader(checkpoint_dir) is a reader for dcp.load",
     "MCoreLoadPlanner": LOAD_PLANNER,
     "MCoreMetadata": "it is there for old pickles, which are read here without it",
     "MCoreSavePlan": "it is there for old pickles, which are read here without it",
     "MCoreSavePlanner": SAVE_PLANNER,
-    "get_async_strategy": "there is only one: import AsyncRequest and AsyncCallsQueue from strategies.async_utils",
     "get_reformulation_metadata": "flattened shards are loaded at their true shapes by dist_checkpointing.load",
     "mcore_to_pyt_state_dict": SAVE_PLANNER,
     "sharded_tensor_to_torch_sharded_tensor": SAVE_PLANNER,
 }
 
-__getattr__ = make_refusing_getattr(__name__, REFUSED)
+#: What Megatron's module imports from others.
+IMPORTED = {
+    "dict_utils": ("nested_values",),
+    "mapping": ("ShardedBase", "ShardedObject", "ShardedStateDict", "ShardedTensor", "StateDict", "is_main_replica"),
+    "strategies.base": (
+        "AsyncSaveShardedStrategy",
+        "LoadShardedStrategy",
+        "StrategyAction",
+        "register_default_strategy",
+    ),
+    "strategies.cached_metadata_filesystem_reader": ("CachedMetadataFileSystemReader",),
+    "strategies.checkpointable": ("CheckpointableShardedTensor", "LocalShardsContainer"),
+    "strategies.filesystem_async": ("FileSystemWriterAsync",),
+    "strategies.state_dict_saver": ("save_state_dict_async_finalize", "save_state_dict_async_plan"),
+}
+
+__getattr__ = make_refusing_getattr(__name__, REFUSED, IMPORTED)
 
 __all__ = [
     "MSC_PREFIX",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
+    "_metadata_fn",
     "flatten_state_dict",
+    "get_async_strategy",
     "register_default_torch_strategies",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-raise ImportError(
-    "shardckpt.compat.megatron has no strategies.two_stage: "
-    "Megatron removed it in 0.16: FullyParallelLoadStrategyWrapper has one rank read and the others receive"
+from shardckpt.compat.megatron.refusals import make_refusal
+
+raise make_refusal(
+    __name__,
+    "Megatron removed it in 0.16: FullyParallelLoadStrategyWrapper has one rank read and the others receive",
 )

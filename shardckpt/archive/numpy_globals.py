@@ -1,0 +1,196 @@
+"""Checked replacements for the functions and classes that pickles of numpy arrays name.
+
+Numpy's own are not safe: the constructors and ``__setstate__`` of its arrays and dtypes take pointers, flags and
+offsets from a pickle unchecked. Here dtypes are made from names, and arrays from bytes whose length is checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from typing import Any
+
+from shardckpt.archive.pickle_policy import FunctionProxy, OpaqueClass, PendingValue, describe
+from shardckpt.errors import CorruptCheckpointError
+
+_DTYPE_NAME = re.compile(r"([biufcSUV])(\d{1,9})|([O])\d?|([mM])8")
+_TIME_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")
+_MAX_DIMENSIONS = 32
+
+#: In place of numpy.ndarray: a pickle may only name it as the type of an array.
+NDARRAY = OpaqueClass("numpy.ndarray")
+
+
+def numpy_global(module: str, name: str) -> Any:
+    """Return the replacement for a numpy global, or None if it is not on the list."""
+    if module == "numpy.dtypes" and name.endswith("DType"):
+        return _dtype_class(name)
+    if module.startswith("numpy._core."):  # numpy 2 renamed the package
+        module = module.replace("_core", "core")
+    return _GLOBALS.get((module, name))
+
+
+def _numpy() -> Any:
+    """Import numpy: only when a pickle names one of its dtypes or arrays."""
+    return importlib.import_module("numpy")
+
+
+def _refused(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"the pickle describes a numpy {what}: refused")
+
+
+# ---- dtypes
+
+
+def _dtype_class(name: str) -> Any:
+    """Return a function that returns the dtype of a class such as ``Float64DType``, or None for any other name."""
+    dtypes = {type(dtype).__name__: dtype for dtype in map(_numpy().dtype, "?bBhHiIlLqQefdgFDG")}
+    return FunctionProxy(lambda: dtypes[name]) if name in dtypes else None
+
+
+def _dtype(name: Any, _align: Any = False, _copy: Any = True) -> PendingValue:  # numpy's own positional flags
+    """Replace ``numpy.dtype(name, False, True)``; the pickle sets its state (byte order, fields, unit) afterwards."""
+    found = _DTYPE_NAME.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        raise _refused(f"dtype {describe(name)}")
+    base = _numpy().dtype("O" if found[3] else name)
+    return PendingValue(f"a numpy dtype {name}", lambda state: _dtype_with_state(base, state))
+
+
+def _dtype_with_state(base: Any, state: Any) -> Any:
+    """Return the dtype with the byte order, fields and unit of the state; alignment and flags are not copied."""
+    if not isinstance(state, tuple) or len(state) not in (8, 9):
+        raise _refused("dtype with an unknown state")
+    _, order, subarray, names, fields, itemsize = state[:6]
+    if order not in ("<", ">", "=", "|"):
+        raise _refused(f"dtype of byte order {describe(order)}")
+    if base.kind in "mM":
+        base = _with_unit(base, state)
+    elif base.kind == "V" and names is not None:
+        return _structured(base, names, fields, itemsize)
+    elif base.kind == "V" and subarray is not None:
+        return _subarray(base, subarray)
+    return base if order == "|" else base.newbyteorder(order)
+
+
+def _with_unit(base: Any, state: tuple[Any, ...]) -> Any:
+    unit, count = state[8][1][:2] if len(state) > 8 else ("generic", 1)  # noqa: PLR2004 - numpy's layout
+    unit = unit.decode() if isinstance(unit, bytes) else unit
+    if unit not in _TIME_UNITS or not isinstance(count, int) or not 0 < count < 1 << 31:
+        raise _refused(f"dtype of {describe(count)} {describe(unit)}")
+    return base if unit == "generic" else _numpy().dtype(f"{base.kind}8[{count}{unit}]")
+
+
+def _structured(base: Any, names: Any, fields: Any, itemsize: Any) -> Any:
+    parts = [tuple(fields[name])[:2] for name in names]
+    if itemsize != base.itemsize or not all(isinstance(name, str) for name in names):
+        raise _refused(f"dtype of {describe(itemsize)} bytes with fields {describe(names)}")
+    for dtype, offset in parts:
+        if type(offset) is not int or offset < 0 or offset + _checked_dtype(dtype).itemsize > itemsize:
+            raise _refused(f"dtype with a field at {describe(offset)}, outside its {itemsize} bytes")
+    formats, offsets = [dtype for dtype, _ in parts], [offset for _, offset in parts]
+    return _numpy().dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
+
+
+def _subarray(base: Any, subarray: Any) -> Any:
+    element, shape = subarray
+    shape = _checked_shape((shape,) if isinstance(shape, int) else shape)
+    if _checked_dtype(element).itemsize * math.prod(shape) != base.itemsize:
+        raise _refused(f"dtype of {base.itemsize} bytes as {shape} of {element}")
+    return _numpy().dtype((element, shape))
+
+
+def _checked_dtype(dtype: Any) -> Any:
+    if not isinstance(dtype, _numpy().dtype):
+        raise _refused(f"dtype that is {describe(dtype)}")
+    return dtype
+
+
+# ---- arrays and scalars
+
+
+def _reconstruct(kind: Any, _shape: Any, _code: Any) -> PendingValue:
+    """Replace ``_reconstruct(ndarray, (0,), b"b")``; a subclass passes only if ``allow_globals`` has it."""
+    if kind is NDARRAY:
+        return PendingValue("a numpy array", _array_from_state)
+    if not isinstance(kind, type) or not issubclass(kind, _numpy().ndarray):
+        raise _refused(f"array of class {describe(kind)}")
+    return PendingValue(f"a {kind.__name__}", lambda state: _array_from_state(state).view(kind))
+
+
+def _array_from_state(state: Any) -> Any:
+    """Make an array from its pickled state: ([version,] shape, dtype, is Fortran order, bytes or list of objects)."""
+    if not isinstance(state, tuple) or len(state) not in (4, 5):
+        raise _refused("array with an unknown state")
+    shape, dtype, fortran, content = state[-4:]
+    return _build_array(_checked_shape(shape), _checked_dtype(dtype), content, "F" if fortran else "C")
+
+
+def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any, axis_order: Any = None) -> Any:
+    """Replace numpy's ``_frombuffer``, which protocol 5 calls to make arrays."""
+    if not isinstance(content, (bytes, bytearray, memoryview)) or _checked_dtype(dtype).hasobject:
+        raise _refused(f"array of {dtype} over a buffer")
+    array = _build_array(_checked_shape(shape), dtype, bytes(content), "F" if order == "F" else "C")
+    return array.transpose(_checked_shape(axis_order)) if order == "K" and axis_order is not None else array
+
+
+def _build_array(shape: tuple[int, ...], dtype: Any, content: Any, order: Any) -> Any:
+    numpy, count = _numpy(), math.prod(shape)
+    if dtype.hasobject:
+        return _array_of_objects(shape, dtype, content, order)
+    if isinstance(content, str):  # pickles of protocol 2 hold bytes as text
+        content = content.encode("latin1")
+    if not isinstance(content, (bytes, bytearray)) or len(content) != count * dtype.itemsize:
+        raise _refused(f"array of shape {shape} and {dtype} that does not have its {count * dtype.itemsize} bytes")
+    if dtype.itemsize == 0 and count:
+        raise _refused(f"array of shape {shape} without bytes")
+    flat = numpy.frombuffer(content, dtype).copy() if count else numpy.empty(0, dtype)
+    return flat.reshape(shape, order=order)
+
+
+def _array_of_objects(shape: tuple[int, ...], dtype: Any, content: Any, order: Any) -> Any:
+    if dtype != _numpy().dtype("O") or not isinstance(content, list) or len(content) != math.prod(shape):
+        raise _refused(f"array of shape {shape} and {dtype}, which is not a list of its objects")
+    flat = _numpy().empty(len(content), dtype)
+    for index, value in enumerate(content):
+        flat[index] = value
+    return flat.reshape(shape, order=order)
+
+
+def _scalar(dtype: Any, content: Any = b"") -> Any:
+    """Replace ``scalar(dtype, bytes)``, which pickles of numpy scalars call."""
+    if _checked_dtype(dtype).hasobject:
+        raise _refused(f"scalar of {dtype}")
+    if dtype.itemsize == 0 and isinstance(content, (str, bytes, bytearray)) and not content:
+        return dtype.type()
+    return _build_array((1,), dtype, content, "C")[0]
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    """Return the shape as a tuple, if it has few axes and no negative size."""
+    short = isinstance(shape, (tuple, list)) and len(shape) <= _MAX_DIMENSIONS
+    if not short or not all(type(size) is int and size >= 0 for size in shape):
+        raise _refused(f"array of shape {describe(shape)}")
+    return tuple(shape)
+
+
+_GLOBALS = {
+    ("numpy", "ndarray"): NDARRAY,
+    ("numpy", "dtype"): FunctionProxy(_dtype, copies=True),
+    ("numpy.core.multiarray", "_reconstruct"): FunctionProxy(_reconstruct, copies=True),
+    ("numpy.core.multiarray", "scalar"): FunctionProxy(_scalar, copies=True),
+    ("numpy.core.numeric", "_frombuffer"): FunctionProxy(_frombuffer, copies=True),
+}
+
+
+def count_copied_bytes(state: Any) -> int:
+    """Return how many bytes or objects of a state BUILD would copy."""
+    content = state[-1] if isinstance(state, tuple) and state else None
+    return len(content) if isinstance(content, (bytes, bytearray, str, list)) else 0
+
+
+def list_objects(state: Any) -> list[Any]:
+    """Return the objects in the state of an array of dtype object; an empty list for any other state."""
+    content = state[-1] if isinstance(state, tuple) and state else None
+    return content if isinstance(content, list) else []

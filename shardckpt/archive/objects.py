@@ -1,0 +1,112 @@
+"""Objects as bytes, encoded and decoded under one allow-list: what a load would refuse is refused at the save."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.archive.reader import load_bytes
+from shardckpt.distributed import can_be_pickled
+from shardckpt.errors import CheckpointingException, ShardingError, UnsafePickleError
+from shardckpt.state_dict import nested_items
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def encode_object(value: Any, what: str, allow_globals: Iterable[Any]) -> bytes:
+    """Return a value as bytes that :func:`decode_object` accepts; a value that it would refuse is an error here.
+
+    Example:
+        In a strategy's ``save``, and in its ``load``::
+
+            data = encode_object(shard.data, f"object {shard.key!r}", context.allow_globals)
+            value = decode_object(data, f"object {shard.key!r}", context.allow_globals)
+
+    Args:
+        value: Plain values, dicts, lists, tensors, numpy arrays, and what ``allow_globals`` names.
+        what: What the value is, for errors: ``"object 'rng'"``.
+        allow_globals: Classes and functions that the value may use, besides those that every load accepts: the
+            ``allow_globals`` of the context.
+
+    Returns:
+        A ``torch.save`` archive.
+
+    Raises:
+        ShardingError: The value cannot be pickled; the error names the place in it.
+        UnsafePickleError: A load would refuse it; the error names the place, the class, and how to allow it.
+    """
+    allowed = tuple(allow_globals)  # an iterator would be empty when the place of an error is looked for
+    archive = make_archive(value, what)
+    try:
+        check_loadable(archive, what, allowed)
+    except UnsafePickleError:
+        place = _find_refused(value, allowed)
+        if place:
+            leaf, path = place
+            check_loadable(make_archive(leaf, what), what + path, allowed)  # raises the error that names the place
+        raise
+    return archive.getvalue()
+
+
+def decode_object(data: bytes, what: str, allow_globals: Iterable[Any]) -> Any:
+    """Return the value that :func:`encode_object` has encoded; nothing outside the allow-list is run or imported.
+
+    Args:
+        data: A ``torch.save`` archive, from anyone.
+        what: What the value is, for errors: ``"object 'rng'"``, or a file.
+        allow_globals: Classes and functions that it may name, besides plain values, tensors and numpy arrays: the
+            ``allow_globals`` of the context; each by itself, or as (class or function, ``"module.name"``).
+
+    Returns:
+        The value, with its tensors on the CPU.
+
+    Raises:
+        UnsafePickleError: It names a global outside the allow-list.
+        CorruptCheckpointError: The bytes are damaged, or would take too much memory.
+    """
+    return load_bytes(data, what, allow_globals)
+
+
+def make_archive(value: Any, what: str) -> io.BytesIO:
+    """Pickle a value as a ``torch.save`` archive, without asking whether a load would accept it.
+
+    Returns:
+        The archive, positioned at its start.
+
+    Raises:
+        ShardingError: The value cannot be pickled; the error names the place in it.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as exc:
+        unpicklable = (path for path, leaf in nested_items(value) if not can_be_pickled(leaf))
+        place = _join_path(next(unpicklable, ()))
+        raise ShardingError(f"{what}{place} cannot be pickled: {type(exc).__name__}: {exc}") from exc
+    file.seek(0)
+    return file
+
+
+def check_loadable(archive: io.BytesIO, what: str, allow_globals: Iterable[Any] = ()) -> None:
+    """Raise UnsafePickleError if a load would refuse the archive: for a class outside the allow-list, for example."""
+    try:
+        load_bytes(archive.getvalue(), what, allow_globals)
+    except CheckpointingException as exc:
+        raise UnsafePickleError(f"a load would refuse {exc} (to save and to load)") from exc
+
+
+def _find_refused(value: Any, allow_globals: tuple[Any, ...]) -> tuple[Any, str] | None:
+    """Return the first part of a nested value that is refused by itself, and its place; None if there is none."""
+    for path, leaf in nested_items(value):
+        try:
+            check_loadable(make_archive(leaf, "it"), "it", allow_globals)
+        except CheckpointingException:  # noqa: PERF203 - an error is being made
+            return leaf, _join_path(path)
+    return None
+
+
+def _join_path(path: Iterable[Any]) -> str:
+    return "".join(f"[{part!r}]" for part in path)

@@ -1,0 +1,174 @@
+"""Read ``torch.save`` archives without ``torch.load``: an uncompressed zip of one pickle and raw storages.
+
+Format: torch/serialization.py and caffe2/serialize/inline_container.cc. The pickle goes through the allow-list. A
+tensor's payload is located, not read, so that a load can read any range of it.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.archive.lazy_tensors import TensorDescriber
+from shardckpt.archive.payload import StoredPayload
+from shardckpt.archive.tensor_pickles import TensorRebuilder, describe_one_tensor, unpickle
+from shardckpt.archive.zip_directory import read_members
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardckpt.archive.tensor_pickles import Geometry, Storage
+    from shardckpt.archive.zip_directory import Member, ReadRange
+
+
+#: Bytes of nested archives that every archive may load, whatever its size.
+_FREE = 64 << 10
+
+
+class _NestedBudget:
+    """Limits the bytes of nested archives that a pickle loads."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = _FREE + nbytes  # a pickle could load the same archive any number of times
+
+    def spend(self, nbytes: int, source: str) -> None:
+        """Count an archive; raise CorruptCheckpointError when an honest pickle could not have so many bytes."""
+        self._left -= nbytes
+        if self._left < 0:
+            raise CorruptCheckpointError(f"{source}: its pickle loads nested archives too often")
+
+
+class Archive:
+    """One ``torch.save`` archive; only its directory is read at first.
+
+    Args:
+        read_range: Reads (offset, size) of the archive.
+        size: Its size in bytes.
+        source: Its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is not a torch.save archive, is damaged, or has the other byte order.
+    """
+
+    def __init__(self, read_range: ReadRange, size: int, source: str) -> None:
+        self._read_range = read_range
+        self._source = source
+        try:
+            self._members = read_members(read_range, size)
+        except (ValueError, struct.error) as exc:
+            raise CorruptCheckpointError(f"{source} is not a torch.save archive: {exc}") from exc
+        # Overlapping members would let a small file fill the memory, each member with the same bytes.
+        if sum(member.size for member in self._members.values()) > size:
+            raise CorruptCheckpointError(f"{source}: its members are larger than the archive: they overlap")
+        names = [name for name in self._members if name.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise CorruptCheckpointError(f"{source} is not a torch.save archive: it has no data.pkl")
+        self._root = names[0][: -len("data.pkl")]
+        order = self._members.get(self._root + "byteorder")
+        if order is not None and read_range(order.offset, order.size) != sys.byteorder.encode():
+            raise CorruptCheckpointError(f"{source} was written on a machine of the other byte order")
+
+    def payload(self) -> StoredPayload:
+        """Return where the archive's only tensor is, without reading its values.
+
+        Raises:
+            CorruptCheckpointError: The archive does not hold exactly one tensor, or it is damaged.
+            UnsafePickleError: Its pickle names a global that no tensor needs.
+        """
+        try:
+            geometry = describe_one_tensor(self._read_pickle())
+        except CheckpointingException as exc:
+            raise type(exc)(f"{self._source}: {exc}") from exc
+        return self._locate(geometry)
+
+    def describe(self, allow_globals: Iterable[Any] = ()) -> Any:
+        """Load the archive's object without the values of its tensors.
+
+        Args:
+            allow_globals: As for :meth:`load`.
+
+        Returns:
+            The object, with a :class:`~shardckpt.archive.lazy_tensors.LazyTensor` for each tensor.
+
+        Raises:
+            UnsafePickleError: The pickle names a global outside the allow-list; nothing was run.
+            CorruptCheckpointError: The archive is damaged.
+        """
+        describer = TensorDescriber(self._locate)
+        return unpickle(self._read_pickle(), self._source, describer.torch_global, allow_globals)
+
+    def load(self, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
+        """Load the archive's object.
+
+        Args:
+            allow_globals: Classes and functions that the pickle may name, in addition to the plain ones.
+            nested: The budget of the outermost archive, if this one is nested in it; None if this is the outermost.
+
+        Returns:
+            The object, with its tensors on the CPU.
+
+        Raises:
+            UnsafePickleError: The pickle names a global outside the allow-list; nothing was run.
+            CorruptCheckpointError: The archive is damaged.
+        """
+        pickled = self._read_pickle()
+        # The bytes of nested archives are in the pickle: an honest one has each once.
+        budget = nested or _NestedBudget(2 * len(pickled))
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def read_storage(storage: Storage) -> torch.UntypedStorage:
+            member = self._find_storage(storage)
+            if member.offset not in storages:  # tensors that share a storage share its memory again
+                data = bytearray(self._read_range(member.offset, member.size))
+                # torch.frombuffer refuses an empty buffer.
+                values = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
+                storages[member.offset] = values.untyped_storage()
+            return storages[member.offset]
+
+        rebuild = TensorRebuilder(read_storage, lambda data: load_bytes(data, self._source, allow_globals, budget))
+        return unpickle(pickled, self._source, rebuild.torch_global, allow_globals)
+
+    def _read_pickle(self) -> bytes:
+        member = self._members[self._root + "data.pkl"]
+        return self._read_range(member.offset, member.size)
+
+    def _locate(self, geometry: Geometry) -> StoredPayload:
+        """Return where a tensor's values are in the archive."""
+        storage, dtype, shape, stride, first, lazy = geometry
+        member = self._find_storage(storage)
+        return StoredPayload(dtype, shape, stride, first, member.offset, member.size, lazy, member.crc)
+
+    def _find_storage(self, storage: Storage) -> Member:
+        """Return the zip member that holds a storage."""
+        member = self._members.get(f"{self._root}data/{storage.name}")
+        if member is None:
+            raise CorruptCheckpointError(f"{self._source}: its pickle refers to a storage that is missing")
+        if storage.nbytes > member.size:
+            raise CorruptCheckpointError(f"{self._source}: a storage has {member.size} bytes, not {storage.nbytes}")
+        return member
+
+
+def load_bytes(data: bytes, source: str, allow_globals: Iterable[Any] = (), nested: _NestedBudget | None = None) -> Any:
+    """Load the object of a ``torch.save`` archive in memory; nothing outside the allow-list is run or imported.
+
+    Args:
+        data: The archive.
+        source: Its name, for errors.
+        allow_globals: Classes and functions that the pickle may name, in addition to plain values, tensors and numpy
+            arrays; each by itself, or as (class or function, "module.name").
+        nested: For internal use: the budget of the archive that holds this one.
+
+    Returns:
+        The object, with its tensors on the CPU.
+
+    Raises:
+        UnsafePickleError: The pickle names a global outside the allow-list.
+        CorruptCheckpointError: The archive is damaged.
+    """
+    if nested is not None:
+        nested.spend(len(data), source)
+    return Archive(lambda offset, size: data[offset : offset + size], len(data), source).load(allow_globals, nested)

@@ -1,0 +1,135 @@
+"""Inert stubs for the classes of other libraries that a pickle names.
+
+A load must not import what a checkpoint names: importing runs code. So Megatron's classes become stubs that keep the
+pickled content, and that pickle again under the name of the real class.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import pickle
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from shardckpt.archive.pickle_policy import describe
+from shardckpt.errors import UnsafePickleError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+_RECONSTRUCT = copyreg._reconstructor  # type: ignore[attr-defined]  # noqa: SLF001 - pickles of protocol 0 name it
+
+
+class Frozen(type):
+    """A metaclass whose classes refuse new attributes, so that a pickle's BUILD cannot change the class itself."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise UnsafePickleError(f"a pickle tries to change the class {cls.__name__}: refused")
+
+
+class _StubMeta(Frozen):
+    """The metaclass of stubs: a stub class itself cannot be pickled, see :func:`_refuse_class`."""
+
+
+class Stub(metaclass=_StubMeta):
+    """An inert object in place of an instance of another library's class. It keeps the pickled content.
+
+    It can be saved again if the real class is imported in the saving process, and is then an instance of that class.
+
+    Attributes:
+        origin: "module.name" of the real class.
+        home: The same as (module, name).
+        args: The positional arguments of the constructor.
+        kwargs: Its keyword arguments.
+        state: The pickled attributes, usually a dict. They can be read as attributes of the stub.
+    """
+
+    origin = ""
+    home = ("", "")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create a stub with any arguments, and keep them."""
+        self = super().__new__(cls)
+        vars(self).update(args=args, kwargs=kwargs, state={}, called=False)
+        return self
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        vars(self)["called"] = True  # the pickle called the class, not only __new__: pickled again, it does so too
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self)["state"] = state
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__.get("state")
+        if isinstance(state, dict) and name in state:
+            return state[name]
+        raise AttributeError(f"the stub for {self.origin} has no {name!r}")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        vars(self).setdefault("items", {})[key] = value
+
+    def append(self, value: Any) -> None:
+        """Keep an item that the pickle appends to a list subclass."""
+        vars(self).setdefault("values", []).append(value)
+
+    def extend(self, values: Any) -> None:
+        """Keep the items that the pickle appends to a list subclass."""
+        vars(self).setdefault("values", []).extend(values)
+
+    # copy.deepcopy would use __reduce_ex__, which needs the real class.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self)()
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        real = _find_real_class(type(self))
+        values, items = vars(self).get("values", ()), vars(self).get("items", {})
+        rest = (self.state or None, iter(values) if values else None, iter(items.items()) if items else None)
+        if self.called:
+            return (real, self.args, *rest)
+        # The pickle called only __new__. copyreg's function can repeat that for a class with object's own __new__.
+        if self.args or self.kwargs or getattr(real, "__new__", None) is not object.__new__:
+            raise _unsaveable(type(self))
+        return (_RECONSTRUCT, (real, object, None), *rest)
+
+    def __repr__(self) -> str:
+        return f"<stub for {self.origin}{describe(self.args)}>"
+
+
+def _find_real_class(kind: Any) -> Any:
+    """Return the real class of a stub. It must be imported already: nothing is imported here."""
+    module, name = kind.home
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        # getattr(module, part) could import a module that the checkpoint chooses
+        found = getattr(found, "__dict__", {}).get(part)
+    if found is None:
+        raise _unsaveable(kind)
+    return found
+
+
+def _unsaveable(kind: Any) -> pickle.PicklingError:
+    return pickle.PicklingError(
+        f"{kind.origin} was loaded as an inert stub, because shardckpt does not import what a checkpoint names, "
+        f"and this stub cannot be saved: import {kind.home[0]} before saving, load with allow_globals=[...] to get "
+        "the real object, or put a plain value in its place"
+    )
+
+
+def _refuse_class(kind: Any) -> Any:
+    raise _unsaveable(kind)
+
+
+copyreg.pickle(_StubMeta, _refuse_class)
+
+
+@functools.cache
+def make_stub_class(module: str, name: str) -> type[Stub]:
+    """Return the stub class for a class of another library; always the same one for a name."""
+    names = {"origin": f"{module}.{name}", "home": (module, name)}
+    return cast("type[Stub]", _StubMeta(name.rpartition(".")[2], (Stub,), names))

@@ -1,0 +1,78 @@
+"""Complete or absent: staging directories and uploads, the step that commits them, removals, and what a kill leaves."""
+
+from shardckpt.commit.commit import (
+    check_target,
+    commit_staging,
+    create_staging,
+    discard_staging,
+    find_foreign,
+    is_free,
+    list_replaced_checkpoints,
+    list_staging_directories,
+    publish_staging,
+    replace_target,
+    staging_directory,
+    staging_path,
+)
+from shardckpt.commit.leftovers import (
+    find_leftovers,
+    find_spools,
+    freed_bytes,
+    remove_free,
+    remove_leftover,
+    spool_folder,
+    why_kept,
+)
+from shardckpt.commit.owner import Owner, claim_name, release_name
+from shardckpt.commit.removal import clear_tombstones, delete_checkpoint, is_half_deleted, make_tombstone
+from shardckpt.commit.staging_names import (
+    NAME_MAX,
+    STAGING,
+    Leftover,
+    is_temporary,
+    new_save_id,
+    parse_temporary,
+    stem,
+    temporary_name,
+)
+from shardckpt.commit.upload import Upload, is_under_way, upload_files
+
+__all__ = [
+    "NAME_MAX",
+    "STAGING",
+    "Leftover",
+    "Owner",
+    "Upload",
+    "check_target",
+    "claim_name",
+    "clear_tombstones",
+    "commit_staging",
+    "create_staging",
+    "delete_checkpoint",
+    "discard_staging",
+    "find_foreign",
+    "find_leftovers",
+    "find_spools",
+    "freed_bytes",
+    "is_free",
+    "is_half_deleted",
+    "is_temporary",
+    "is_under_way",
+    "list_replaced_checkpoints",
+    "list_staging_directories",
+    "make_tombstone",
+    "new_save_id",
+    "parse_temporary",
+    "publish_staging",
+    "release_name",
+    "remove_free",
+    "remove_leftover",
+    "replace_target",
+    "spool_folder",
+    "staging_directory",
+    "staging_path",
+    "stem",
+    "temporary_name",
+    "upload_files",
+    "why_kept",
+]

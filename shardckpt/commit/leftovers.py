@@ -1,0 +1,200 @@
+"""Leftovers of killed saves, overwrites and removals: found by name, and removed if no living process owns them.
+
+Whether a process of the same boot of the same host is alive is certain, by its id and start time. Leftovers of another
+host, or without an owner in the name, are removed when nothing was written to them for ``SHARDCKPT_LEFTOVER_HOURS``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardckpt import settings
+from shardckpt.commit.owner import Owner, is_claimed
+from shardckpt.commit.staging_names import REMOVED, REPLACED, STAGING, Leftover, discarded_name, parse_temporary
+from shardckpt.errors import CheckpointingException, StorageError
+from shardckpt.storage import sync_directory, wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+logger = logging.getLogger(__name__)
+
+_HOUR = 3600.0
+_SPOOL = "shardckpt-spool-"
+#: The owner, and the random end that ``mkdtemp`` adds; older releases wrote no owner.
+_SPOOL_NAME = re.compile(rf"{_SPOOL}(?:([0-9a-f]{{32}})-)?[a-z0-9_]{{8}}")
+
+
+def find_leftovers(folder: Path, is_wanted: Callable[[str], bool]) -> list[Leftover]:
+    """Find the temporary directories in a folder by their names.
+
+    Args:
+        folder: The parent directory of their targets.
+        is_wanted: Returns whether to include those of a target, given the stem of the target's name.
+
+    Returns:
+        The leftovers, sorted; empty if the folder does not exist.
+    """
+    found = [parse_temporary(path) for path in _list_temporary(folder)]
+    return sorted(leftover for leftover in found if leftover is not None and is_wanted(leftover.stem))
+
+
+def why_kept(leftover: Leftover, hours: float | None = None) -> str:
+    """Return why a leftover must stay, judged by its owner and the times of its files.
+
+    Args:
+        leftover: The leftover.
+        hours: Hours since the last write after which the owner on another host counts as dead; by default
+            ``SHARDCKPT_LEFTOVER_HOURS``.
+
+    Returns:
+        The reason; ``""`` if no living process uses it, and it may be removed.
+    """
+    owner = leftover.owner
+    if leftover.is_garbage:
+        return ""
+    alive = None if owner is None else owner.is_alive()
+    if owner is not None and alive:
+        # this process claims the directories that it fills; another one of its own is what a failed call has left
+        if owner == Owner.current() and leftover.stem and not is_claimed(leftover.path.name):
+            return ""
+        return f"process {owner.pid} of this host is alive"
+    if alive is False:
+        return ""
+    limit = settings.leftover_hours() if hours is None else hours
+    age = (time.time() - _last_write(leftover)) / _HOUR
+    if limit <= 0 or age >= limit:  # clocks of other hosts may be ahead
+        return ""
+    whose = "an older release" if owner is None else "a process of another host, container or boot"
+    return f"of {whose}, written to {max(age, 0):.1f} hours ago: it goes after {limit:g}"
+
+
+def remove_leftover(leftover: Leftover) -> None:
+    """Remove a leftover; several processes may do so at a time.
+
+    Raises:
+        StorageError: the leftover, or a part of it, still exists.
+    """
+    path = leftover.path
+    with wrap_os_errors("remove", path):
+        try:
+            if leftover.stem and not leftover.is_garbage:
+                # one rename first: a half-removed directory must not look like a checkpoint that was moved aside
+                path = path.with_name(discarded_name(path.name))
+                os.rename(leftover.path, path)
+        except FileNotFoundError:
+            return  # another process was first
+    if leftover.kind in (REPLACED, REMOVED):
+        sync_directory(path.parent)  # else a power cut may undo the rename but not the removal of files
+    remove_tree(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, or a file, if it exists.
+
+    Raises:
+        StorageError: a part of it could not be removed; the rest was.
+    """
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as exc:
+        shutil.rmtree(path, ignore_errors=True)  # removes all that can be removed
+        if os.path.lexists(path):
+            raise StorageError(f"cannot remove {path}, which is no longer needed: {exc}") from exc
+
+
+def remove_free(
+    leftovers: Iterable[Leftover], why_kept: Callable[[Leftover], str] = why_kept
+) -> list[tuple[Leftover, str]]:
+    """Remove the leftovers that may be removed; log a warning for each whose removal fails.
+
+    Args:
+        leftovers: The leftovers.
+        why_kept: Returns why one must stay; ``""`` if it may be removed.
+
+    Returns:
+        The leftovers that must stay, each with the reason.
+    """
+    kept = []
+    for leftover in leftovers:
+        try:
+            reason = why_kept(leftover)
+            if reason:
+                kept.append((leftover, reason))
+                continue
+            remove_leftover(leftover)
+            logger.info("removed %s, which an interrupted save or removal had left", leftover.path)
+        except (CheckpointingException, OSError) as exc:
+            logger.warning("%s", exc)
+    return kept
+
+
+def create_spool() -> Path:
+    """Create a directory for files to be uploaded, and return its path; remove the spools of killed processes first."""
+    folder = spool_folder()
+    try:
+        remove_free(find_spools(folder))
+    except (StorageError, OSError) as exc:
+        logger.warning("%s", exc)
+    with wrap_os_errors("make a spool directory in", folder):
+        return Path(tempfile.mkdtemp(prefix=f"{_SPOOL}{Owner.current().text}-", dir=folder))
+
+
+def spool_folder() -> Path:
+    """Return the directory in which spool directories are created: ``SHARDCKPT_SPOOL_DIR`` or the temporary one."""
+    return Path(settings.spool_directory() or tempfile.gettempdir())
+
+
+def find_spools(folder: Path) -> list[Leftover]:
+    """Return this user's spool directories in a folder, sorted; empty if the folder does not exist."""
+    found = []
+    for path in _list_temporary(folder):
+        name = _SPOOL_NAME.fullmatch(path.name)
+        with suppress(FileNotFoundError):
+            if name and path.is_dir() and path.lstat().st_uid == os.geteuid():  # others may share the folder
+                found.append(Leftover(path, "", STAGING, Owner.from_text(name[1]) if name[1] else None))
+    return sorted(found)
+
+
+def freed_bytes(path: Path) -> int:
+    """Return the bytes that a removal would free: of all files in it without a second hard link."""
+    return sum(info.st_size for info in _walk(path) if stat.S_ISREG(info.st_mode) and info.st_nlink == 1)
+
+
+def _list_temporary(folder: Path) -> list[Path]:
+    """Return what may be ours in a folder; links are not, so nothing outside of it is removed."""
+    with wrap_os_errors("list", folder):
+        try:
+            with os.scandir(folder) as entries:
+                return [Path(entry.path) for entry in entries if "shardckpt-" in entry.name and not entry.is_symlink()]
+        except FileNotFoundError:
+            return []
+
+
+def _last_write(leftover: Leftover) -> float:
+    """Return the time of the last write. Files of a replaced checkpoint are old: there ctime, the move, counts, too."""
+    times = [max(info.st_mtime, info.st_ctime * leftover.is_replaced) for info in _walk(leftover.path)]
+    return max(times, default=0.0)
+
+
+def _walk(path: Path) -> Iterator[os.stat_result]:
+    """Yield the status of a file or directory and of all its content; skip what disappears."""
+    try:
+        yield path.lstat()
+        below = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
+    except OSError:
+        return
+    for inner in below:
+        yield from _walk(inner)

@@ -1,0 +1,101 @@
+"""Remove checkpoints: one step makes each invisible to loads, and then its files are deleted; a crash leaves no half.
+
+A directory is renamed to ``.<name>.shardckpt-removed-<id>`` (a tombstone), which is durable before the first file is
+deleted. A store has no rename: there an in-progress object is uploaded, and ``metadata.json`` is deleted first.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from shardckpt import settings
+from shardckpt.commit.leftovers import create_spool, find_leftovers, remove_free
+from shardckpt.commit.staging_names import REMOVED, new_save_id, temporary_name
+from shardckpt.commit.upload import REMOVAL_IN_PROGRESS, delete_object
+from shardckpt.errors import CorruptCheckpointError, VersionTooNewError
+from shardckpt.manifest import MARKER_NAME, RECORD_LIMIT, RECORD_NAME, Record
+from shardckpt.storage import RemotePath, attempt, can_rename, list_objects, read_file, wrap_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from shardckpt.storage import RemoteFolder
+
+
+logger = logging.getLogger(__name__)
+
+
+def make_tombstone(directory: Path) -> None:
+    """Rename a directory to a tombstone, which :func:`clear_tombstones` removes.
+
+    Raises:
+        StorageError: the rename failed, or the directory does not exist.
+    """
+    with wrap_os_errors("rename, in order to remove,", directory):
+        os.rename(directory, directory.with_name(temporary_name(directory.name, REMOVED, new_save_id())))
+
+
+def clear_tombstones(folder: Path, owned: Callable[[str], bool]) -> None:
+    """Remove the tombstones in a folder, also those that a crash left; log a warning for each whose removal fails.
+
+    Args:
+        folder: The parent directory of the removed checkpoints.
+        owned: Returns whether to remove one, given the :func:`stem` of the checkpoint's name.
+    """
+    remove_free(leftover for leftover in find_leftovers(folder, owned) if leftover.kind == REMOVED)
+
+
+def delete_checkpoint(folder: RemoteFolder) -> None:
+    """Delete a checkpoint's objects from a store; after a crash no load finds it, and another call continues.
+
+    These are all objects at its URL, and those in folders that its record names: others there may be anybody's.
+
+    Raises:
+        StorageError: some objects could not be deleted.
+    """
+    target = RemotePath(folder)
+    # before the marker goes: what a crash leaves without a marker must be known as a removal, not as a save
+    spool = create_spool()
+    try:
+        local = spool / REMOVAL_IN_PROGRESS
+        with wrap_os_errors("write", local):
+            local.write_text("The checkpoint in this place is being removed.\n")
+        attempt("upload", target / REMOVAL_IN_PROGRESS, lambda: folder.upload(REMOVAL_IN_PROGRESS, local))
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+    delete_object(folder, MARKER_NAME)  # before all other objects: without it no load begins
+    rest = _find_own(folder) - {MARKER_NAME, REMOVAL_IN_PROGRESS, RECORD_NAME}
+    with ThreadPoolExecutor(settings.remote_threads(), "shardckpt-delete") as threads:
+        list(threads.map(functools.partial(delete_object, folder), rest))
+    # after what it names, which a call that continues finds by it
+    delete_object(folder, RECORD_NAME)
+    # last: it marks what a crash leaves as a removal that another call continues
+    delete_object(folder, REMOVAL_IN_PROGRESS)
+
+
+def _find_own(folder: RemoteFolder) -> set[str]:
+    """Return the objects at a checkpoint's URL that are the checkpoint's."""
+    found = set(list_objects(folder))
+    in_folders = {name for name in found if "/" in name}
+    if not in_folders or RECORD_NAME not in found:
+        return found - in_folders
+    path = RemotePath(folder) / RECORD_NAME
+    try:
+        recorded = {file.name for file in Record.parse(read_file(path, RECORD_LIMIT)).files}
+    except (ValueError, RecursionError, CorruptCheckpointError, VersionTooNewError) as exc:
+        why = str(exc).partition("\n")[0]
+        logger.warning("objects in folders stay, since %s does not say which are the checkpoint's: %s", path, why)
+        recorded = set()
+    return found - (in_folders - recorded)
+
+
+def is_half_deleted(directory: Path) -> bool:
+    """Return whether a removal from a store has begun and not ended; False for a local directory."""
+    names = set() if can_rename(directory) else {path.name for path in directory.iterdir()}
+    return REMOVAL_IN_PROGRESS in names and MARKER_NAME not in names

@@ -1,0 +1,402 @@
+"""Saves and loads of the engine by strategies of Megatron's kind, which write to a path and read from one themselves.
+
+Such a strategy writes plain files into the staging directory, in folders or not. All of them are digested and
+recorded, and committed with what Megatron's library would store: the common state, and the objects that the strategy
+does not take. A load checks every file of the checkpoint first: what the strategy reads by itself is not checked on the
+way.
+"""
+
+from __future__ import annotations
+
+import copy
+import stat
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from pydantic import BaseModel, ValidationError
+
+from shardckpt import settings
+from shardckpt.archive import decode_object, encode_object
+from shardckpt.commit import find_foreign
+from shardckpt.compat.megatron.base_classes import AsyncSaveShardedStrategy, LoadShardedStrategy, SaveShardedStrategy
+from shardckpt.engine import verify_integrity
+from shardckpt.errors import CorruptCheckpointError, PluginError, StorageError, listed
+from shardckpt.manifest import NAME_RULE, is_file_name
+from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.planning import assign_holders
+from shardckpt.state_dict import build_copy
+from shardckpt.storage import has_local_files, replaced_error, was_replaced, wrap_os_errors
+from shardckpt.strategy import AsyncSaveStrategy, LoadStrategy, PreparedSave, SaveStrategy
+from shardckpt.validation import stored_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from shardckpt.manifest import Manifest
+    from shardckpt.mapping import CommonStateDict, ShardedBase, StateDict
+    from shardckpt.storage import CheckpointReader, CheckpointWriter
+    from shardckpt.strategy import LoadContext, PlanContext, SaveContext
+
+#: Megatron's name and format of the common state's file.
+_COMMON = "common.pt"
+#: Describes all that is stored: a strategy of Megatron's kind need not be able to.
+_INDEX = "shardckpt_index.json"
+
+
+class _StoredTensor(BaseModel):
+    """A stored tensor: its global shape, and its dtype without ``torch.``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _Index(BaseModel):
+    """``shardckpt_index.json``.
+
+    Attributes:
+        tensors: By key.
+        objects: By unique key: the file that has the object, ``""`` if the strategy stores it.
+    """
+
+    tensors: dict[str, _StoredTensor] = {}
+    objects: dict[str, str] = {}
+
+
+class PathSaver(SaveStrategy):
+    """Saves by a strategy of Megatron's kind.
+
+    The engine cannot see what such a strategy stores: it is trusted to store all shards that it is given.
+
+    Args:
+        strategy: Writes to a path.
+    """
+
+    writes = "what a strategy of Megatron's kind writes to a path"
+
+    def __init__(self, strategy: SaveShardedStrategy) -> None:
+        self.strategy = strategy
+        try:
+            self.backend = strategy.backend  # type: ignore[misc]
+            self.version = strategy.version  # type: ignore[misc]
+        except AttributeError as exc:
+            raise PluginError(f"{_name(strategy)} has no backend: call super().__init__(backend, version)") from exc
+
+    def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
+        """Collective: let the strategy write to the staging directory, and record what it wrote."""
+        finish = self._plan_rest(shards, common, context)
+        # at the end of the phase all ranks have written
+        with context.comm.collective_phase(f"saving by {_name(self.strategy)}"):
+            self.strategy.save(_name_shards(self._select(shards)), context.writer.directory)
+        finish((), context)
+
+    def _select(self, shards: Sequence[ShardedBase]) -> list[ShardedBase]:
+        """Return copies of the shards that the strategy stores."""
+        takes_objects = self.strategy.can_handle_sharded_objects
+        return [build_copy(shard) for shard in shards if takes_objects or isinstance(shard, ShardedTensor)]
+
+    def _plan_rest(
+        self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext
+    ) -> Callable[[Sequence[Any], SaveContext], None]:
+        """Collective: pickle what the strategy does not store, and return the function that finishes the save."""
+        comm, allowed = context.comm, context.allow_globals
+        with comm.collective_phase("pickling the common state"):
+            # for a URL it is a folder of this rank alone, in which the upload has left a mark already
+            if comm.is_main and context.staging is not None and any(context.staging.iterdir()):
+                raise StorageError(
+                    f"{_name(self.strategy)} writes to a path: save to a directory, not to a URL, and copy it there"
+                )
+            files = {_COMMON: encode_object(common, "the common state", allowed)} if comm.is_main else {}
+            index = _Index()
+            objects: dict[str, Any] = {}
+            for shard in shards:
+                if isinstance(shard, ShardedTensor):
+                    dtype = str(shard.dtype).removeprefix("torch.")
+                    index.tensors[shard.key] = _StoredTensor(shape=shard.global_shape, dtype=dtype)
+                elif self.strategy.can_handle_sharded_objects:
+                    index.objects[stored_key(shard)] = ""
+                elif is_main_replica(shard.replica_id):
+                    objects[stored_key(shard)] = cast("ShardedObject", shard).data
+            if objects:
+                name = f"objects_{comm.rank}.pt"
+                files[name] = encode_object(objects, "objects", allowed)
+                index.objects.update(dict.fromkeys(objects, name))
+            recorded = [shard.without_data() for shard in shards]
+        return partial(_record, files=files, index=index, shards=recorded, author=self._author())
+
+    def _author(self) -> str:
+        """Return the strategy as errors name it."""
+        kind = type(self.strategy)
+        return f"({self.backend!r}, {self.version}) {kind.__module__}.{kind.__qualname__}"
+
+
+class AsyncPathSaver(PathSaver, AsyncSaveStrategy):
+    """Saves in the background by a strategy of Megatron's kind that can.
+
+    The strategy gets copies of the tensors in CPU memory, made when the save is planned.
+    """
+
+    strategy: AsyncSaveShardedStrategy
+
+    def save(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: SaveContext) -> None:
+        """Collective: save in the foreground, among the ranks of the context alone."""
+        if type(self.strategy).save is AsyncSaveShardedStrategy.save:
+            # the save that the strategy inherits would finalize with all ranks of the job
+            AsyncSaveStrategy.save(self, shards, common, context)
+        else:
+            super().save(shards, common, context)
+
+    def prepare(self, shards: Sequence[ShardedBase], common: CommonStateDict, context: PlanContext) -> PreparedSave:
+        """Collective: let the strategy plan the save; return the plan, with what is to be written staged."""
+        finish_rest = self._plan_rest(shards, common, context)
+        with context.comm.collective_phase(f"planning by {_name(self.strategy)}"):
+            given = self._select(shards)
+            for shard in given:
+                _detach_from_training(shard)
+            request = self.strategy.async_save(_name_shards(given), context.staging)
+            args = list(request.async_fn_args)
+            if request.preload_fn is not None:
+                args[1] = request.preload_fn()  # Megatron's convention: the second
+            finalize_fns = list(request.finalize_fns)
+            work = _RequestWork(request.async_fn, args, dict(getattr(request, "async_fn_kwargs", None) or {}))
+
+        def finish(results: Sequence[Any], context: SaveContext) -> None:
+            # ranks may have different numbers of them
+            for number in range(*context.comm.largest(len(finalize_fns))):
+                with context.comm.collective_phase("finalizing a background save"):
+                    for function in finalize_fns[number : number + 1]:
+                        function()
+            finish_rest(results, context)
+
+        return PreparedSave(work, finish)
+
+
+class _RequestWork:
+    """Writes by the function of an AsyncRequest; the tensors are among its arguments, staged already."""
+
+    def __init__(self, function: Callable[..., Any] | None, args: list[Any], keywords: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.keys: list[str] = []
+        self._call = (function, args, keywords)
+
+    def write(self, writer: CheckpointWriter) -> None:  # noqa: ARG002 - the function knows its directory
+        """Write this rank's files."""
+        function, args, keywords = self._call
+        if function is not None:
+            function(*args, **keywords)
+
+
+class PathLoader(LoadStrategy):
+    """Loads by a strategy of Megatron's kind.
+
+    Args:
+        strategy: Reads from a path.
+        backend: The backend that it is registered for; ``""``: it says itself what it reads.
+        version: The version that it is registered for.
+    """
+
+    reads = "what a strategy of Megatron's kind reads from a path"
+    backend = ""
+    version = 0
+
+    def __init__(self, strategy: LoadShardedStrategy, backend: str = "", version: int = 0) -> None:
+        self.strategy = strategy
+        self.backend = backend  # type: ignore[misc]
+        self.version = version  # type: ignore[misc]
+
+    def cannot_load(self, manifest: Manifest) -> str | None:
+        """Return what the registry or the strategy's own checks have against the checkpoint, or None."""
+        reason = super().cannot_load(manifest) if self.backend else None
+        if reason is not None:
+            return reason
+        try:
+            self.strategy.check_backend_compatibility(manifest.backend)
+            self.strategy.check_version_compatibility(manifest.version)
+        except Exception as exc:  # noqa: BLE001 - whatever it raises is its reason
+            return f"({_name(self.strategy)}) refuses it: {type(exc).__name__}: {exc}"
+        return None
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Collective: check all files, and return what the strategy has read for each shard: a tensor or an object."""
+        comm, reader, name = context.comm, context.reader, _name(self.strategy)
+        with comm.local_phase("looking at the checkpoint"):
+            directory = _local_directory(reader, name)
+            index = _read_index(reader)
+        if reader.manifest.record is not None and settings.verify_reads():
+            verify_integrity(reader.place, reader.manifest, comm)
+        with comm.collective_phase(f"loading by {name}"):
+            stored = {} if index is None else index.objects
+            stored_here = {key: stored[key] for shard in wanted if stored.get(key := stored_key(shard))}
+            objects: dict[str, Any] = {}
+            for file in sorted(set(stored_here.values())):
+                objects.update(decode_object(reader.read(file), file, context.allow_globals))
+            asked = _name_shards([build_copy(shard) for shard in wanted if stored_key(shard) not in stored_here])
+            loaded: Any = self.strategy.load(dict(asked), directory)
+            if was_replaced(reader.place):
+                raise replaced_error(directory, f"{name} may have read files of two saves")
+            absent = [repr(key) for key in asked if key not in loaded] if isinstance(loaded, dict) else ["a dict"]
+            if absent:
+                raise PluginError(f"{name}.load did not return {listed(absent)}")
+        values = iter([loaded[key] for key in asked])
+        return [objects[key] if (key := stored_key(shard)) in stored_here else next(values) for shard in wanted]
+
+    def load_common(self, context: LoadContext) -> StateDict:
+        """Return the common state, as this module or Megatron has stored it; ``{}`` if there is none."""
+        reader = context.reader
+        if not reader.has(_COMMON):
+            return {}
+        return decode_object(reader.read(_COMMON), _COMMON, context.allow_globals)  # type: ignore[no-any-return]
+
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:
+        """Return the stored shards by the index; without one, as Megatron saves, by the strategy's own methods."""
+        index = _read_index(context.reader)
+        if index is not None:
+            tensors = [
+                ShardedTensor.from_global_shape(key, _parse_dtype(found.dtype), found.shape)
+                for key, found in index.tensors.items()
+            ]
+            return [*tensors, *map(ShardedObject.empty_from_unique_key, index.objects)]
+        name = _name(self.strategy)
+        found = self.strategy.load_sharded_metadata(_local_directory(context.reader, name))
+        if not isinstance(found, dict):
+            raise PluginError(
+                f"{context.reader.directory} has no {_INDEX}, since shardckpt did not save it, and "
+                f"{name}.load_sharded_metadata returned {found!r}: return the stored shards by key"
+            )
+        return list(found.values())
+
+
+def adapt_saver(strategy: Any) -> Any:
+    """Return an adapter for a save strategy of Megatron's kind; anything else unchanged."""
+    _refuse_class(strategy, SaveShardedStrategy, SaveStrategy)
+    if isinstance(strategy, SaveStrategy) or not isinstance(strategy, SaveShardedStrategy):
+        return strategy
+    return AsyncPathSaver(strategy) if isinstance(strategy, AsyncSaveShardedStrategy) else PathSaver(strategy)
+
+
+def adapt_loader(strategy: Any, backend: str = "", version: int = 0) -> Any:
+    """Return an adapter for a load strategy of Megatron's kind; anything else unchanged.
+
+    Args:
+        strategy: A strategy, or what else a caller may name one by.
+        backend: The backend that it is registered for; ``""``: it says itself what it reads.
+        version: The version that it is registered for.
+    """
+    _refuse_class(strategy, LoadShardedStrategy, LoadStrategy)
+    if isinstance(strategy, LoadStrategy) or not isinstance(strategy, LoadShardedStrategy):
+        return strategy
+    return PathLoader(strategy, backend, version)
+
+
+def _record(
+    results: Sequence[Any],  # noqa: ARG001 - a function that finishes a save
+    context: SaveContext,
+    *,
+    files: dict[str, bytes],
+    index: _Index,
+    shards: list[ShardedBase],
+    author: str,
+) -> None:
+    """Collective: digest and record what the strategies of all ranks wrote, and write what they do not store."""
+    comm, writer = context.comm, context.writer
+    written = comm.main_runs("listing what was written", lambda: _list_files(writer.directory, author))
+    owners = assign_holders([tuple(range(comm.world_size))] * len(written), list(written.values()))
+    with comm.local_phase("recording what was written"):
+        for name, owner in zip(written, owners, strict=True):
+            if owner == comm.rank:
+                writer.adopt(name, keys=0)
+        for name, data in files.items():
+            writer.write(name, data)
+        writer.record_shards(shards)
+    everyone = comm.gather(index)
+    with comm.local_phase("writing the index"):
+        if comm.is_main:
+            together = _Index()
+            for part in everyone:
+                together.tensors.update(part.tensors)
+                together.objects.update(part.objects)
+            writer.write(_INDEX, together.model_dump_json().encode(), keys=0)
+
+
+def _list_files(directory: Path, author: str) -> dict[str, int]:
+    """Return the sizes of the files in a staging directory, at any depth, by path, sorted.
+
+    Raises:
+        PluginError: there is a link, an empty folder or the like, or a file with a name that no checkpoint can have.
+    """
+    files: dict[str, int] = {}
+    refused: list[str] = []
+    with wrap_os_errors("list", directory):
+        for name in find_foreign(directory, ()):
+            info = (directory / name).lstat()
+            if stat.S_ISREG(info.st_mode):
+                files[name] = info.st_size
+            elif not stat.S_ISDIR(info.st_mode):
+                refused.append(repr(name))
+            elif not any((directory / name).iterdir()):
+                refused.append(f"{name!r} (an empty folder)")
+    if refused:
+        raise PluginError(
+            f"{directory}: {author} wrote what is no regular file: {listed(sorted(refused))}; a checkpoint has no "
+            "links and no empty folders"
+        )
+    bad = [repr(name) for name in files if not is_file_name(name)]
+    if bad:
+        raise PluginError(
+            f"{directory}: {author} wrote files that a checkpoint cannot have: {listed(bad)}; {NAME_RULE}"
+        )
+    return dict(sorted(files.items()))
+
+
+def _name_shards(shards: Sequence[ShardedBase]) -> dict[str, ShardedBase]:
+    """Return shards by the names under which they are stored; each further one of a name gets a number."""
+    named: dict[str, ShardedBase] = {}
+    for number, shard in enumerate(shards):
+        name = stored_key(shard)
+        while name in named:
+            name = f"{name}#{number}"
+        named[name] = shard
+    return named
+
+
+def _detach_from_training(shard: ShardedBase) -> None:
+    """Copy the shard's data: the training goes on, and changes its own."""
+    if isinstance(shard, ShardedTensor):
+        if shard.data is not None:
+            shard.data = shard.data.detach().to("cpu", copy=True)
+    elif isinstance(shard, ShardedObject):
+        shard.data = copy.deepcopy(shard.data)
+
+
+def _local_directory(reader: CheckpointReader, name: str) -> Path:
+    if not has_local_files(reader.directory):
+        raise StorageError(f"{name} reads from a path: copy {reader.directory} to a directory, and load that")
+    return reader.directory
+
+
+def _read_index(reader: CheckpointReader) -> _Index | None:
+    """Return the index; None if there is none: Megatron saved the checkpoint."""
+    if not reader.has(_INDEX):
+        return None
+    try:
+        return _Index.model_validate_json(reader.read(_INDEX))
+    except ValidationError as exc:
+        raise CorruptCheckpointError(f"{reader.directory / _INDEX} is damaged: {exc}") from exc
+
+
+def _parse_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(f"{_INDEX} names the dtype {name!r}, which this release of torch does not have")
+    return dtype
+
+
+def _refuse_class(strategy: Any, megatrons: type[Any], ours: type[Any]) -> None:
+    """Raise for a class in the place of an instance: what arguments it takes is not known here."""
+    if isinstance(strategy, type) and issubclass(strategy, megatrons) and not issubclass(strategy, ours):
+        raise PluginError(f"{strategy.__qualname__} is a class: give an instance of it, as for Megatron")
+
+
+def _name(strategy: Any) -> str:
+    return type(strategy).__qualname__

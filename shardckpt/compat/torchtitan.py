@@ -1,0 +1,196 @@
+"""torchtitan's CheckpointManager of spring 2025, by its constructor and names, on top of ``shardckpt.manager``.
+
+``shardckpt.integrations.torchtitan`` has the manager of torchtitan 0.3's Trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from shardckpt import manager
+from shardckpt.manager import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    AsyncMode,
+    CheckpointConfig,
+    FaultTolerance,
+    PerRank,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.nn import Module
+
+#: What to use instead of torchtitan's names that are not here.
+REFUSED = {
+    "Terminate": "CheckpointManager.close() ends the process that writes",
+    "SaveDone": "CheckpointManager.save() and maybe_wait_for_staging() raise an error of the process that writes",
+    "checkpoint_mp": "async_mode='async_with_pinned_mem' starts the process that writes",
+    "save_with_gc": "CheckpointManager.save(); no garbage collection is needed after it",
+    "purge_thread": "shardckpt.manager.CheckpointConfig(keep_latest_k=..., retention=[...])",
+}
+
+
+class ModelWrapper:
+    """The parts of a model on this rank as one object with a state dict.
+
+    Args:
+        model: A module, or a list of modules (stages, chunks) without a common tensor name.
+    """
+
+    def __init__(self, model: Module | Sequence[Module]) -> None:
+        self.model: list[Module] = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors of all parts by full name; they share the modules' memory."""
+        return {name: value for part in self.model for name, value in get_model_state_dict(part).items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set each part to its tensors; names of other parts are skipped."""
+        for part in self.model:
+            set_model_state_dict(part, state_dict, options=StateDictOptions(strict=False))
+
+
+class CheckpointManager:
+    """torchtitan's manager: the steps are in ``<job.dump_folder>/<checkpoint.folder>/step-<n>``.
+
+    Every rank makes one and calls each of its methods with the same arguments: all of them are collective. It has the
+    original's defaults: step 1 is saved, and the last save has everything unless ``model_weights_only``; then
+    ``freqs_cis`` is left out of it, unless ``checkpoint.exclude_from_last_save`` names something else.
+
+    Args:
+        dataloader: This rank's loader, or None; the state of each is saved. After a change of the number of ranks every
+            rank gets the states of all, by their ``dp_rank_<n>``; the loader takes its own or raises.
+        model_parts: The parts of the model on this rank, a single module, or a :class:`ModelWrapper`.
+        optimizers: torchtitan's container, or the optimizers of the parts.
+        lr_schedulers: torchtitan's container, a scheduler, or a list of schedulers with equal states.
+        states: Further states, the same on all ranks: ``{"train_state": ...}``.
+        job_config: An object with ``job.dump_folder`` and ``checkpoint``, whose attributes are options of
+            :class:`shardckpt.manager.CheckpointConfig`.
+        ft_manager: torchtitan's wrapper of torchft (``enabled``, ``manager``, ``replica_id``), for one of several
+            replicas; its id may be ``job_config.fault_tolerance.replica_id``.
+
+    Attributes:
+        states: All states by name, as the original has them.
+        manager: The :class:`shardckpt.manager.CheckpointManager` that does it.
+
+    Raises:
+        ValueError: an option is unknown or wrong (pydantic's ValidationError).
+        CheckpointingException: as for :class:`shardckpt.manager.CheckpointManager`.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        model_parts: Module | Sequence[Module] | ModelWrapper,
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        job_config: Any,
+        ft_manager: Any = None,
+    ) -> None:
+        model = model_parts if isinstance(model_parts, ModelWrapper) else ModelWrapper(model_parts)
+        self.states = {**states, MODEL: model, OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers}
+        # a container is an optimizer in some versions, and in others it only has them
+        inner = getattr(optimizers, "optimizers", optimizers)
+        named = {**self.states, MODEL: model.model, OPTIMIZER: inner}
+        if dataloader is not None:
+            self.states[DATALOADER] = dataloader
+            named[DATALOADER] = PerRank(dataloader, _merge_states)
+        config = _make_config(job_config)
+        #: The manager that saves and loads.
+        self.manager = manager.CheckpointManager(
+            config, named, fault_tolerance=_make_fault_tolerance(ft_manager, job_config)
+        )
+
+    def save(self, curr_step: int, force: bool = False) -> bool:
+        """Collective: save if this step is due.
+
+        Args:
+            curr_step: How many steps the training has made.
+            force: Whether this is the last step: save it with the options for that, and wait until it is durable.
+
+        Returns:
+            Whether this call saved the step or began to.
+
+        Raises:
+            CheckpointingException: the same on every rank. This save, or an earlier one in the background, failed.
+        """
+        return self.manager.save(curr_step, last_step=force)
+
+    def load(self, step: int = -1) -> bool:
+        """Collective: load a step, -1 for the newest good one.
+
+        Returns:
+            Whether a checkpoint was loaded. If False, there was none, and the states are unchanged.
+
+        Raises:
+            CheckpointingException: the same on every rank. The step has no checkpoint (the original returned False),
+                all checkpoints are damaged, or the checkpoint does not fit the states.
+        """
+        return self.manager.load(step)
+
+    def maybe_wait_for_staging(self) -> None:
+        """Collective: commit a background save that all ranks have written; ``save`` has copied the tensors already."""
+        self.manager.maybe_wait_for_staging()
+
+    def close(self) -> None:
+        """Collective: wait until all saves are durable, and end the background threads and processes.
+
+        Without it, ranks whose programs end together commit the last save then, or an error on stderr names it.
+        """
+        self.manager.close()
+
+
+def _make_config(job_config: Any) -> CheckpointConfig:
+    given = job_config.checkpoint
+    names = [field.name for field in fields(given)] if is_dataclass(given) else list(vars(given))
+    options = {"enable_first_step_checkpoint": True, **{name: getattr(given, name) for name in names}}
+    if "last_save_model_only" not in options:
+        options.setdefault("model_weights_only", False)
+    if options.get("last_save_model_only", options.get("model_weights_only")):
+        options.setdefault("exclude_from_last_save", ("freqs_cis",))
+    folder, base = str(options.get("folder", "checkpoint")), str(job_config.job.dump_folder)
+    if "://" not in folder:
+        folder = f"{base}/{folder}" if "://" in base else str(Path(base, folder))
+    return CheckpointConfig.model_validate({**options, "folder": folder})
+
+
+def _make_fault_tolerance(ft_manager: Any, job_config: Any) -> FaultTolerance | None:
+    if ft_manager is None or not ft_manager.enabled:
+        return None
+    replica_id = getattr(ft_manager, "replica_id", None)
+    return FaultTolerance(
+        ft_manager.manager, job_config.fault_tolerance.replica_id if replica_id is None else replica_id
+    )
+
+
+def _merge_states(states: list[dict[str, Any]], _rank: int, _world_size: int) -> dict[str, Any]:
+    return {name: value for state in states for name, value in state.items()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in REFUSED:
+        # `from module import name` shows the text of an ImportError, but not of an AttributeError
+        raise ImportError(f"{__name__}.{name} has no counterpart in shardckpt: {REFUSED[name]}", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "DATALOADER",
+    "LR_SCHEDULER",
+    "MODEL",
+    "OPTIMIZER",
+    "TRAIN_STATE",
+    "AsyncMode",
+    "CheckpointManager",
+    "ModelWrapper",
+]

@@ -1,0 +1,101 @@
+"""A rank that waits long in a collective says so once, and in which public call: most often another has not called it.
+
+It says so on this rank alone. Nothing is written to the store of the process group, which a healthy group never
+touches; so a rank does not learn which of several others it waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import CodeType, FrameType
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which a rank says that it waits.
+NOTICE_AFTER = 10.0
+#: As many other ranks, at most, are named one by one.
+_NAMED_RANKS = 8
+#: Rooms that call the library as a program does: the ranks of tests, and the demo.
+_PROGRAMS = ("shardckpt.testing.", "shardckpt.demo.")
+#: Seconds after which a public call is next reported, by its name. Twice as many after each report: ranks that write
+#: unequal parts wait at every save, which is no news, and a wait that is much longer than usual is.
+_next_notice: dict[str, float] = {}
+
+
+class LongWait:
+    """A wait of this rank in a collective, from its start.
+
+    Args:
+        started: When it began, by ``time.monotonic()``.
+        members: The ranks of the group, by their numbers in the whole job.
+        phase: What this rank is doing, as errors name it; "" if no phase has begun.
+    """
+
+    def __init__(self, started: float, members: Sequence[int], phase: str) -> None:
+        self._started = started
+        self._members = members
+        self._phase = phase
+        self._said = False
+
+    def report_once(self, now: float) -> None:
+        """Log a warning if the wait has become long, once; a thread that waits calls it now and then.
+
+        Without a logging configuration Python prints warnings on stderr.
+        """
+        waited = now - self._started
+        if self._said or waited < NOTICE_AFTER:
+            return
+        call, caller = _find_public_call(sys._getframe(1))  # noqa: SLF001 - CPython's way to walk the stack
+        after = _next_notice.get(call, NOTICE_AFTER)
+        if waited < after:
+            return
+        self._said = True
+        _next_notice[call] = 2 * after
+        rank = dist.get_rank()
+        others = [str(other) for other in self._members if other != rank]
+        if len(others) == 1:
+            missing = f"rank {others[0]}, which has not called it, or is still busy in it"
+        else:
+            named = f"ranks {', '.join(others)}" if len(others) <= _NAMED_RANKS else f"the other {len(others)} ranks"
+            missing = f"one or more of {named}: they have not called it, or are still busy in it"
+        logger.warning(
+            "shardckpt: rank %d has waited for %.0f s in %s, called at %s%s, for %s. It is collective: every rank "
+            "must call it. py-spy dump shows what a rank is doing",
+            rank,
+            waited,
+            call,
+            caller,
+            f" ({self._phase})" if self._phase else "",
+            missing,
+        )
+
+
+def _find_public_call(frame: FrameType | None) -> tuple[str, str]:
+    """Return the function of shardckpt that the program has called, as ``CheckpointManager.steps()``, and from where.
+
+    It is the outermost frame of shardckpt on the stack: strategies of others, and the standard library, lie between it
+    and the collective.
+    """
+    call, caller = "a collective", "an unknown line"
+    while frame is not None:
+        name, module = _get_name(frame.f_code), frame.f_globals.get("__name__", "")
+        # a wrapper or a function within one is not what the program has called
+        if module.startswith("shardckpt") and not module.startswith(_PROGRAMS) and "<" not in name:
+            call, outer = f"{name}()", frame.f_back
+            while outer is not None and outer.f_globals.get("__name__") in ("contextlib", "functools"):
+                outer = outer.f_back  # of a `with` statement
+            if outer is not None:
+                caller = f"{outer.f_code.co_filename}:{outer.f_lineno}"
+        frame = frame.f_back
+    return call, caller
+
+
+def _get_name(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # Python 3.10 knows no classes here

@@ -1,0 +1,42 @@
+"""The dtype in a model's ``config.json``, in which transformers loads the weights."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.huggingface.folder import CONFIG_LIMIT, read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+#: The key of the dtype, and that of transformers before 4.56.
+_DTYPE, _OLDER = "dtype", "torch_dtype"
+#: The dtypes in it are not those of weights.
+_QUANTIZATION = "quantization_config"
+
+
+def encode_config(source: Path, dtype: torch.dtype) -> bytes:
+    """Return the text of a ``config.json`` with another dtype of the model, and of its parts (``text_config``).
+
+    Raises:
+        CorruptCheckpointError: the file is not a JSON object.
+    """
+    name = str(dtype).removeprefix("torch.")
+    config = _replace(read_json(source, CONFIG_LIMIT), name)
+    if not any(config.get(key) for key in (_DTYPE, _OLDER)):
+        config[_DTYPE] = name
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _replace(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a config with every dtype in it replaced; null, which stands for the whole model's, stays."""
+    changed = dict(config)
+    for key, value in config.items():
+        if key in (_DTYPE, _OLDER) and value is not None:
+            changed[key] = name
+        elif isinstance(value, dict) and key != _QUANTIZATION:
+            changed[key] = _replace(value, name)
+    return changed

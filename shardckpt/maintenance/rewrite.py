@@ -1,0 +1,82 @@
+"""Copy a file without some of its items: those that stay are read, checked against their digests, and written."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage import SMALL_RECORD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardckpt.storage import CheckpointReader, CheckpointWriter, FileWriter
+    from shardckpt.strategy import KeptItem
+
+#: Bytes that are read and passed to the writer at a time; about one such piece for each of its threads is in memory.
+_PIECE_BYTES = 8 << 20
+#: Bytes of alignment that may lie between two items that are read together; a larger gap may be a dropped item.
+_GAP = 64
+
+
+def rewrite_file(name: str, items: Sequence[KeptItem], reader: CheckpointReader, writer: CheckpointWriter) -> None:
+    """Write a file of the same name with some items of the old one, in the same order.
+
+    Args:
+        name: The file.
+        items: The items to keep, at least one, in the order of both files.
+        reader: Reads the old file.
+        writer: Writes the new file.
+
+    Raises:
+        CorruptCheckpointError: an item is damaged. (Copied unchecked, it would get a digest that matches the damage.)
+    """
+    file = writer.create(name, items[-1].to + items[-1].nbytes)
+    for run in _group_small(items):
+        if len(run) > 1 and file.sha256 is None:
+            for item, data in zip(run, _read_run(name, run, reader), strict=True):
+                file.append_small((bytes(item.to - file.position), data), what=item.key)
+        else:  # the file's SHA-256 thread calls read() itself: data read here would pile up before it
+            for item in run:
+                _copy(name, item, reader, file)
+    writer.finish(file)
+
+
+def _group_small(items: Sequence[KeptItem]) -> Iterator[list[KeptItem]]:
+    """Group small items that follow each other, to read each group at once; a large item is alone."""
+    run: list[KeptItem] = []
+    for item in items:
+        if run:
+            end = run[-1].start + run[-1].nbytes
+            is_next = 0 <= item.start - end < _GAP and item.start + item.nbytes - run[0].start <= _PIECE_BYTES
+            if not is_next or max(item.nbytes, run[0].nbytes) > SMALL_RECORD:
+                yield run
+                run = []
+        run.append(item)
+    yield run
+
+
+def _read_run(name: str, run: list[KeptItem], reader: CheckpointReader) -> list[memoryview]:
+    first, stop = run[0].start, run[-1].start + run[-1].nbytes
+    try:
+        data = memoryview(reader.read_range(name, first, stop - first, "small items"))
+    except CorruptCheckpointError:  # read each alone: the error then names the damaged one
+        return [memoryview(reader.read_range(name, item.start, item.nbytes, item.key)) for item in run]
+    return [data[item.start - first : item.start - first + item.nbytes] for item in run]
+
+
+def _copy(name: str, item: KeptItem, reader: CheckpointReader, file: FileWriter) -> None:
+    """Copy an item in pieces, each of which is read when the writer asks for it: that bounds memory."""
+
+    def read(start: int, stop: int, zeros: int) -> list[memoryview]:
+        data = reader.read_range(name, item.start + start, stop - start, item.key)
+        return [memoryview(bytes(zeros)), memoryview(data)]
+
+    zeros, keys = item.to - file.position, 1
+    for low, high in pairwise((0, *item.cuts, item.nbytes)):
+        for start in range(low, max(high, low + 1), _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, high)
+            file.append(zeros + stop - start, partial(read, start, stop, zeros), keys, item.key)
+            zeros = keys = 0

@@ -1,0 +1,37 @@
+"""Leaves tensors of the model out of a save or a load, by their names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.mapping import ShardedBase
+from shardckpt.state_dict import extract_matching_values
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardckpt.mapping import ShardedStateDict
+
+
+def leave_out(
+    described: ShardedStateDict, names: Collection[str], stored: Collection[str] = ()
+) -> tuple[ShardedStateDict, bool]:
+    """Leave out the shards with these names.
+
+    Args:
+        described: A sharded state dict; it does not change.
+        names: Keys, or their ends after a dot.
+        stored: Keys that are kept nevertheless.
+
+    Returns:
+        The sharded state dict without them, and whether there were any.
+    """
+    if not names:
+        return described, False
+    ends = tuple(f".{name}" for name in names)
+
+    def is_left_out(leaf: Any) -> bool:
+        return isinstance(leaf, ShardedBase) and f".{leaf.key}".endswith(ends) and leaf.key not in stored
+
+    found, rest = extract_matching_values(described, is_left_out)
+    return rest, bool(found)

@@ -1,0 +1,123 @@
+"""The origin of an error: the plugin, class and line whose code raised it, for the error's text."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.plugins.entries import USER
+from shardckpt.strategy import LoadStrategy, SaveStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from shardckpt.plugins.manager import PluginManager
+
+#: The package of the core. Its frames are nobody's plugin, though some of its modules are entry points.
+_CORE = __name__.partition(".")[0]
+
+
+def describe_strategy(strategy: Any, plugins: PluginManager) -> str:
+    """Return a strategy's class, backend and version, plugin, and source file, for errors about what it does.
+
+    Args:
+        strategy: A strategy or migration; of a wrapper of the core, what it wraps is described.
+        plugins: The plugin manager.
+    """
+    kinds = _unwrap(strategy)
+    kind = next((kind for kind in kinds if _package(kind.__module__) != _CORE), kinds[0])
+    names = (getattr(strategy, "backend", None), getattr(strategy, "version", None))  # an instance may name its own
+    key = "" if None in names else f" {names}"
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    where = f", {file}" if file else ""
+    return f"{kind.__module__}.{kind.__qualname__}{key} of {_describe_plugins(kind.__module__, plugins)}{where}"
+
+
+def describe_origin(error: BaseException, plugins: PluginManager, code: Any = None) -> str:
+    """Return which plugin's code raised an error: class, plugin, file and line; ``""`` if none did.
+
+    Errors of the family are left to the core and to this distribution's own strategies: their texts say what failed
+    and where, and a damaged file is no fault of a plugin.
+
+    Args:
+        error: The error, with its traceback.
+        plugins: The plugin manager.
+        code: The strategy, migration or work that was called; None: nothing but plugins is looked for.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    is_ours = isinstance(error, CheckpointingException)
+    if not frames or (is_ours and _package(_module(frames[-1][0])) == _CORE):
+        return ""
+    # a callback of the caller may be in the strategy's package: only a class on the stack has raised
+    modules = {_module(frame) for frame, _ in frames}
+    kinds = {_package(kind.__module__): kind for kind in _unwrap(code) if modules & _list_modules(kind)}
+    for frame, line in reversed(frames):
+        module = _module(frame)
+        found = plugins.find_plugins(module)
+        kind = kinds.get(_package(module))
+        if _package(module) == _CORE or not (found or kind):
+            continue
+        if is_ours and any(plugin.distribution.partition(" ")[0] == _CORE for plugin in found):
+            return ""
+        name = f"{module}.{frame.f_code.co_name}" if kind is None else f"{kind.__module__}.{kind.__qualname__}"
+        return f"in {name} of {_describe_plugins(module, plugins)}, {frame.f_code.co_filename}:{line}"
+    return ""
+
+
+@contextmanager
+def name_origin(plugins: PluginManager, code: Any) -> Iterator[None]:
+    """Call a plugin's code outside the phases of an operation: an error of the block names the plugin.
+
+    Args:
+        plugins: The plugin manager.
+        code: What is called, as for :func:`describe_origin`.
+
+    Raises:
+        CheckpointingException: the code raised; the error's class is as
+            :class:`~shardckpt.distributed.ErrorReport` has it, and the original error is its cause.
+    """
+    from shardckpt.distributed import ErrorReport  # here: a listing of plugins must not import torch
+
+    try:
+        yield
+    except Exception as exc:
+        origin = describe_origin(exc, plugins, code)
+        if not origin:
+            raise
+        raise ErrorReport.of(exc, origin).to_error() from exc
+
+
+def _describe_plugins(module: str, plugins: PluginManager) -> str:
+    found = plugins.find_plugins(module)
+    if not found:
+        return USER
+    names = ", ".join(plugin.name for plugin in found)
+    return f"plugin {names} ({found[0].distribution})"
+
+
+def _unwrap(code: Any) -> list[type[Any]]:
+    """Return the classes of a strategy and of those that it wraps, the innermost last."""
+    kinds = []
+    while code is not None:
+        kinds.append(type(code))
+        inner = vars(code).values() if isinstance(code, (SaveStrategy, LoadStrategy)) else ()
+        code = next((one for one in inner if isinstance(one, (SaveStrategy, LoadStrategy))), None)
+    return kinds
+
+
+def _list_modules(kind: type[Any]) -> set[str]:
+    """Return the modules of a class and of its bases in the same package."""
+    modules = {base.__module__ for base in kind.__mro__}
+    return {module for module in modules if _package(module) == _package(kind.__module__)}
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

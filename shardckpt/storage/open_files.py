@@ -1,0 +1,219 @@
+"""The files of a checkpoint that are open for reading: a bounded number, however many files there are."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.manifest import RECORD_NAME
+from shardckpt.storage.digest import Segments
+from shardckpt.storage.directory import RelativePath, was_replaced
+from shardckpt.storage.filesystem import (
+    check_file_name,
+    check_foreign_name,
+    close_file,
+    open_existing,
+    refuse_linked_folders,
+    same_file,
+    status,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from shardckpt.manifest import FileRecord
+
+#: Files that a reader keeps open; those above this number are closed, and reopened when they are read.
+OPEN_FILES = 64
+
+
+class OpenFile:
+    """A file open for reading.
+
+    Args:
+        path: The file.
+        name: Its name in the checkpoint.
+        record: The record of the file as it was written, if there is one.
+        algorithm: Name of the digest algorithm, if digests are checked.
+
+    Raises:
+        CorruptCheckpointError: the file does not have the recorded size.
+    """
+
+    def __init__(self, path: Path, name: str, record: FileRecord | None, algorithm: str | None) -> None:
+        self.path = path
+        self.name = name
+        self.fd, self.size = open_existing(path)
+        self.is_open = True
+        self.users = 0
+        self._status: os.stat_result | None = None
+        self._record = record
+        self._algorithm = algorithm
+        self._segments: Segments | None = None
+        if record is not None and self.size != record.size:
+            self.close()
+            raise CorruptCheckpointError(
+                f"{path}: it has {self.size} bytes, {record.size} were written; if another library has saved into this "
+                f"directory since, its checkpoint is read when {RECORD_NAME} is removed"
+            )
+
+    @property
+    def segments(self) -> Segments | None:
+        """The table of digests, unpacked at the first access; None if digests are not checked."""
+        if self._segments is None and self._record is not None and self._algorithm is not None:
+            record = self._record
+            try:
+                self._segments = Segments.unpack(record.segments, record.digest, record.size, self._algorithm)
+            except CorruptCheckpointError as exc:
+                raise CorruptCheckpointError(f"{self.path}: {exc}") from exc
+        return self._segments
+
+    def reopen(self) -> None:
+        """Open the file after :meth:`pause`, if it is still the same file with the same size."""
+        # by path, so it may be another file by now, to which the table of digests in memory does not belong
+        fd, size = open_existing(self.path)
+        if not same_file(self._status, status(fd)):
+            close_file(fd)
+            raise StorageError(
+                f"{self.path}: it is not the file that was there when reading began: something has replaced the "
+                "checkpoint meanwhile, load it again"
+            )
+        if size != self.size:
+            close_file(fd)
+            raise CorruptCheckpointError(
+                f"{self.path}: it had {self.size} bytes and has {size}: something writes to it"
+            )
+        self.fd, self.is_open = fd, True
+
+    def pause(self) -> None:
+        """Close the descriptor, and remember which file it was for :meth:`reopen`."""
+        self._status = status(self.fd)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self.is_open:
+            self.is_open = False
+            close_file(self.fd)
+
+
+class OpenFiles:
+    """Open files by name; the least recently used are closed where too many are open. For several threads.
+
+    Args:
+        directory: The checkpoint.
+        records: The files' records by name; None if the checkpoint has no record.
+        algorithm: Name of the digest algorithm, if digests are checked.
+        detect_replacement: Returns the context in which files are opened; see :func:`directory.detect_replacement`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        records: dict[str, FileRecord] | None,
+        algorithm: str | None,
+        detect_replacement: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._directory = directory
+        self._records = records
+        self._algorithm = algorithm
+        self._detect_replacement = detect_replacement
+        #: (size, mtime) of files without a record, when they were first opened: nothing else shows a change of them.
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        self._files: dict[str, OpenFile] = {}
+        #: Those that are open, the most recently used one last.
+        self._open: dict[str, OpenFile] = {}
+
+    def open_unshared(self, name: str) -> OpenFile:
+        """Open a file for the caller alone, who closes it, and return it."""
+        # another library's checkpoint may have names that none of ours has
+        is_recorded = self._records is not None
+        path = self._directory / (check_file_name(name) if is_recorded else check_foreign_name(name))
+        record = None if self._records is None else self._records.get(name)
+        if self._records is not None and record is None:
+            raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
+        with self._detect_replacement():
+            refuse_linked_folders(self._directory, name)
+            file = OpenFile(path, name, record, self._algorithm)
+        if record is None and isinstance(path, RelativePath) and (found := status(file.fd)) is not None:
+            self._stamps.setdefault(name, _stamp(found))
+        return file
+
+    def check_unchanged(self) -> None:
+        """Raise an error if something has written to a file without a record since it was first opened.
+
+        Other libraries write into the directory that they overwrite. (A save of this library exchanges directories:
+        in one that was replaced, files only disappear.)
+
+        Raises:
+            StorageError: names the file.
+        """
+        for name, before in self._stamps.items():
+            path = self._directory / name
+            try:
+                now = _stamp(path.lstat())
+            except FileNotFoundError:
+                now = None
+            if now != before and (now is not None or not was_replaced(self._directory)):
+                raise StorageError(
+                    f"{path} was written to, or removed, while the checkpoint was read, which may hold values of two "
+                    "saves: another job saves into the same directory; load it again when that save has ended"
+                )
+
+    def get(self, name: str) -> OpenFile:
+        """Return the file, opened at the first call; it may be paused at any time (see :meth:`acquire`)."""
+        with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = self.open_unshared(name)
+                self._used(file)
+            return file
+
+    def acquire(self, name: str) -> OpenFile:
+        """Return the file, which stays open until the caller passes it to :meth:`release`."""
+        with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = self.open_unshared(name)
+            if not file.is_open:
+                with self._detect_replacement():
+                    file.reopen()
+            file.users += 1
+            self._used(file)
+            return file
+
+    def release(self, file: OpenFile) -> None:
+        """End the use of what :meth:`acquire` returned."""
+        with self._lock:
+            file.users -= 1
+            if not file.users and self._files.get(file.name) is not file:  # close() was called during the use
+                if self._open.get(file.name) is file:
+                    del self._open[file.name]
+                file.close()
+
+    def close(self) -> None:
+        """Close all files; one that is in use, at the end of its use: a closed number may become another file's."""
+        with self._lock:
+            for file in self._files.values():
+                if not file.users:
+                    file.close()
+            self._files.clear()
+            self._open.clear()
+
+    def _used(self, file: OpenFile) -> None:
+        self._open.pop(file.name, None)
+        self._open[file.name] = file
+        if len(self._open) > OPEN_FILES:
+            for name, idle in list(self._open.items())[:-OPEN_FILES]:
+                if not idle.users:
+                    idle.pause()
+                    del self._open[name]
+
+
+def _stamp(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns

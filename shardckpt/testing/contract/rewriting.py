@@ -1,0 +1,43 @@
+"""Checkpoints as a vandal leaves them: other bytes under right digests, other versions; and a reader for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Manifest, Marker, Record
+from shardckpt.storage import CheckpointReader, CheckpointWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_record(path: Path) -> Record:
+    """Return what ``shardckpt.json`` says."""
+    return Record.parse((path / RECORD_NAME).read_bytes())
+
+
+def open_reader(path: Path, *, with_record: bool = True) -> CheckpointReader:
+    """Open a checkpoint's files; without the record, as those of another library, which have no digests."""
+    record = read_record(path)
+    manifest = Manifest(backend=record.backend, version=record.version, record=record if with_record else None)
+    return CheckpointReader(path, manifest)
+
+
+def reseal(path: Path) -> None:
+    """Make digests of the files as they are now, as someone does who changes a checkpoint on purpose."""
+    record = read_record(path)
+    with CheckpointWriter(path, 0, algorithm=record.digest_algorithm) as writer:
+        files = tuple(writer.adopt(file.name, file.keys) for file in record.files)
+    (path / RECORD_NAME).write_bytes(record.model_copy(update={"files": files}).dump())
+
+
+def rewrite_format(path: Path, backend: str, version: int) -> None:
+    """Let a checkpoint say that it has another backend or version."""
+    marker = Marker.model_validate_json((path / MARKER_NAME).read_bytes())
+    changed = marker.model_copy(update={"sharded_backend": backend, "sharded_backend_version": version})
+    (path / MARKER_NAME).write_text(changed.model_dump_json())
+    record = read_record(path).model_copy(update={"backend": backend, "version": version})
+    (path / RECORD_NAME).write_bytes(record.dump())
+
+
+__all__ = ["open_reader", "read_record", "reseal", "rewrite_format"]

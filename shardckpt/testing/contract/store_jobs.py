@@ -1,0 +1,35 @@
+"""What ranks do with a store in the tests of the contract; importing this registers ``faulty://`` in them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shardckpt import settings
+from shardckpt.testing.contract import jobs
+from shardckpt.testing.faulty_store import FaultyFileSystem
+
+if TYPE_CHECKING:
+    from shardckpt.testing.contract.subject import Subject
+
+
+def save_version(subject: Subject, url: str, value: int, with_objects: bool, overwrite: bool = False) -> None:
+    """Save a state dict that says the number everywhere."""
+    jobs.save_version(subject, url, value, with_objects, overwrite=overwrite)
+
+
+def load_and_check(subject: Subject, url: str, value: int, with_objects: bool) -> None:
+    """Load and check it."""
+    jobs.load_and_check(subject, url, value, with_objects)
+
+
+def save_error(subject: Subject, url: str, with_objects: bool) -> tuple[str, str]:
+    """Return class and text of the error of a save, with one attempt at each request."""
+    os.environ[settings.REMOTE_ATTEMPTS] = "1"
+    try:
+        return jobs.error_of(jobs.save_version, subject, url, 1, with_objects, overwrite=True)
+    finally:
+        del os.environ[settings.REMOTE_ATTEMPTS]
+
+
+__all__ = ["FaultyFileSystem", "load_and_check", "save_error", "save_version"]

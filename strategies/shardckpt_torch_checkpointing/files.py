@@ -1,0 +1,372 @@
+"""Read the files of an item: one a rank, of which only the structure is read; tensors are located."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardckpt.archive import Archive, LazyTensor, resolve_lazy_view
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt.huggingface import header_length, parse_header
+from shardckpt.storage import StoredArray, read_box
+from shardckpt.tensors import copy_values
+from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Layout, Piece, cut_for_rank, parse_placement
+from shardckpt_torch_dist import DictKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from shardckpt.planning import Ints
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_torch_checkpointing.metadata import DeclaredItem
+
+#: A path in a state dict: the item's key, then keys of dicts and indices of lists.
+Path = tuple["str | int", ...]
+
+_NAME = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)_(?P<rank>0|[1-9][0-9]{0,6})\.(?P<suffix>[A-Za-z0-9]+)")
+_FORMS = {"pt": "torch", "json": "json", "safetensors": "safetensors"}
+#: Bytes of a tensor that may have more elements than its storage, as an expanded one has.
+_EXPANDED = 1 << 20
+#: Bytes that are read at a time to compute a CRC.
+_BLOCK = 8 << 20
+#: Values that a pickle of n bytes may have: some, and some a byte. It can name one list any number of times.
+_FREE, _VALUES = 1 << 16, 8
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A tensor in a rank's file.
+
+    Attributes:
+        file: The file.
+        dtype: Its dtype.
+        shape: Its shape.
+        stride: Its strides, in elements.
+        first: Index of its first element in the storage.
+        offset: Where the storage begins in the file, in bytes.
+        nbytes: Size of the storage, in bytes.
+        lazy: The lazy view bits to be applied to the stored values.
+        crc: The CRC-32 of the storage; None if the file does not have it.
+        global_shape: If it is the local tensor of a DTensor: the DTensor's shape.
+        spec: If it is the local tensor of a DTensor: the stub of its pickled ``DTensorSpec``.
+    """
+
+    file: str
+    dtype: torch.dtype
+    shape: Ints
+    stride: Ints
+    first: int
+    offset: int
+    nbytes: int
+    lazy: frozenset[str] = frozenset()
+    crc: int | None = None
+    global_shape: Ints | None = None
+    spec: Any = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the stored values are the tensor's, in row-major order without gaps."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected and 0 not in self.shape:
+                return False
+            expected *= size
+        return not self.lazy
+
+    def read(self, reader: CheckpointReader, start: Ints, target: torch.Tensor, key: str) -> None:
+        """Read the box of the target's shape that begins at ``start``, and cast it to the target's dtype.
+
+        Args:
+            reader: Reads the files.
+            start: Index of the box's first element, one number for each axis.
+            target: Filled in place.
+            key: The tensor's key, for errors.
+        """
+        if not target.numel():
+            return
+        if self.is_dense:
+            first = self.offset + self.first * self.dtype.itemsize
+            read_box(reader, StoredArray(self.file, first, self.dtype, self.shape), start, target, key)
+            return
+        storage = bytearray(self.nbytes)
+        reader.read_into(self.file, self.offset, memoryview(storage), key)
+        usable = len(storage) // self.dtype.itemsize * self.dtype.itemsize
+        values = torch.frombuffer(storage, dtype=torch.uint8)[:usable].view(self.dtype)
+        values = resolve_lazy_view(values.as_strided(self.shape, self.stride, self.first), self.lazy)
+        for axis, (begin, size) in enumerate(zip(start, target.shape, strict=True)):
+            values = values.narrow(axis, begin, size)
+        copy_values(target, values)
+
+    def check_crc(self, reader: CheckpointReader) -> None:
+        """Read the storage and compare it with its CRC-32, if it has one.
+
+        Raises:
+            CorruptCheckpointError: It differs: the bytes are not what was written.
+        """
+        crc = 0
+        for begin in range(0, self.nbytes if self.crc is not None else 0, _BLOCK):
+            size = min(_BLOCK, self.nbytes - begin)
+            crc = zlib.crc32(reader.read_range(self.file, self.offset + begin, size, self.file), crc)
+        if self.crc is not None and crc != self.crc:
+            raise CorruptCheckpointError(
+                f"{reader.directory / self.file}: the {self.nbytes:,} bytes at {self.offset:,} do not have the CRC-32 "
+                "that the archive has of them"
+            )
+
+    def cut(self, rank: int) -> list[Piece]:
+        """Return the boxes of a DTensor that this is, as its pickled mesh and placements describe them.
+
+        Args:
+            rank: The rank that wrote it.
+
+        Raises:
+            CorruptCheckpointError: The mesh is described in a way that is not known here.
+        """
+        try:
+            mesh, layout = self.spec.mesh.state, self.spec.mesh.state["_layout"].state
+            axes, coordinates = layout.get("axes"), mesh["_coordinate_on_dim"]
+            sizes = layout["shape"] if axes is None else [math.prod(axis.state["shape"]) for axis in axes]
+            sizes = [sizes] if isinstance(sizes, int) else list(sizes)
+            ways = [
+                parse_placement({"type": type(way).__name__.lstrip("_"), **way.state}) for way in self.spec.placements
+            ]
+            if coordinates is None:  # this rank is outside of the mesh
+                return []
+            return cut_for_rank(self.global_shape or (), sizes, list(coordinates), ways, rank)
+        except (AttributeError, TypeError, ValueError, LookupError) as exc:
+            raise CorruptCheckpointError(
+                f"{self.file}: a DTensor is of a version of torch that describes its mesh otherwise "
+                f"({type(exc).__name__}: {exc}), and no {METADATA_FILE} says how it is cut"
+            ) from exc
+
+    def is_same(self, other: LocalTensor, reader: CheckpointReader) -> bool:
+        """Return whether another tensor has the same values; it reads the bytes if the files have no CRC of them."""
+        geometry = (self.dtype, self.shape, self.stride, self.first, self.nbytes, self.lazy)
+        if geometry != (other.dtype, other.shape, other.stride, other.first, other.nbytes, other.lazy):
+            return False
+        if self.crc is not None and other.crc is not None:
+            return self.crc == other.crc
+        crcs = [zlib.crc32(reader.read_range(t.file, t.offset, t.nbytes, t.file)) for t in (self, other)]
+        return crcs[0] == crcs[1]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file has.
+
+    Attributes:
+        values: Its values by path, which begins with the item's key; a :class:`LocalTensor` for each tensor.
+        names: The names of parameters by their number, where an optimizer's state has numbers, and its groups names.
+    """
+
+    values: dict[Path, Any]
+    names: dict[Any, str]
+
+    @cached_property
+    def by_key(self) -> dict[str, Any]:
+        """The values by key: the parts of the path, joined by dots."""
+        return {join_path(path): value for path, value in self.values.items()}
+
+    def rename(self, path: Path) -> Path:
+        """Return a path with the name of a parameter instead of its number."""
+        number = path[2:3]
+        if path[1:2] == ("state",) and number and number[0] in self.names:
+            return (*path[:2], self.names[number[0]], *path[3:])
+        return path
+
+
+def join_path(path: Path) -> str:
+    """Return the key of a path."""
+    return ".".join(map(str, path))
+
+
+def find_files(reader: CheckpointReader, declared: Mapping[str, DeclaredItem]) -> dict[str, dict[int, Layout]]:
+    """Return the files of all items: those that the metadata names, and by their names all others.
+
+    A file ``<item>_<rank>.<suffix>`` is the item's on that rank, if there are files of all ranks from 0 on. Otherwise
+    it is a file that one rank has written, and so is ``<item>.pt`` or ``<item>.json``.
+
+    Args:
+        reader: The checkpoint's files.
+        declared: The items that the metadata names.
+
+    Returns:
+        By item, the layout on each rank.
+
+    Raises:
+        CorruptCheckpointError: An item has files of several ranks, and not of all.
+    """
+    found = {key: dict(item.layouts) for key, item in declared.items()}
+    named = {METADATA_FILE, *(layout.file for item in declared.values() for layout in item.layouts.values())}
+    by_rank: dict[tuple[str, str], dict[int, str]] = {}
+    others: list[str] = []
+    for name in sorted(entry.name for entry in reader.place.iterdir()):
+        if name in named:
+            continue
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            by_rank.setdefault((match["item"], match["suffix"]), {})[int(match["rank"])] = name
+        elif name.rpartition(".")[2] in _FORMS:
+            others.append(name)
+    ranks = max([*(len(files) for files in found.values()), *(len(files) for files in by_rank.values())], default=0)
+    for (item, suffix), files in by_rank.items():
+        if 1 < len(files) < ranks and set(files) < set(range(ranks)):
+            lost = min(set(range(ranks)) - set(files))
+            raise CorruptCheckpointError(
+                f"{reader.directory / f'{item}_{lost}.{suffix}'} is missing: {ranks} ranks saved, and {len(files)} "
+                f"files of {item!r} are there. Copy it from where the checkpoint came from"
+            )
+        if set(files) == set(range(len(files))) and item not in found:
+            found[item] = {rank: Layout(files[rank], _FORMS.get(suffix, "raw")) for rank in sorted(files)}
+        else:
+            others += files.values()
+    for name in others:
+        item, _, suffix = name.rpartition(".")
+        if suffix in _FORMS and item:
+            found.setdefault(item, {0: Layout(name, _FORMS[suffix])})
+    return found
+
+
+def read_content(reader: CheckpointReader, item: str, layout: Layout, allow_globals: Iterable[Any]) -> Content:
+    """Read the structure of an item's file.
+
+    Args:
+        reader: The checkpoint's files.
+        item: The item's key.
+        layout: The file.
+        allow_globals: Classes and functions that the pickle may name, in addition to the plain ones.
+
+    Returns:
+        Its values; those of tensors are located, not read.
+
+    Raises:
+        UnsafePickleError: Its pickle names a global outside the allow-list; nothing was run.
+        CorruptCheckpointError: It is missing or damaged.
+    """
+    source = f"{reader.directory / layout.file}"
+    size = reader.size(layout.file)
+    if layout.form == "safetensors":
+        return Content({(item, name): tensor for name, tensor in _read_safetensors(reader, layout.file, size)}, {})
+    if layout.form == "raw":
+        return Content({(item,): reader.read(layout.file)}, {})
+    try:
+        if layout.form == "json":
+            loaded = json.loads(reader.read(layout.file))
+        else:
+            loaded = _read_archive(reader, layout.file, size, allow_globals)
+        names: dict[Any, str] = {}
+        loaded = _name_parameters(loaded, names)
+        values = dict(_Flattener(size).flatten(loaded, (item,)))
+        tensors = {path: _locate(t, layout.file) for path, t in values.items() if isinstance(t, LazyTensor)}
+        return Content({**values, **tensors}, names)
+    except CheckpointingException as exc:
+        raise exc if str(exc).startswith(source) else type(exc)(f"{source}: {exc}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise CorruptCheckpointError(f"{source} is damaged: {exc}") from exc
+
+
+def _read_safetensors(reader: CheckpointReader, file: str, size: int) -> Iterator[tuple[str, LocalTensor]]:
+    source = f"{reader.directory / file}"
+    first = reader.read_range(file, 0, min(8, size), file)
+    header = reader.read_range(file, 8, header_length(first, size, source), file)
+    for name, tensor in parse_header(header, size, source).items():
+        if tensor.dtype is None:
+            raise CorruptCheckpointError(f"{source}: this torch has no dtype {tensor.kind} for {name!r}")
+        stride = tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape)))
+        nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+        yield name, LocalTensor(file, tensor.dtype, tensor.shape, stride, 0, tensor.start, nbytes)
+
+
+def _read_archive(reader: CheckpointReader, file: str, size: int, allow_globals: Iterable[Any]) -> Any:
+    def read(offset: int, nbytes: int) -> bytes:
+        return reader.read_range(file, offset, min(nbytes, size - offset), file)
+
+    return Archive(read, size, f"{reader.directory / file}").describe(allow_globals)
+
+
+def _locate(tensor: LazyTensor, file: str) -> LocalTensor:
+    """Return where a tensor of an archive is in the file."""
+    dtype, shape, stride, first, offset, nbytes, lazy, crc = tensor.payload
+    if math.prod(shape) * dtype.itemsize > max(nbytes, _EXPANDED):
+        raise CorruptCheckpointError(f"a tensor of shape {shape} and {dtype} has only {nbytes} bytes")
+    place = (first, offset, nbytes, lazy, crc or None)
+    return LocalTensor(file, dtype, shape, stride, *place, tensor.global_shape, tensor.spec)
+
+
+def _name_parameters(loaded: Any, names: dict[Any, str]) -> Any:
+    """Return an optimizer's state as torch's ``get_optimizer_state_dict`` names it, if its groups have names.
+
+    ``Optimizer.state_dict`` numbers the parameters, and has their names in ``param_names`` if the optimizer was given
+    any. torch_checkpointing can replace the numbers in ``state``, and leaves ``params`` out then.
+
+    Args:
+        loaded: The item.
+        names: Filled with the names by number.
+    """
+    groups = loaded.get("param_groups") if isinstance(loaded, dict) else None
+    states = loaded.get("state") if isinstance(loaded, dict) else None
+    if not isinstance(groups, list) or not isinstance(states, dict):
+        return loaded
+    if not all(isinstance(group, dict) and isinstance(group.get("param_names"), list) for group in groups):
+        return loaded
+    for group in groups:
+        names.update(zip(group.get("params", ()), map(str, group["param_names"]), strict=False))
+    named = [
+        {
+            **{option: value for option, value in group.items() if option != "param_names"},
+            "params": group["param_names"],
+        }
+        for group in groups
+    ]
+    rest = {key: value for key, value in loaded.items() if key != "_optimizer_state_format_version"}
+    return {**rest, "state": {names.get(key, key): state for key, state in states.items()}, "param_groups": named}
+
+
+class _Flattener:
+    """Takes state dicts apart into values with their paths.
+
+    Dicts with text as keys, and lists of containers, are entered, and any container with tensors. Other containers are
+    values: so they keep their types, and the integers that are keys of dicts.
+
+    Args:
+        size: Size of the file in bytes, which limits the number of values.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._left = _FREE + _VALUES * size
+        self._with_tensors: dict[int, bool] = {}
+
+    def flatten(self, value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+        """Yield the values with their paths."""
+        self._left -= 1
+        if self._left < 0:
+            raise CorruptCheckpointError("its pickle repeats its own parts too often")
+        if isinstance(value, dict) and value and (all(type(key) is str for key in value) or self._has_tensor(value)):
+            for key, part in value.items():
+                yield from self.flatten(part, (*path, DictKey(key) if type(key) is int else str(key)))
+        elif isinstance(value, (list, tuple)) and (_has_container(value) or self._has_tensor(value)):
+            for index, part in enumerate(value):
+                yield from self.flatten(part, (*path, index))
+        else:
+            yield path, value
+
+    def _has_tensor(self, value: Any) -> bool:
+        """Return whether a value is a tensor, or has one in it; each container is looked at once."""
+        if not isinstance(value, (dict, list, tuple)):
+            return isinstance(value, LazyTensor)
+        if id(value) not in self._with_tensors:
+            self._with_tensors[id(value)] = False  # a container that holds itself
+            parts = value.values() if isinstance(value, dict) else value
+            self._with_tensors[id(value)] = any(map(self._has_tensor, parts))
+        return self._with_tensors[id(value)]
+
+
+def _has_container(values: Any) -> bool:
+    return type(values) is list and any(isinstance(part, (dict, list)) for part in values)

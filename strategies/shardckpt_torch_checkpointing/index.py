@@ -1,0 +1,355 @@
+"""What a checkpoint stores, put together from the files of all ranks."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import weakref
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from operator import add, eq, le
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CorruptCheckpointError, ShardingError
+from shardckpt.planning import Box, BoxFinder, find_uncovered
+from shardckpt_torch_checkpointing.files import LocalTensor, find_files, join_path, read_content
+from shardckpt_torch_checkpointing.metadata import METADATA_FILE, Piece, drop_copies, parse_metadata
+from shardckpt_torch_dist import NestedState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from shardckpt.planning import Ints
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_torch_checkpointing.files import Content, Path
+    from shardckpt_torch_checkpointing.metadata import DeclaredItem, Layout
+
+logger = logging.getLogger(__name__)
+
+_PARTS = (
+    "%s: the ranks have saved different tensors in %r, and no %s says that they are parts of one: they are loaded as "
+    "an object of each rank. If they are parts, copy %s of an earlier save of the training into the directory"
+)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A stored tensor.
+
+    Attributes:
+        key: Its key: the item's and the path in it, joined by dots.
+        path: The path under which the files have it.
+        dtype: Its dtype.
+        shape: Its global shape.
+        pieces: Its boxes in the files, each once.
+        copies: Ranks that may have all of it; empty if it is cut, or was compared already.
+        is_exact: Whether a local tensor has nothing but its pieces.
+    """
+
+    key: str
+    path: Path
+    dtype: torch.dtype
+    shape: Ints
+    pieces: list[Piece]
+    copies: Ints = ()
+    is_exact: bool = True
+
+    @cached_property
+    def local_shapes(self) -> dict[int, Ints]:
+        """The least shape of each rank's local tensor."""
+        found: dict[int, Ints] = {}
+        for box, place, rank in self.pieces:
+            end = tuple(map(add, place, box.shape))
+            found[rank] = tuple(map(max, end, found.get(rank, end)))
+        return found
+
+    @cached_property
+    def finder(self) -> BoxFinder:
+        """Finds the pieces that a box touches."""
+        return BoxFinder([piece.box for piece in self.pieces])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor that is in one file.
+
+    Attributes:
+        local: The tensor in the file.
+        start: Where the box begins in it, along every axis.
+        box: The box, in the global tensor.
+    """
+
+    local: LocalTensor
+    start: Ints
+    box: Box
+
+
+class Listing:
+    """The files of a checkpoint, and what the metadata says of them; no other file is read.
+
+    Args:
+        reader: The checkpoint's files.
+
+    Attributes:
+        metadata: The bytes of the metadata; empty if there is none.
+        declared: The items that the metadata describes.
+        files: The file of each item on each rank.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self.metadata = reader.read(METADATA_FILE) if reader.has(METADATA_FILE) else b""
+        source = str(reader.directory / METADATA_FILE)
+        self.declared = parse_metadata(self.metadata, source) if self.metadata else {}
+        self.files = find_files(reader, self.declared)
+
+
+class Index:
+    """Everything that a checkpoint stores.
+
+    Of an item that the metadata describes, the structure of as many files is read as together have all its tensors;
+    the others are opened when a tensor is read that is in them. Of any other item, the structure of all files is read.
+
+    Args:
+        reader: The checkpoint's files.
+        allow_globals: Classes and functions that pickles may name, in addition to the plain ones.
+
+    Attributes:
+        files: The file of each item on each rank.
+        tensors: The tensors, by key.
+        values: The other values, by path; those on which all ranks agree.
+        per_rank: For each item that differs between ranks as a whole: its content on each rank, by path.
+        nbytes: Bytes of all files.
+        identity: Identifies the save, to compare it across ranks.
+
+    Raises:
+        UnsafePickleError: A pickle names a global outside the allow-list; nothing was run.
+        CorruptCheckpointError: A file is missing or damaged, or the files contradict each other.
+    """
+
+    def __init__(self, reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> None:
+        # the reader keeps this index: a reference back would keep the checkpoint's directory open
+        self._reader: CheckpointReader = weakref.proxy(reader)
+        self._allow_globals = allow_globals
+        listing = Listing(reader)
+        self.files = listing.files
+        sizes = {layout.file: reader.size(layout.file) for ranks in self.files.values() for layout in ranks.values()}
+        self.nbytes = sum(sizes.values())
+        self.identity = repr((zlib.crc32(listing.metadata), sorted(sizes.items()))).encode()
+        self.tensors: dict[str, StoredTensor] = {}
+        self.values: dict[Path, Any] = {}
+        self.per_rank: dict[str, dict[int, dict[Path, Any]]] = {}
+        self._conflicts: set[Path] = set()
+        for item, layouts in self.files.items():
+            self._add_item(item, layouts, listing.declared.get(item))
+
+    @cached_property
+    def nested(self) -> NestedState:
+        """The values and tensors as objects."""
+        paths = {key: tensor.path for key, tensor in self.tensors.items()}
+        return NestedState([*self.values, *self._conflicts], paths, self._read_value)
+
+    def content(self, item: str, rank: int) -> Content:
+        """Return the structure of an item's file; it is read once."""
+        layout = self.files[item][rank]
+        return self._reader.parsed(layout.file, lambda: read_content(self._reader, item, layout, self._allow_globals))
+
+    def find_parts(self, key: str, wanted: Box) -> list[Part]:
+        """Return where the elements of a box of a tensor are.
+
+        Args:
+            key: The tensor's key.
+            wanted: The box, which may reach beyond the tensor.
+
+        Raises:
+            CorruptCheckpointError: A file has another tensor than is declared.
+        """
+        tensor = self.tensors[key]
+        return [self.locate(tensor, tensor.pieces[number], common) for number, common in tensor.finder.touching(wanted)]
+
+    def check_stored(self, key: str, wanted: Box) -> None:
+        """Raise CorruptCheckpointError if elements of a box of a tensor are not stored."""
+        tensor = self.tensors[key]
+        hole = find_uncovered(wanted, tensor.finder) if wanted.volume else None
+        if hole is not None:
+            raise CorruptCheckpointError(
+                f"{self._reader.directory}: of tensor {key!r} of shape {tensor.shape}, the elements at {hole.offset} "
+                f"of shape {hole.shape} are in no file: the file of a rank is missing"
+            )
+
+    def check_copies(self, keys: Iterable[str], share: int, shares: int) -> None:
+        """Compare the plain tensors that several ranks have saved, of all items with requested ones.
+
+        torch_checkpointing declares every plain tensor as replicated, also the local parts of what is no DTensor.
+
+        Args:
+            keys: The requested keys.
+            share: Which of the ranks' files are compared here: those of rank ``share``, ``share + shares`` and so on.
+            shares: The number of ranks that share the work.
+
+        Raises:
+            ShardingError: The files have different values.
+        """
+        requested = [self.tensors[key] for key in keys if key in self.tensors]
+        items = {tensor.path[0] for tensor in requested if self._is_copied(tensor)}
+        for tensor in self.tensors.values() if items else ():
+            if tensor.path[0] in items and self._is_copied(tensor):
+                self._compare_copies(tensor, share, shares)
+
+    def _is_copied(self, tensor: StoredTensor) -> bool:
+        if len(tensor.copies) <= 1 or not tensor.pieces:
+            return False
+        local = self.content(str(tensor.path[0]), tensor.pieces[0].rank).by_key.get(tensor.key)
+        return isinstance(local, LocalTensor) and local.global_shape is None
+
+    def _compare_copies(self, tensor: StoredTensor, share: int, shares: int) -> None:
+        item, first = str(tensor.path[0]), tensor.pieces[0].rank
+        one = self.content(item, first).by_key[tensor.key]
+        for rank in tensor.copies:
+            if rank == first or rank % shares != share:
+                continue
+            other = self.content(item, rank).by_key.get(tensor.key)
+            if other is not None and not _is_same(one, other, self._reader):
+                raise ShardingError(
+                    f"{self._reader.directory}: the ranks {first} and {rank} have saved different values of "
+                    f"{tensor.key!r}, a plain tensor, which {METADATA_FILE} declares as equal on all ranks: a part of "
+                    "a tensor must be saved as a DTensor. Read one rank's values from its file, "
+                    f"{self.files[item][rank].file}"
+                )
+
+    def locate(self, tensor: StoredTensor, piece: Piece, common: Box) -> Part:
+        """Return where a box of a tensor is in the file that has a piece of it.
+
+        Args:
+            tensor: The tensor.
+            piece: The piece.
+            common: A box inside of the piece's.
+
+        Raises:
+            CorruptCheckpointError: The file has no such tensor, or another one than is declared.
+        """
+        item = str(tensor.path[0])
+        local = self.content(item, piece.rank).by_key.get(tensor.key)
+        file = self._reader.directory / self.files[item][piece.rank].file
+        if not isinstance(local, LocalTensor):
+            raise CorruptCheckpointError(f"{file} has no tensor {tensor.key!r}, which {METADATA_FILE} lists")
+        least = tensor.local_shapes[piece.rank]
+        is_there = len(local.shape) == len(least) and all(map(eq if tensor.is_exact else le, least, local.shape))
+        if local.dtype != tensor.dtype or not is_there:
+            raise CorruptCheckpointError(
+                f"{file}: {tensor.key!r} is of {local.dtype} and shape {local.shape}, and {METADATA_FILE}, or the mesh "
+                f"in the file, says {tensor.dtype} and {least}"
+            )
+        steps = zip(common.offset, piece.box.offset, piece.place, strict=True)
+        return Part(local, tuple(first - offset + place for first, offset, place in steps), common)
+
+    def _add_item(self, item: str, layouts: dict[int, Layout], declared: DeclaredItem | None) -> None:
+        """Add the declared tensors of an item, then whatever else its files have."""
+        ranks = sorted(layouts) if declared is None else declared.holders
+        contents = {rank: self.content(item, rank) for rank in ranks}
+        known = self._add_declared(item, declared, contents[ranks[0]]) if declared is not None and ranks else set()
+        others: dict[Path, dict[int, Any]] = {}
+        for rank, content in contents.items():
+            for path, value in content.values.items():
+                if join_path(path) not in known:
+                    others.setdefault(path, {})[rank] = value
+        inner = {path[:end] for path in others for end in range(1, len(path))}
+        different = {p for p, found in others.items() if p in inner or not self._are_same(list(found.values()))}
+        is_cut = bool(known) or any(t.global_shape is not None for found in others.values() for t in _tensors(found))
+        if is_cut or not different:
+            self._add_others(others, different, inner)
+            return
+        self.per_rank[item] = {rank: content.values for rank, content in contents.items()}
+        # states of random generators and data loaders are integers
+        if any(t.dtype.is_floating_point for path in different for t in _tensors(others[path])):
+            logger.warning(_PARTS, self._reader.directory, item, METADATA_FILE, METADATA_FILE)
+
+    def _add_others(self, others: dict[Path, dict[int, Any]], different: set[Path], inner: set[Path]) -> None:
+        """Add what the metadata does not declare.
+
+        Args:
+            others: The values of the ranks, by path.
+            different: Paths with different values.
+            inner: Paths that have parts.
+        """
+        for path, found in others.items():
+            if path in inner:
+                raise CorruptCheckpointError(
+                    f"{self._reader.directory}: {join_path(path)!r} is a value on one rank and has parts on another"
+                )
+            if _tensors(found):
+                self._add_undeclared(path, found)
+            elif path not in different:
+                self.values[path] = next(iter(found.values()))
+            elif path[-3:-2] == ("param_groups",) and path[-1] == "params":
+                # pipeline stages have the parameters of a group between them
+                self.values[path] = list(dict.fromkeys(name for names in found.values() for name in names))
+            else:
+                self._conflicts.add(path)
+
+    def _add_declared(self, item: str, declared: DeclaredItem, content: Content) -> set[str]:
+        """Add the tensors that the metadata declares, and return their keys."""
+        known = set()
+        for nested, found in declared.tensors.items():
+            path = content.rename((item, *nested))
+            way = (found.dtype, found.shape, found.pieces, found.copies, found.is_exact)
+            self._add_tensor(StoredTensor(join_path(path), path, *way))
+            known.add(join_path(path))
+        return known
+
+    def _add_undeclared(self, path: Path, found: dict[int, Any]) -> None:
+        """Add a tensor of which the files themselves say how it is cut, or that every file has."""
+        tensors = {rank: value for rank, value in found.items() if isinstance(value, LocalTensor)}
+        first = next(iter(tensors.values()))
+        kinds = {(t.dtype, t.global_shape or t.shape, t.global_shape is None) for t in tensors.values()}
+        if len(tensors) != len(found) or len(kinds) != 1:
+            raise CorruptCheckpointError(
+                f"{self._reader.directory}: the files of the ranks have different tensors {join_path(path)!r}"
+            )
+        if first.global_shape is not None:
+            pieces = drop_copies([piece for rank, tensor in tensors.items() for piece in tensor.cut(rank)])
+            self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.global_shape, pieces))
+            return
+        if not self._are_same(list(tensors.values())):
+            raise CorruptCheckpointError(
+                f"{self._reader.directory}: the ranks have saved different values of the tensor {join_path(path)!r}, "
+                f"and {METADATA_FILE} does not say how it is cut"
+            )
+        full = Piece(Box((0,) * len(first.shape), first.shape), (0,) * len(first.shape), next(iter(tensors)))
+        self._add_tensor(StoredTensor(join_path(path), path, first.dtype, first.shape, [full]))
+
+    def _add_tensor(self, tensor: StoredTensor) -> None:
+        if tensor.key in self.tensors:
+            raise CorruptCheckpointError(f"{self._reader.directory}: two tensors have the key {tensor.key!r}")
+        self.tensors[tensor.key] = tensor
+
+    def _are_same(self, values: list[Any]) -> bool:
+        return all(_is_same(values[0], other, self._reader) for other in values[1:])
+
+    def _read_value(self, path: Path) -> Any:
+        if path in self._conflicts:
+            raise ShardingError(
+                f"{self._reader.directory}: the ranks have saved different values of {join_path(path)!r}, in an item "
+                "with parts of tensors: of these, none can be chosen"
+            )
+        return self.values[path]
+
+
+def _tensors(found: dict[int, Any]) -> list[LocalTensor]:
+    return [value for value in found.values() if isinstance(value, LocalTensor)]
+
+
+def _is_same(one: Any, other: Any, reader: CheckpointReader) -> bool:
+    if isinstance(one, LocalTensor) and isinstance(other, LocalTensor):
+        return one.global_shape is not None or one.is_same(other, reader)
+    if type(one) is not type(other):
+        return False
+    try:
+        equal = one == other
+        if bool(equal.all() if hasattr(equal, "all") else equal):
+            return True
+        return pickle.dumps(one) == pickle.dumps(other)  # NaN does not equal itself
+    except (TypeError, ValueError, RuntimeError, AttributeError, pickle.PicklingError):
+        return False  # a value that cannot be compared counts as different

@@ -1,0 +1,120 @@
+"""Load the checkpoints of torch_checkpointing at any number of ranks."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.strategy import LoadStrategy
+from shardckpt.tensors import synchronize_devices
+from shardckpt_torch_checkpointing.check import check_files, list_files
+from shardckpt_torch_checkpointing.index import Index
+from shardckpt_torch_checkpointing.metadata import METADATA_FILE
+from shardckpt_torch_checkpointing.requested import plan_shard
+from shardckpt_torch_dist import nest_values
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.storage import CheckpointReader
+    from shardckpt.strategy import LoadContext, StoredFile
+
+#: A save writes here, and renames the directory at its end.
+_TEMPORARY = "tmp_"
+
+
+class TorchCheckpointingLoadStrategy(LoadStrategy):
+    """Reads the directories of torch_checkpointing 0.1."""
+
+    backend = "torch_checkpointing"
+    version = 1
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Collective: plan, and after all ranks have planned, read into the destinations.
+
+        Args:
+            wanted: This rank's shards; those with data are filled in place.
+            context: The checkpoint's files, and the ranks that load together.
+
+        Returns:
+            A tensor for each ShardedTensor and an object for each ShardedObject, in order.
+
+        Raises:
+            CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
+            CheckpointingException: A shard does not match what is stored, or the checkpoint is damaged.
+        """
+        index = _read_index(context.reader, context.allow_globals)
+        with context.comm.local_phase("planning the load"):
+            requested = [plan_shard(shard, index) for shard in wanted]
+            index.check_copies([shard.key for shard in wanted], context.comm.rank, context.comm.world_size)
+        context.require_same_save(index.identity, "files")
+        with context.comm.local_phase("reading shards"):
+            reads = sorted((read for each in requested for read in each.reads()), key=lambda read: read.place)
+            # The reading threads have streams of their own: the caller's work with the destinations must be done.
+            synchronize_devices(read.target for read in reads)
+            context.reader.map(lambda read: read.run(context.reader), reads, lambda read: read.target.nbytes)
+            values = [each.value() for each in requested]
+        return values
+
+    def can_build(self, wanted: Sequence[ShardedObject], context: LoadContext) -> list[bool]:
+        """Return for each object whether the checkpoint has its values, below its key or as a state of each rank.
+
+        Args:
+            wanted: Objects that :meth:`load_index` does not list.
+            context: The checkpoint's files.
+        """
+        index = _read_index(context.reader, context.allow_globals)
+        return [shard.key in index.per_rank or index.nested.has(shard.key) for shard in wanted]
+
+    def load_common(self, context: LoadContext) -> StateDict:
+        """Return all values that are not tensors, and that are the same on all ranks, by item.
+
+        Args:
+            context: The checkpoint's files.
+
+        Returns:
+            The nested dicts and lists that were saved, without their tensors.
+        """
+        values = _read_index(context.reader, context.allow_globals).values
+        found: StateDict = nest_values((path, deepcopy(value)) for path, value in values.items())
+        return found
+
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:
+        """Return the stored tensors without data, unsharded, and an object for each rank of items that differ."""
+        index = _read_index(context.reader, context.allow_globals)
+        found: list[ShardedBase] = [
+            ShardedTensor.from_global_shape(tensor.key, tensor.dtype, tensor.shape) for tensor in index.tensors.values()
+        ]
+        for item, contents in index.per_rank.items():
+            found += [ShardedObject(item, None, (len(contents),), (rank,)) for rank in contents]
+        return found
+
+    def recognises(self, directory: Path) -> int | None:
+        """Return 1 if the directory has ``metadata.pkl`` or ``<item>_0.pt``, and is not that of an unfinished save."""
+        if directory.name.startswith(_TEMPORARY):
+            return None
+        if (directory / METADATA_FILE).is_file():
+            return 1
+        is_there = any(path.name.endswith("_0.pt") for path in directory.iterdir())
+        return 1 if is_there and not (directory / ".metadata").is_file() else None
+
+    def owned_files(self, directory: Path) -> set[str]:
+        """Return the names of the files that torch_checkpointing writes if the user names no others."""
+        return {path.name for path in directory.iterdir() if path.name == METADATA_FILE or path.suffix == ".pt"}
+
+    def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
+        """Return the files that the checkpoint must have, each with its keys."""
+        return list_files(reader)
+
+    def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+        """Return the error of each of these files by name, or None; values are compared with the CRCs of archives."""
+        return check_files(reader)
+
+
+def _read_index(reader: CheckpointReader, allow_globals: tuple[Any, ...]) -> Index:
+    """Return what the checkpoint stores; it is read once per reader."""
+    return reader.parsed("index", lambda: Index(reader, allow_globals))

@@ -1,0 +1,175 @@
+"""Nested state that plain DCP stored value by value, put together again as the objects that a load asks for.
+
+DCP flattens a state dict: ``{"lr_scheduler": {"last_epoch": 3}}`` is stored as the value ``lr_scheduler.last_epoch``,
+and ``planner_data`` has its path. A load asks for objects by key, and gets what was stored below the key:
+
+- ``lr_scheduler``: the nested dicts and lists below it, tensors included.
+- ``optimizer.param_groups.<name>``: the options of the parameter's group, in both forms of torch's
+  ``get_optimizer_state_dict``: ``optimizer.param_groups.0.lr`` with the names of the parameters in
+  ``optimizer.param_groups.0.params``, or flattened, ``optimizer.param_groups.<name>.lr``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from copy import deepcopy
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+#: A path in a state dict: keys of dicts, and indices of lists.
+_Path = tuple["str | int", ...]
+
+_GROUPS = "param_groups"
+_NAMES = "params"
+
+
+class DictKey(int):
+    """A part of a path that is an integer and the key of a dict, not the index of a list."""
+
+
+class NestedState:
+    """What a checkpoint stores value by value, by key.
+
+    Args:
+        values: The paths of the values that are not tensors.
+        tensors: The paths of the tensors, by key.
+        read_value: Returns a value that is not a tensor, by its path.
+    """
+
+    def __init__(
+        self, values: Iterable[_Path], tensors: Mapping[str, _Path], read_value: Callable[[_Path], Any]
+    ) -> None:
+        self._read_value = read_value
+        self._tensors = tensors
+        self._paths = {**{".".join(map(str, path)): path for path in values}, **tensors}
+        self._keys = sorted(self._paths)
+
+    def has(self, key: str) -> bool:
+        """Return whether there is an object for this key."""
+        return bool(self._below(self._key_of_group(key) or key))
+
+    def tensors(self, key: str) -> list[str]:
+        """Return the keys of the stored tensors that :meth:`build` needs for this key."""
+        return [stored for stored in self._below(self._key_of_group(key) or key) if stored in self._tensors]
+
+    def build(self, key: str, tensors: dict[str, Any]) -> Any:
+        """Return the object for a key: nested dicts and lists, or a single value.
+
+        Args:
+            key: A key for which :meth:`has` is true.
+            tensors: The stored tensors by key, at least those of :meth:`tensors`.
+
+        Raises:
+            CorruptCheckpointError: The paths of what is stored contradict each other.
+        """
+        group = self._key_of_group(key)
+        if group is None:
+            return self._build_below(key, tensors)
+        options = self._build_below(group, tensors)
+        return {option: value for option, value in options.items() if option != _NAMES}
+
+    def _build_below(self, key: str, tensors: dict[str, Any]) -> Any:
+        found = []
+        for stored in self._below(key):
+            path = self._paths[stored]
+            value = tensors[stored] if stored in self._tensors else deepcopy(self._read_value(path))
+            found.append(((key, *_path_below(path, key)) if stored != key else (key,), value))
+        return nest_values(found)[key]
+
+    def _below(self, key: str) -> list[str]:
+        """Return the stored keys that are this key, or begin with it and a dot."""
+        # "/" is the character after "."
+        below = self._keys[bisect_left(self._keys, f"{key}.") : bisect_left(self._keys, f"{key}/")]
+        return [key, *below] if key in self._paths else below
+
+    def _key_of_group(self, key: str) -> str | None:
+        """Return the key of the numbered group of a parameter, if ``key`` names its options and groups are numbered."""
+        prefix, found, name = key.partition(f"{_GROUPS}.")
+        return self._numbered_groups.get((prefix, name)) if found else None
+
+    @cached_property
+    def _numbered_groups(self) -> dict[tuple[str, str], str]:
+        """The key of each parameter's numbered group, by what stands before ``param_groups`` and by its name."""
+        found: dict[tuple[str, str], str] = {}
+        for key, path in self._paths.items():
+            if path[-3:-2] == (_GROUPS,) and type(path[-2]) is int and path[-1] == _NAMES and key not in self._tensors:
+                prefix = key.removesuffix(f"{_GROUPS}.{path[-2]}.{_NAMES}")
+                names = self._read_value(path)
+                for name in names if isinstance(names, list) else []:
+                    if isinstance(name, (str, int)):
+                        found[prefix, str(name)] = key.removesuffix(f".{_NAMES}")
+        return found
+
+
+class _Node(dict[Any, Any]):
+    """A dict or list that is put together; a value may be a dict as well."""
+
+
+def nest_values(values: Iterable[tuple[_Path, Any]]) -> Any:
+    """Put values together as nested dicts and lists, which DCP stores alike.
+
+    Args:
+        values: Values with their paths, which are different. An integer is an index of a list, except a
+            :class:`DictKey`. (In DCP's paths every key of a dict is text, whatever it was.) A path begins with another
+            one only where that one's value is an empty dict or list: a rank had nothing there, and another one had.
+
+    Returns:
+        The outermost dict or list; an empty dict if there are no values.
+
+    Raises:
+        CorruptCheckpointError: Two values contradict each other.
+    """
+    nested = _Node()
+    for path, value in values:
+        node = nested
+        for depth, part in enumerate(path[:-1], 1):
+            inner = node.setdefault(part, _Node())
+            if _is_empty(inner):
+                inner = node[part] = _Node()
+            if not isinstance(inner, _Node):
+                raise _contradiction(path[:depth])
+            node = inner
+        if path[-1] not in node or _is_empty(node[path[-1]]):
+            node[path[-1]] = value
+        elif not _is_empty(value):
+            raise _contradiction(path)
+    return _restore_lists(nested)
+
+
+def _is_empty(value: Any) -> bool:
+    return type(value) in (dict, list) and not value
+
+
+def _contradiction(path: _Path) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"the paths of the stored values contradict each other: {'.'.join(map(str, path))!r} is a value, and has "
+        "values below it or a second one at its place"
+    )
+
+
+def _restore_lists(node: Any) -> Any:
+    """Turn nodes into dicts, and those whose keys are all indices into lists."""
+    if not isinstance(node, _Node):
+        return node
+    values = {key: _restore_lists(value) for key, value in node.items()}
+    numbers = sorted(key for key in values if type(key) is int)
+    if len(numbers) < len(values) or not values:
+        return {int(key) if type(key) is DictKey else key: value for key, value in values.items()}
+    return [values[number] for number in numbers]
+
+
+def _path_below(path: _Path, key: str) -> _Path:
+    """Return the part of a path that lies below a key; the key may end inside of a flattened part of the path."""
+    begin = len(key) + 1
+    for number, part in enumerate(path):
+        if begin <= 0:
+            return path[number:]
+        if begin < len(str(part)):
+            return (str(part)[begin:], *path[number + 1 :])
+        begin -= len(str(part)) + 1
+    return path[-1:]

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.archive import decode_object, encode_object
+from shardckpt.errors import CorruptCheckpointError, ShardingError, UnsafePickleError
+from shardckpt.mapping import ShardedObject
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass
+class Schedule:
+    """A class that no load knows."""
+
+    steps: int = 3
+
+
+NAME = f"{__name__}.Schedule"
+
+
+def test_a_value_comes_back() -> None:
+    """What a save may encode, a load decodes: nested plain values, tensors, and classes that the caller allows."""
+    value = {"a": [1, (2.5, "x")], "t": torch.arange(3), "s": Schedule(7)}
+    back = decode_object(encode_object(value, "it", [Schedule]), "it", [Schedule])
+    assert torch.equal(back.pop("t"), value.pop("t"))
+    assert back == value
+
+
+def test_the_save_refuses_what_the_load_would() -> None:
+    """An object of an unknown class is refused when it is encoded: by its place, its class, and the way to allow it."""
+    with pytest.raises(UnsafePickleError) as caught:
+        encode_object({"args": [1, {"plan": Schedule()}]}, "object 'rng'", iter(()))
+    text = str(caught.value)
+    for part in ("object 'rng'['args'][1]['plan']", NAME, "allow_globals=[Schedule]", "to save and to load"):
+        assert part in text
+    data = encode_object(Schedule(), "object 'rng'", [Schedule])
+    with pytest.raises(UnsafePickleError, match=r"object 'rng': the pickle asks for .*Schedule"):
+        decode_object(data, "object 'rng'", ())
+
+
+def test_a_class_inside_an_attribute_is_refused_too() -> None:
+    """Where no nested dict or list shows the place, the value as a whole is named."""
+    with pytest.raises(UnsafePickleError, match=r"refuse object 'rng': .*Schedule"):
+        encode_object((Schedule(),), "object 'rng'", ())
+
+
+def test_what_cannot_be_pickled_is_named_by_its_place() -> None:
+    """A lock, for example, is an error of the save that names where it is."""
+    with pytest.raises(ShardingError, match=r"object 'rng'\['a'\]\[1\] cannot be pickled: TypeError"):
+        encode_object({"a": [0, threading.Lock()]}, "object 'rng'", ())
+
+
+def test_damage_is_an_error_of_the_family() -> None:
+    """Bytes that are no archive are damage, by name."""
+    with pytest.raises(CorruptCheckpointError, match=r"object 'rng' is not a torch\.save archive"):
+        decode_object(b"PK", "object 'rng'", ())
+
+
+@pytest.mark.parametrize("strategy", ["torch_dist", "ep"])
+@pytest.mark.parametrize("state", [{"args": {"plan": Schedule()}}, {"o": ShardedObject("o", Schedule(), (1,), (0,))}])
+def test_a_save_refuses_an_unknown_class(strategy: str, state: dict[str, Any], tmp_path: Path) -> None:
+    """A save with an object that its load would refuse fails, says how to allow the class, and leaves nothing."""
+    with pytest.raises(UnsafePickleError, match=r"(\['plan'\]|'o\S*'\S*): the pickle asks for .*allow_globals=\[Sched"):
+        dc.save(state, tmp_path / "c", strategy)
+    assert not list(tmp_path.iterdir())
+    dc.save(state, tmp_path / "c", strategy, allow_globals=[Schedule])
+    assert dc.load(dict(state), tmp_path / "c", allow_globals=[Schedule]).keys() == state.keys()

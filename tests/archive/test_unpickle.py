@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import datetime as dt
+import enum
+import io
+import pathlib
+import pickle
+import random
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.archive.reader import load_bytes
+from shardckpt.errors import UnsafePickleError
+from shardckpt.mapping import ShardedObject
+from tests.faults.hostile import MARK, archive, build_on, call, named
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass
+class Mine:
+    """A class that no allow-list knows."""
+
+    x: int
+
+
+class Colour(enum.Enum):
+    """An enum that no allow-list knows."""
+
+    RED = 1
+
+
+PLAIN = {
+    "numbers": [1, 2.5, 3 + 4j, True, None, 10**30],
+    "texts": ("a", b"bytes", bytearray(b"ba"), "ü"),
+    "sets": {1, 2},
+    "frozen": frozenset({"x"}),
+    "ordered": collections.OrderedDict(a=1),
+    "default": collections.defaultdict(list, {"k": [1]}),
+    "deque": collections.deque([1, 2], maxlen=3),
+    "counter": collections.Counter("aab"),
+    "namespace": argparse.Namespace(lr=0.1, nested=argparse.Namespace(x=1)),
+    "simple": SimpleNamespace(a=[1]),
+    "timezone": [dt.datetime(2026, 11, 21, tzinfo=dt.timezone.utc), dt.time(8), dt.timezone(dt.timedelta(hours=1))],
+    "singletons": [..., NotImplemented],
+    "time": dt.datetime(2026, 11, 21, 8, 0, tzinfo=dt.timezone.utc).replace(tzinfo=None),
+    "delta": dt.timedelta(seconds=5),
+    "torch": [torch.float8_e4m3fn, torch.Size((1, 2)), torch.device("cpu")],
+    "random": random.Random(3).getstate(),
+    "slice": slice(1, 2),
+    "range": range(3),
+}
+
+
+ARRAYS: dict[str, Any] = {
+    **{
+        kind: np.arange(6).astype(kind).reshape(2, 3)
+        for kind in ("?", "i1", "u2", "<i4", ">i8", "f2", ">f4", "f8", "c8")
+    },
+    "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "text": np.array(["a", "bc", ""]),
+    "bytes": np.array([b"a", b"bc"]),
+    "raw": np.array([b"ab"], dtype="V2"),
+    "dates": np.array(["2026-11-21"], dtype="M8[D]"),
+    "spans": np.array([1, 2], dtype="m8[25s]"),
+    "big-endian spans": np.array([1, 2], dtype=">m8[ms]"),
+    "objects": np.array([{"x": 1}, None, "a"], dtype=object),
+    "record": np.array([(1, (2.0, 3.0), b"x")], dtype=[("a", ">i4"), ("b", "f8", (2,)), ("c", "S3")]),
+    "gaps": np.zeros(2, np.dtype({"names": ["a"], "formats": ["i2"], "offsets": [4], "itemsize": 16})),
+    "empty": np.empty((0, 3)),
+    "no axes": np.array(2.5),
+    "scalar": np.float32(1.5),
+    "date": np.datetime64("2026-11-21"),
+    "no text": np.str_(""),
+}
+
+
+def _stored(value: Any, path: Path, **options: Any) -> Any:
+    dc.save({"o": ShardedObject("o", value, (1,), (0,)), "common": value}, path)
+    loaded = dc.load({"o": ShardedObject("o", None, (1,), (0,))}, path, **options)
+    return loaded["o"], loaded["common"]
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_plain_values_come_back_equal(tmp_path: Path, name: str) -> None:
+    """What training states are made of needs no leave: as object and as common state it comes back as it was."""
+    for got in _stored(PLAIN[name], tmp_path / "c"):
+        assert got == PLAIN[name]
+        assert isinstance(got, type(PLAIN[name]))
+
+
+def test_arrays_and_tensors_come_back_equal(tmp_path: Path) -> None:
+    """Numpy arrays of all kinds, numpy's random state, tensors and streams are plain too."""
+    value = {
+        "array": np.arange(6).reshape(2, 3),
+        "strings": np.array(["a", "bc"]),
+        "objects": np.array([{"x": 1}, None], dtype=object),
+        "scalar": np.float32(2.5),
+        "random": np.random.RandomState(1).get_state(),
+        "tensor": torch.arange(5, dtype=torch.bfloat16),
+        "stream": io.BytesIO(b"data"),
+    }
+    got, _ = _stored(value, tmp_path / "c")
+    assert np.array_equal(got["array"], value["array"])
+    assert np.array_equal(got["strings"], value["strings"])
+    assert got["objects"].tolist() == [{"x": 1}, None]
+    assert got["scalar"] == value["scalar"]
+    assert all(np.array_equal(a, b) for a, b in zip(got["random"], value["random"], strict=True))
+    assert torch.equal(got["tensor"], value["tensor"])
+    assert got["stream"].read() == b"data"
+
+
+def test_paths_come_as_pure_paths(tmp_path: Path) -> None:
+    """A path is only a name: it comes back as one that cannot touch the file system."""
+    got, _ = _stored(pathlib.Path("/a/b"), tmp_path / "c")
+    assert got == pathlib.PurePosixPath("/a/b")
+
+
+@pytest.mark.parametrize("value", [Mine(3), Colour.RED], ids=["dataclass", "enum"])
+def test_other_classes_need_leave(tmp_path: Path, value: Any) -> None:
+    """Save and load refuse with the global's name and both forms of leave, and allow_globals= lets it through."""
+    kind = type(value)
+    with pytest.raises(UnsafePickleError, match=rf"test_unpickle\.{kind.__name__}"):
+        dc.save({"common": value}, tmp_path / "c")
+    allowed = [kind, getattr] if kind is Colour else [kind]
+    dc.save({"common": value}, tmp_path / "c", allow_globals=allowed)
+    path = rf"{kind.__module__}.{kind.__name__}"
+    with pytest.raises(
+        UnsafePickleError, match=rf"test_unpickle\.{kind.__name__}.*allow_globals=\[{kind.__name__}\]"
+    ) as e:
+        dc.load_common_state_dict(tmp_path / "c")
+    assert f'[(it, "{path}")]' in str(e.value)
+    assert dc.load_common_state_dict(tmp_path / "c", allow_globals=allowed)["common"] == value
+
+
+def test_torchs_safe_globals_are_honoured(tmp_path: Path) -> None:
+    """What the user registered with torch.serialization is allowed here too."""
+    dc.save({"common": Mine(1)}, tmp_path / "c", allow_globals=[Mine])
+    with torch.serialization.safe_globals([Mine]):
+        assert dc.load_common_state_dict(tmp_path / "c")["common"] == Mine(1)
+    with torch.serialization.safe_globals([(Mine, f"{Mine.__module__}.Mine")]):
+        assert dc.load_common_state_dict(tmp_path / "c")["common"] == Mine(1)
+
+
+def test_what_torch_registers_itself_is_not_allowed() -> None:
+    """Torch's own entries in its registry (DTensor's internals) are no leave of the user's."""
+    entries = [g for g in torch.serialization.get_safe_globals() if not isinstance(g, tuple)]
+    registered = [entry for entry in entries if entry.__module__.startswith("torch.")]  # other packages add their own
+    assert registered
+    for entry in registered:
+        with pytest.raises(UnsafePickleError, match=entry.__name__):
+            load_bytes(archive(b"\x80\x02" + named(entry.__module__, entry.__qualname__) + b"."), "it")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("name", sorted(ARRAYS))
+def test_arrays_of_every_kind(name: str, protocol: int) -> None:
+    """Arrays and scalars of every dtype and order come back as they were, from every protocol, shared ones shared."""
+    value = ARRAYS[name]
+    first, again, dtype = load_bytes(archive(pickle.dumps([value, value, value.dtype], protocol)), "it")
+    assert first is again
+    assert type(first) is type(value)
+    assert first.dtype == dtype == value.dtype
+    assert first.shape == value.shape
+    assert repr(first) == repr(value)
+    assert first.flags.f_contiguous == value.flags.f_contiguous
+
+
+def test_arrays_resolve_wherever_they_stand() -> None:
+    """No unfinished array stays in namespaces, tuples, stand-ins' states or keys."""
+    array = np.arange(3)
+    nested = {"n": argparse.Namespace(a=array), "s": SimpleNamespace(a=(array,)), np.int64(7): [array, {"x": array}]}
+    got = load_bytes(archive(pickle.dumps(nested, 2)), "it")
+    assert list(got)[2] == 7
+    for found in (got["n"].a, got["s"].a[0], got[7][0], got[7][1]["x"]):
+        assert found is got["n"].a
+        assert found.tolist() == [0, 1, 2]
+
+
+def test_numpy_is_ours_even_if_allowed() -> None:
+    """Allowing numpy's own classes, as torch.load needs it, does not let a pickle near them."""
+    allowed = [np.ndarray, np.dtype, np._core.multiarray._reconstruct, np._core.multiarray.scalar]
+    assert load_bytes(archive(pickle.dumps(np.arange(3), 2)), "it", allowed).tolist() == [0, 1, 2]
+    with pytest.raises(UnsafePickleError, match=r"numpy\.ndarray"):
+        load_bytes(archive(call("numpy", "ndarray", (1,), "O", bytes(8))), "it", allowed)
+
+
+def test_what_was_loaded_can_be_saved_again(tmp_path: Path) -> None:
+    """Loaded values pickle by the names that they had: they can be saved, loaded by us and by others again."""
+    dc.save({"common": PLAIN}, tmp_path / "a")
+    loaded = dc.load_common_state_dict(tmp_path / "a")
+    dc.save(loaded, tmp_path / "b")
+    assert dc.load_common_state_dict(tmp_path / "b")["common"] == PLAIN
+    assert b"shardckpt" not in pickle.dumps(loaded)
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class in a module of Megatron that the process has imported."""
+    module = ModuleType("megatron.sample")
+    kind = type("Config", (), {"__module__": "megatron.sample"})
+    module.Config = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    monkeypatch.setitem(sys.modules, "megatron.sample", module)
+    return kind
+
+
+def test_stand_ins_are_saved_as_what_they_stand_for(megatron: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the real class is imported a stand-in pickles as it; elsewhere the error names it and the way out."""
+    real = megatron()
+    real.x = [1]
+    stand_in = load_bytes(archive(pickle.dumps(real, 2)), "it")
+    assert type(stand_in) is not megatron
+    again = pickle.loads(pickle.dumps(stand_in, 2))
+    assert type(again) is megatron
+    assert again.x == [1]
+    assert load_bytes(archive(pickle.dumps(stand_in, 2)), "it").x == [1]
+    assert copy.deepcopy(stand_in).x == [1]
+    monkeypatch.delitem(sys.modules, "megatron.sample")
+    with pytest.raises(pickle.PicklingError, match=r"megatron\.sample\.Config .*stub.*import megatron\.sample"):
+        pickle.dumps(stand_in)
+    with pytest.raises(pickle.PicklingError, match=r"megatron\.sample\.Config"):
+        pickle.dumps(type(stand_in))
+
+
+def test_object_names_of_old(tmp_path: Path) -> None:
+    """Megatron 0.6 and 0.7 left extents out of the names of objects: they are found by the names of today."""
+    dc.save({"o": ShardedObject("key", {"x": 1}, (1,), (0,))}, tmp_path / "c")
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata.pop("key/shard_0_1")
+    metadata.state_dict_metadata["key/shard_0_"] = entry
+    (index, info), *_ = metadata.storage_data.items()
+    metadata.storage_data = {type(index)("key/shard_0_"): info}
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata, 4))
+    (tmp_path / "c" / "shardckpt.json").unlink()
+    assert dc.load({"o": ShardedObject("key", None, (1,), (0,))}, tmp_path / "c")["o"] == {"x": 1}
+
+
+def test_a_changed_default_device_does_not_matter(tmp_path: Path) -> None:
+    """Under torch.device("meta") tensors in objects are read into memory as ever."""
+    dc.save({"common": {"full": torch.arange(5), "empty": torch.empty(0)}}, tmp_path / "c")
+    with torch.device("meta"):
+        got = dc.load_common_state_dict(tmp_path / "c")["common"]
+    assert got["full"].tolist() == [0, 1, 2, 3, 4]
+    assert got["empty"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_an_allowed_class_cannot_be_changed(slots: bool) -> None:
+    """Leave to make objects of a class is no leave to change the class itself."""
+    with pytest.raises(UnsafePickleError, match="change"):
+        load_bytes(archive(build_on(Mine.__module__, "Mine", slots=slots)), "it", [Mine])
+    assert not hasattr(Mine, MARK)

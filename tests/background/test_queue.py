@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
+from shardckpt.errors import CheckpointingException
+from tests.background import jobs
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from pathlib import Path
+
+
+def test_closing_with_abort_leaves_nothing(tmp_path: Path) -> None:
+    """Requests that are given up are absent, and so are their staging directories."""
+    for persistent in (False, True):
+        queue = AsyncCallsQueue(persistent)
+        request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        queue.close(abort=True)
+        assert queue.get_num_unfinalized_calls() == 0
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_queue_left_by_an_error_keeps_what_one_process_has_staged(tmp_path: Path) -> None:
+    """When the training of one process fails, what it had scheduled before is finished."""
+    with pytest.raises(KeyError, match="training"), AsyncCallsQueue() as queue:  # noqa: PT012 - a training loop
+        request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        raise KeyError("training")
+    jobs.check(str(tmp_path / "c"), 1.0)
+
+
+def test_one_failed_request_does_not_take_the_others_along(tmp_path: Path) -> None:
+    """close() finalizes what is sound and raises what failed."""
+    queue = AsyncCallsQueue()
+    for name in ("a", "b", "c"):
+        request = dc.save(jobs.state(1.0), tmp_path / name, async_sharded_save=True)
+        assert request is not None
+        if name == "b":
+            request = request._replace(async_fn=_broken)
+        queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException, match="the disk is on fire"):
+        queue.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+
+
+def _broken(*_: Any) -> None:
+    raise OSError("the disk is on fire")
+
+
+def test_what_cannot_go_to_a_process_is_said_to() -> None:
+    """A request with a local function says that a process cannot take it, and what can."""
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
+    with pytest.raises(CheckpointingException, match="persistent=False"):
+        queue.close()
+
+
+def test_a_request_counts_as_written_when_its_callback_has_run() -> None:
+    """Finalize functions find what written_fn has noted, however slow that is."""
+    seen: list[str] = []
+
+    def written(_: Future[Any]) -> None:
+        time.sleep(0.2)
+        seen.append("written")
+
+    for persistent in (False, True):
+        seen.clear()
+        with AsyncCallsQueue(persistent) as queue:
+            request = AsyncRequest(None, (), [lambda: seen.append("finalized")], written_fn=written)
+            queue.schedule_async_request(request)
+            while not queue.maybe_finalize_async_calls():
+                time.sleep(0.001)
+        assert seen == ["written", "finalized"]
+
+
+def test_an_error_in_the_callback_is_raised() -> None:
+    """A written_fn that fails makes the save fail: it is not only logged."""
+    failures: list[BaseException] = []
+    queue = AsyncCallsQueue()
+    request = AsyncRequest(None, (), [], written_fn=lambda _: 1 / 0, failed_fn=failures.append)  # type: ignore[arg-type, return-value]
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException, match="ZeroDivisionError"):
+        queue.close()
+    assert len(failures) == 1
+
+
+def test_an_interrupted_schedule_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while a request is staged goes through, and leaves no staging directory."""
+    request = dc.save(jobs.state(1.0), tmp_path / "c", async_sharded_save=True)
+    assert request is not None
+    with AsyncCallsQueue() as queue, pytest.raises(KeyboardInterrupt):
+        queue.schedule_async_request(request._replace(preload_fn=_interrupted))
+    assert not list(tmp_path.iterdir())
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt.background import staging_buffer
+from shardckpt.background.staging import release_memory, stage
+from shardckpt.background.staging_buffer import StagingBufferPool
+from shardckpt.errors import ShardingError
+from tests.background import jobs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class _Work:
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = list(tensors)
+        self.keys = [f"key{number}" for number in range(len(tensors))]
+
+    def write(self, _: Any) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self.tensors]
+
+
+def test_staging_copies_and_uses_its_memory_again() -> None:
+    """Staged tensors keep their values when the originals change; the next save gets the same memory."""
+    release_memory()
+    values = torch.arange(12.0).reshape(3, 4)
+    staged = stage(_Work(values.t(), values[1], torch.tensor(True), torch.zeros(0, dtype=torch.float8_e4m3fn)))
+    expected = [values.t().clone(), values[1].clone(), torch.tensor(True), torch.zeros(0, dtype=torch.float8_e4m3fn)]
+    values.zero_()
+    with staged.open() as work:
+        found = work.write(None)
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+    path = staged.path
+    staged.release()
+    again = stage(_Work(values))
+    assert again.path == path
+    again.release()
+
+
+def test_staged_work_that_is_forgotten_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that was staged and dropped does not keep the next save waiting; in use, it keeps its memory."""
+    monkeypatch.setenv("SHARDCKPT_STAGED_SAVES", "1")
+    for value in range(3):
+        staged = stage(_Work(torch.full((4,), float(value))))
+        with staged.open() as work:
+            assert work.write(None)[0].eq(value).all()
+        del staged, work
+
+
+def test_waiting_for_memory_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A save that waits for another's memory says so from time to time, and goes on when it is free."""
+    monkeypatch.setenv("SHARDCKPT_STAGED_SAVES", "1")
+    monkeypatch.setattr(staging_buffer, "_PATIENCE", 0.05)
+    pool = StagingBufferPool()
+    first = pool.acquire(10)
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(pool.acquire, 10)
+        while "has waited" not in caplog.text:
+            assert not second.done()
+        pool.release(first)
+        assert second.result(10) is first
+
+
+def test_a_tensor_without_memory_is_named() -> None:
+    """What cannot be copied is an error with its key, and the staging memory is free again."""
+    with pytest.raises(ShardingError, match=r"'key1'.*no memory"):
+        stage(_Work(torch.ones(2), torch.empty(3, device="meta")))
+    for _ in range(3):
+        stage(_Work(torch.ones(2))).release()
+
+
+def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more buffers exist than saves may be staged; one that is too small goes before a larger one comes."""
+    monkeypatch.setenv("SHARDCKPT_STAGED_SAVES", "1")
+    pool = StagingBufferPool()
+    small = pool.acquire(10)
+    pool.release(small)
+    large = pool.acquire(small.nbytes + 1)
+    assert large is not small
+    pool.release(large)
+    assert pool.acquire(5) is large
+    pool.release(large)
+    pool.clear()
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
+def test_staging_without_files_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool) -> None:
+    """A Python without memfd_create stages in files that have no name: nothing is left of them."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    release_memory()
+    jobs.one_save(str(tmp_path / "c"), persistent)
+    assert not list(folder.iterdir())
+    release_memory()
+
+
+def test_staged_memory_is_not_shared_with_forks() -> None:
+    """A fork of a process that has staged before gets memory of its own: neither sees what the other stages."""
+    program = """
+        import os, torch
+        from shardckpt.background.staging import stage
+        class Work:
+            def __init__(self, value): self.tensors, self.keys = [torch.full((1000,), value)], ["key"]
+        stage(Work(1.0)).release()
+        ours = stage(Work(2.0))
+        ours.release()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            staged = stage(Work(3.0))
+            os.write(writer, staged.path.encode())
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert os.read(reader, 100).decode() != ours.path
+        again = stage(Work(4.0))
+        assert again.path == ours.path
+        with again.open() as work:
+            assert work.tensors[0].eq(4).all()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,188 @@
+"""``shardckpt verify``: with digests, and by structure where there are none."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from shardckpt.cli import main
+from shardckpt.engine.integrity import save_integrity_manifest
+from tests.cli.checkpoints import DAMAGES, copy_golden, damage, save_plain_dcp
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_verify_says_as_written_or_what_is_wrong(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 for a whole checkpoint, 1 with the file and the reason for a damaged one."""
+    assert main(["verify", str(checkpoint)]) == 0
+    assert "__0_0.distcp" in capsys.readouterr().out
+    data = bytearray((checkpoint / "__0_0.distcp").read_bytes())
+    data[-800] ^= 1
+    (checkpoint / "__0_0.distcp").write_bytes(data)
+    assert main(["verify", str(checkpoint)]) == 1
+    assert "digest differs" in capsys.readouterr().out
+
+
+def test_verify_lets_other_files_be(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file beside the checkpoint's is listed as foreign and no reason to fail; a missing one of its own is."""
+    (checkpoint / "tokenizer.json").write_text("{}")
+    assert main(["verify", str(checkpoint)]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "tokenizer.json" in line]
+    assert "not a file of this checkpoint" in row
+    (checkpoint / "common.pt").unlink()
+    assert main(["verify", str(checkpoint)]) == 1
+    assert "common.pt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.12.3", "0.13.1", "0.16.1", "0.17.0rc0", "0.20.0", "dcp"])
+def test_verify_judges_what_has_no_digests(tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str) -> None:
+    """3 for a foreign checkpoint whose files are as its index says, with what was checked and what was not."""
+    path = save_plain_dcp(tmp_path) if version == "dcp" else copy_golden(version, tmp_path)
+    (path / "notes.txt").write_text("other people's")
+    (path / "__9_0.distcp").write_bytes(b"of an older save")
+    assert main(["verify", str(path)]) == 3
+    *rows, last = capsys.readouterr().out.splitlines()
+    said = dict(line.split(maxsplit=2)[::2] for line in rows[2:])
+    assert said.keys() == {file.name for file in path.iterdir()}
+    foreign = {name for name, text in said.items() if text == "not a file of this checkpoint"}
+    assert foreign == {"notes.txt", "__9_0.distcp"}
+    assert {said[name] for name in said.keys() - foreign} == {"its structure is valid; it has no digest"}
+    assert "intact as far as can be checked without digests. Checked: they exist" in last
+    assert "Not checked: their values" in last
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("version", ["0.9.0", "0.16.1", "0.20.0", "dcp"])
+def test_verify_finds_damage_without_digests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], version: str, how: str
+) -> None:
+    """1 for any file of a foreign checkpoint that is cut, missing, longer or overwritten, which is named."""
+    path = save_plain_dcp(tmp_path) if version == "dcp" else copy_golden(version, tmp_path)
+    for file in sorted(path.iterdir()):
+        if version == "dcp" and file.name == ".metadata" and how == "missing":
+            continue  # it is what makes a directory one of plain DCP's
+        content = file.read_bytes()
+        damage(file, how)
+        assert main(["verify", str(path)]) == 1, file.name
+        shown = "".join(capsys.readouterr())
+        assert str(file) in shown
+        assert "intact as far as" not in shown
+        file.write_bytes(content)
+    assert main(["verify", str(path)]) == 3
+
+
+def test_a_whole_and_a_cut_checkpoint_are_not_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A data file that is cut to 3,000 bytes is named, with what it should have."""
+    path = copy_golden("0.16.1", tmp_path)
+    with (path / "__0_0.distcp").open("r+b") as file:
+        file.truncate(3000)
+    assert main(["verify", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "__0_0.distcp ends at 3,000 bytes, and .metadata lists 7,697" in out
+    assert "damaged: 1 of 9 files" in out
+
+
+def test_verify_finds_an_index_with_a_hole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Elements that the index names nowhere are missing, whatever the files have."""
+    path = save_plain_dcp(tmp_path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    (index,) = [index for index in metadata.storage_data if index.fqn == "b"]
+    del metadata.storage_data[index]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert main(["verify", str(path)]) == 1
+    assert "of tensor 'b' of shape (4, 5) it lists 0 elements" in capsys.readouterr().out
+
+
+def test_verify_lets_items_be_that_were_removed(tmp_path: Path) -> None:
+    """Bytes behind the last item that is named are no fault if they are items: an older removal has left them."""
+    path = save_plain_dcp(tmp_path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    last = max(metadata.storage_data, key=lambda index: metadata.storage_data[index].offset)
+    del metadata.storage_data[last], metadata.state_dict_metadata[last.fqn], metadata.planner_data[last.fqn]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert main(["verify", str(path)]) == 3
+
+
+@pytest.mark.parametrize("kind", ["absent", "empty", "other files", "a file", "unknown backend"])
+def test_verify_has_no_answer_for_what_is_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """2, with the reason on standard error, for what is no checkpoint and for what nothing installed reads."""
+    path = tmp_path / "x"
+    if kind == "a file":
+        path.write_text("text")
+    elif kind != "absent":
+        path.mkdir()
+    if kind == "other files":
+        (path / "notes.txt").write_text("text")
+    elif kind == "unknown backend":
+        (path / "metadata.json").write_text('{"sharded_backend": "tensorstore", "sharded_backend_version": 1}')
+    assert main(["verify", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("shardckpt verify: ")
+    assert str(path) in shown.err
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_verify_has_no_answer_where_a_file_cannot_be_read(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ours: bool
+) -> None:
+    """2, not 1, where the system does not let a file be read: that says nothing of its bytes."""
+    path = checkpoint if ours else copy_golden("0.16.1", tmp_path)
+    opened = os.open
+
+    def refused(name: Any, *args: Any, **options: Any) -> int:
+        if os.fspath(name).endswith("__0_0.distcp"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return opened(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", refused)
+    assert main(["verify", str(path)]) == 2
+    out = capsys.readouterr().out
+    assert "__0_0.distcp: Permission denied (EACCES)" in out
+    assert "cannot be checked: 1 of" in out
+
+
+def test_verify_of_a_file_without_digest_among_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``integrity.json`` leaves out is judged by structure: 3 if that is sound, 1 if it is missing."""
+    path = copy_golden("0.16.1", tmp_path)
+    save_integrity_manifest(path)
+    assert main(["verify", str(path)]) == 0
+    assert "intact: every byte of 9 files was read" in capsys.readouterr().out
+    content = json.loads((path / "integrity.json").read_text())
+    del content["files"]["common.pt"]
+    (path / "integrity.json").write_text(json.dumps(content))
+    assert main(["verify", str(path)]) == 3
+    assert "8 of 9 files were compared with digests; checked of the others: they exist" in capsys.readouterr().out
+    (path / "common.pt").unlink()
+    assert main(["verify", str(path)]) == 1
+    assert f"{path / 'common.pt'}: No such file" in capsys.readouterr().out
+
+
+def test_verify_names_a_lost_json_file(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``shardckpt.json`` where our index shows that it was there, ``metadata.json`` where Megatron wrote the rest."""
+    (checkpoint / "shardckpt.json").unlink()
+    assert main(["verify", str(checkpoint)]) == 1
+    assert f"{checkpoint / 'shardckpt.json'}, which has the digests, is missing" in capsys.readouterr().out
+    (checkpoint / "shardckpt-index.safetensors").unlink()
+    assert main(["verify", str(checkpoint)]) == 3
+    path = copy_golden("0.16.1", tmp_path)
+    (path / "metadata.json").unlink()
+    assert main(["verify", str(path)]) == 1
+    assert f"{path / 'metadata.json'} is missing, which Megatron writes last" in capsys.readouterr().out
+
+
+def test_verify_says_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help has all four."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["verify", "--help"])
+    out = capsys.readouterr().out
+    assert all(f"\n  {code}  " in out for code in range(4))

@@ -1,0 +1,63 @@
+"""Processes that own temporary directories: dead ones, living ones, and those of other hosts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from shardckpt.commit.owner import Owner
+from shardckpt.commit.staging_names import STAGING, new_save_id, temporary_name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Makes a staging directory for the path that it is given, says so, and waits for the end of its input.
+_SAVER = """
+import sys
+from pathlib import Path
+from shardckpt.commit import commit
+staging = commit.create_staging(Path(sys.argv[1]), "0" * 32)
+(staging / "data").write_bytes(b"so far")
+print(staging.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def dead() -> Owner:
+    """A process of this host that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait(60)
+    return Owner.current()._replace(pid=process.pid)
+
+
+def elsewhere() -> Owner:
+    """A process of another host."""
+    current = Owner.current()
+    return current._replace(host=current.host ^ 1)
+
+
+def leave(target: Path, owner: Owner | None, kind: str = STAGING, *, discarded: bool = False) -> Path:
+    """What a process leaves beside a target; with no owner, one of an older release."""
+    name = temporary_name(target.name, kind, new_save_id(), owner)
+    if owner is None:
+        name = name[:-33]
+    path = target.with_name(name + "-discarded" * discarded)
+    path.mkdir(parents=True)
+    (path / "data").write_bytes(b"so far")
+    return path
+
+
+def saver(target: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A living process in the midst of a save, and its staging directory."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SAVER, str(target)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, target.with_name(process.stdout.readline().strip())
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill it, and wait for its end."""
+    process.kill()
+    process.communicate(timeout=60)

@@ -1,0 +1,267 @@
+"""torchtitan's CheckpointManager of spring 2025: its constructor, keywords and names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from shardckpt import dist_checkpointing
+from shardckpt.compat import torchtitan
+from shardckpt.compat.torchtitan import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    AsyncMode,
+    CheckpointManager,
+    ModelWrapper,
+)
+from shardckpt.errors import CheckpointingException
+from tests.integrations import small, titan
+from tests.manager.folders import steps_of
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Checkpoint:
+    """The options of the document's job config."""
+
+    enable_checkpoint: bool = True
+    folder: str = "checkpoint"
+    interval: int = 2
+    model_weights_only: bool = False
+    export_dtype: str = "float32"
+    async_mode: str = "disabled"
+    keep_latest_k: int = 0
+    exclude_from_loading: list[str] = field(default_factory=list)
+
+
+class Rotary(torch.nn.Module):
+    """A part with a buffer that is computed, as Llama's rotary embedding is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("freqs_cis", torch.arange(4.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the inputs."""
+        return inputs
+
+
+class Job:
+    """A training of two parts on each rank, by the document's constructor.
+
+    Args:
+        folder: Where the job dumps.
+        options: Of the checkpoints.
+    """
+
+    def __init__(self, folder: Path | str, **options: Any) -> None:
+        torch.manual_seed(0)
+        whole = small.model()
+        whole[2].p = 0.0
+        self.parts: list[Any] = [titan.part_of(whole, [0, 1]), titan.part_of(whole, [2, 3])]
+        self.parts[0].add_module("rotary", Rotary())
+        if dist.is_initialized():
+            for part in self.parts:
+                fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizers = titan.Optimizers(self.parts)
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in self.optimizers.optimizers]
+        self.loader = titan.Loader()
+        self.step = 0
+        self.states: dict[str, Any] = {TRAIN_STATE: self}
+        config = SimpleNamespace(
+            job=SimpleNamespace(dump_folder=str(folder)), checkpoint=Checkpoint(**options), fault_tolerance=None
+        )
+        ft_manager = SimpleNamespace(enabled=False)
+        self.manager = CheckpointManager(
+            dataloader=self.loader,
+            model_parts=self.parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states=self.states,
+            job_config=config,
+            ft_manager=ft_manager,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the train state."""
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.step = int(state_dict["step"])
+
+    def train(self, until: int, last: int = 0) -> None:
+        """Train to a step, as torchtitan's loop does; save ``last`` by force."""
+        batches = iter(self.loader)
+        while self.step < until:
+            self.step += 1
+            inputs, labels = next(batches)
+            for part in self.parts:
+                inputs = part(inputs)
+            torch.nn.functional.mse_loss(inputs, labels).backward()
+            self.manager.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.optimizers.zero_grad()
+            for scheduler in self.schedulers:
+                scheduler.step()
+            self.manager.save(curr_step=self.step, force=self.step == last)
+
+    def content(self) -> list[Any]:
+        """Return all that is saved."""
+        weights = ModelWrapper(self.parts).state_dict()
+        return [weights, [each.state_dict() for each in self.schedulers], self.step, self.loader.given]
+
+
+def _is_equal(one: list[Any], other: list[Any]) -> bool:
+    return small.is_equal(one[0], other[0]) and one[1:] == other[1:]
+
+
+@pytest.mark.parametrize("mode", ["DISABLED", "async", pytest.param("Async_With_Pinned_Mem", marks=pytest.mark.slow)])
+def test_the_documents_calls_run_as_they_stand(tmp_path: Path, mode: str) -> None:
+    """Constructor, ``save(curr_step=)``, ``load(step=-1)``: step 1 is saved, too, and parts resume with schedulers."""
+    whole = Job(tmp_path / "whole", async_mode=mode)
+    whole.train(7)
+    whole.manager.close()
+    job = Job(tmp_path, async_mode=mode)
+    assert job.manager.load(step=-1) is False
+    job.train(4)
+    job.manager.close()
+    assert [step.step for step in steps_of(tmp_path / "checkpoint").committed()] == [1, 2, 4]
+    resumed = Job(tmp_path, async_mode=mode)
+    assert resumed.manager.load(step=-1)
+    assert resumed.step == 4
+    resumed.train(7)
+    resumed.manager.close()
+    assert _is_equal(resumed.content(), whole.content())
+
+
+def _train(folder: Path, until: int) -> int:
+    job = Job(folder)
+    job.manager.load()
+    found = job.step
+    job.train(until)
+    job.manager.close()
+    return found
+
+
+def test_the_documents_manager_works_on_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Two ranks save and resume, each with its own loader."""
+    assert ranks.run(2, _train, tmp_path, 4) == [0, 0]
+    assert ranks.run(2, _train, tmp_path, 6) == [4, 4]
+
+
+def test_a_forced_save_is_the_last(tmp_path: Path) -> None:
+    """With ``model_weights_only``, ``force`` saves weights for another job, without ``freqs_cis``; else everything."""
+    job = Job(tmp_path / "weights", model_weights_only=True, export_dtype="bfloat16")
+    job.train(3, last=3)
+    job.manager.close()
+    step = tmp_path / "weights" / "checkpoint" / "step-3"
+    keys = {entry.key for entry in _list(step)}
+    assert "model.0.weight" in keys
+    assert not [key for key in keys if "freqs_cis" in key]
+
+    config = {"enable_checkpoint": True, "initial_load_path": str(step), "folder": "other"}
+    other = Job(tmp_path)
+    other.manager.close()
+    with torch.no_grad():
+        other.parts[0].rotary.freqs_cis.fill_(3.0)
+    fresh = torchtitan.CheckpointManager(
+        None,
+        ModelWrapper(other.parts),
+        other.optimizers,
+        other.schedulers,
+        {},
+        SimpleNamespace(job=SimpleNamespace(dump_folder=str(tmp_path)), checkpoint=SimpleNamespace(**config)),
+    )
+    assert fresh.load()
+    fresh.close()
+    weights = ModelWrapper(other.parts).state_dict()
+    assert weights["rotary.freqs_cis"].eq(3.0).all()
+    expected = ModelWrapper(job.parts).state_dict()["0.weight"].bfloat16().float()
+    assert torch.equal(weights["0.weight"], expected)
+
+    whole = Job(tmp_path / "whole")
+    whole.train(3, last=3)
+    whole.manager.close()
+    assert "rotary.freqs_cis" in {
+        entry.key.removeprefix("model.") for entry in _list(tmp_path / "whole/checkpoint/step-3")
+    }
+    resumed = Job(tmp_path / "whole")
+    assert resumed.manager.load()
+    assert _is_equal(resumed.content(), whole.content())
+    resumed.manager.close()
+
+
+def _list(step: Path) -> list[Any]:
+    return list(dist_checkpointing.load_sharded_metadata(step).values())
+
+
+def test_only_minus_one_means_the_newest(tmp_path: Path) -> None:
+    """Another negative number is a mistake, not the newest step."""
+    job = Job(tmp_path)
+    job.train(2)
+    with pytest.raises(CheckpointingException, match="there is no step -2; -1 is the newest"):
+        job.manager.load(-2)
+    job.manager.close()
+
+
+def test_names_are_the_documents() -> None:
+    """Constants, modes in any case and the model's wrapper are found; helpers without a counterpart say what to do."""
+    assert (MODEL, OPTIMIZER, LR_SCHEDULER) == ("model", "optimizer", "lr_scheduler")
+    assert (DATALOADER, TRAIN_STATE) == ("dataloader", "train_state")
+    assert AsyncMode("Async_With_Pinned_Mem") is AsyncMode.ASYNC_WITH_PINNED_MEM
+    for name in ("Terminate", "SaveDone", "checkpoint_mp", "save_with_gc", "purge_thread"):
+        with pytest.raises(ImportError, match=f"{name} has no counterpart in shardckpt: "):
+            getattr(torchtitan, name)
+    with pytest.raises(AttributeError):
+        torchtitan.checkpoint_mps  # noqa: B018
+
+
+def test_a_model_wrapper_merges_parts(tmp_path: Path) -> None:
+    """Its state dict has the tensors of all parts, and loading skips those of other ranks."""
+    parts = Job(tmp_path, enable_checkpoint=False).parts
+    wrapper = ModelWrapper(parts)
+    state = {name: torch.ones_like(value) for name, value in wrapper.state_dict().items()}
+    wrapper.load_state_dict({**state, "9.weight": torch.zeros(1)})
+    assert all(param.eq(1).all() for part in parts for param in part.parameters())
+
+
+_DROPPED = """
+import gc, sys
+from tests.compat.test_torchtitan import Job
+job = Job(sys.argv[1], async_mode="async")
+job.train(4)
+del job
+gc.collect()
+"""
+
+
+def test_a_dropped_manager_has_saved(tmp_path: Path) -> None:
+    """Without ``close``, the save in the background is committed when the program ends, as the original's was."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DROPPED, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [step.step for step in steps_of(tmp_path / "checkpoint").committed()] == [1, 2, 4]

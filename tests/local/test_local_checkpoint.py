@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, KeyMismatchError, NotACheckpointError
+from shardckpt.local import TensorAwareStateDict, load_local, save_local
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.local.shards import MODES, check_state, make_part, make_state, make_tensor
+from tests.names import METADATA
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+
+def _save_locally(root: str, algo: str) -> None:
+    part, _ = make_part(algo)
+    part.copy_tensors_to_cpu()
+    save_local(part, Path(root, str(dist.get_rank())))
+    with pytest.raises(CheckpointingException, match="not empty"):
+        save_local(part, Path(root, str(dist.get_rank())))
+    save_local(part, Path(root, str(dist.get_rank())), overwrite=True)
+
+
+def _load_locally(root: str, algo: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    part = load_local(Path(root, str(rank)))
+    part.restore_tensor_device()
+    check_state(part.to_state_dict(make_state(rank, world, filled=False), algo=algo), rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("algo", MODES)
+def test_local_checkpoints_come_back(ranks: RankPool, tmp_path: Path, world: int, algo: str) -> None:
+    """Each rank saves into its own folder and loads from it, and all together have the whole state again."""
+    ranks.run(world, _save_locally, str(tmp_path), algo)
+    ranks.run(world, _load_locally, str(tmp_path), algo)
+
+
+def _saved(path: Path) -> TensorAwareStateDict:
+    state = {"w": ShardedTensor.from_rank_offsets("w", make_tensor(1)), "list": [1, {"a": None}]}
+    part, _ = TensorAwareStateDict.from_state_dict(state)
+    save_local(part, path)
+    return part
+
+
+def test_a_damaged_local_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Any byte of its tensors or its common state that has changed is noticed."""
+    _saved(tmp_path / "0")
+    for path in sorted(tmp_path.glob("0/*")):
+        if path.suffix == ".json" or path.name == METADATA:  # which a load of ours does not read
+            continue
+        content = path.read_bytes()
+        path.write_bytes(
+            content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+        )
+        with pytest.raises(CorruptCheckpointError):
+            load_local(tmp_path / "0")
+        path.write_bytes(content)
+    assert [torch.equal(tensor, make_tensor(1)) for tensor in load_local(tmp_path / "0").tensors] == [True]
+
+
+def test_what_is_no_local_checkpoint_is_refused(tmp_path: Path) -> None:
+    """No directory, a checkpoint of all ranks, and a state dict without its tensors: each is named."""
+    with pytest.raises(NotACheckpointError):
+        load_local(tmp_path / "none")
+    dist_checkpointing.save({"w": ShardedTensor.from_rank_offsets("w", make_tensor(1))}, tmp_path / "whole")
+    with pytest.raises(CheckpointingException, match="not a local checkpoint"):
+        load_local(tmp_path / "whole")
+    part = _saved(tmp_path / "0")
+    part.pop_tensors()
+    with pytest.raises(CheckpointingException, match="the tensors are out"):
+        save_local(part, tmp_path / "1")
+    assert not (tmp_path / "1").exists()
+
+
+def test_a_missing_shard_is_a_key_mismatch(tmp_path: Path) -> None:
+    """A local checkpoint that lacks an object or tensor that is wanted says which, and fills nothing."""
+    _saved(tmp_path / "0")
+    destination = torch.zeros(8, 3)
+    wanted = {
+        "w": ShardedTensor.from_rank_offsets("w", destination),
+        "o": ShardedObject("o", None, (1,), (0,)),
+    }
+    with pytest.raises(KeyMismatchError, match=r"Unexpected keys.*: o\n"):
+        load_local(tmp_path / "0").to_state_dict(wanted)
+    assert not destination.any()

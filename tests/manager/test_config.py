@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardckpt.errors import CheckpointingException
+from shardckpt.manager import AsyncMode, CheckpointConfig, CheckpointManager
+from tests.manager.training import Progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("mode", list(AsyncMode))
+def test_a_mode_may_be_a_text(mode: AsyncMode) -> None:
+    """As on torchtitan's command line; in Python it is always an AsyncMode, and a checkpoint stores the text."""
+    config = CheckpointConfig(async_mode=mode.value)
+    assert config.async_mode is CheckpointConfig(async_mode=mode).async_mode is mode
+    assert config.describe()["async_mode"] == mode.value
+
+
+@pytest.mark.parametrize("mode", list(AsyncMode))
+def test_a_mode_may_be_in_any_case(mode: AsyncMode) -> None:
+    """Torchtitan lower-cases what it is given."""
+    given: Any = mode.value.upper()
+    assert CheckpointConfig(async_mode=given).async_mode is AsyncMode(given) is mode
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"keep_latest_k": 1, "async_mode": "async"}, "keep 2 or more"),
+        ({"exclude_from_loading": ("model",)}, "without the model"),
+        ({"exclude_from_loading": ("optimizer",)}, "lr_scheduler"),
+        (
+            {"exclude_from_last_save": "freqs_cis", "last_save_in_hf": True, "last_save_model_only": False},
+            "leave last_save_model_only True",
+        ),
+        ({"initial_load_in_hf": True}, "initial_load_path"),
+        ({"keep_best_k": 2}, "best_metric"),
+        ({"interval": 0}, "interval"),
+        ({"async_mode": "sometimes"}, "async_mode"),
+        ({"export_dtype": "int8"}, "float16"),
+        ({"folders": "x"}, "folders"),
+        ({"folder": ""}, "folder"),
+    ],
+)
+def test_configurations_that_contradict_themselves(given: dict[str, Any], message: str) -> None:
+    """Are refused when they are made, by name."""
+    with pytest.raises((ValueError, CheckpointingException), match=message):
+        CheckpointConfig(**given)
+
+
+def test_the_seed_s_name_for_the_last_save(tmp_path: Path) -> None:
+    """Torchtitan's older ``model_weights_only`` means ``last_save_model_only``."""
+    assert not CheckpointConfig(model_weights_only=False).last_save_model_only  # type: ignore[call-arg]
+
+
+def test_no_password_is_stored() -> None:
+    """What a checkpoint has of the configuration names the store, and not how to get in."""
+    config = CheckpointConfig(folder="s3://user:secret@host/run", initial_load_path="/data/first")
+    assert config.describe()["folder"] == "s3://user:***@host/run"
+    assert config.describe()["initial_load_path"] == "/data/first"
+
+
+@pytest.mark.parametrize(("wrong", "message"), [({"strategy": "zarrr"}, "zarrr"), ({"hf_mapping": "llamaa"}, "llamaa")])
+def test_wrong_names_are_refused_before_the_training(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    """A strategy or mapping that does not exist is an error when the manager is made, not at the end."""
+    with pytest.raises(CheckpointingException, match=message):
+        CheckpointManager(CheckpointConfig(folder=tmp_path, **wrong), {"train_state": Progress()})

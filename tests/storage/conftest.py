@@ -1,0 +1,20 @@
+"""Fixtures of the tests of storage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shardckpt.storage.direct import bypasses_cache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def direct_directory(tmp_path: Path) -> Path:
+    """A directory on a file system with direct writes."""
+    if not bypasses_cache(tmp_path):
+        pytest.skip(f"the file system of {tmp_path} has no direct writes")
+    return tmp_path

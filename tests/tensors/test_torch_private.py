@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardckpt.tensors.torch_private import OLDEST_TORCH, check_torch
+
+PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+OLDEST = ".".join(map(str, OLDEST_TORCH))
+PROGRAM = """
+import importlib, sys, torch
+torch.__version__ = type(torch.__version__)("2.9.1+cu128")
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        print(module, error)
+"""
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "2.9.0a0+145a3a7bda.nv25.10", "1.13.1", "0.4"])
+def test_an_older_torch_is_refused(version: str) -> None:
+    """The error names the release that was found, where, the oldest that works, and the command that installs it."""
+    with pytest.raises(ImportError, match=re.escape(version)) as caught:
+        check_torch(version)
+
+    assert f"needs torch {OLDEST} or newer" in str(caught.value)
+    assert f"pip install 'torch>={OLDEST}'" in str(caught.value)
+    assert torch.__path__[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.10.0a0+git0.nv25.12", "2.13.0", "2.15.0+cpu", "3.0.0rc1", "10.1"])
+def test_the_oldest_torch_and_newer_ones_are_not(version: str) -> None:
+    """Numbers are compared as numbers, and a vendor's early build counts as its release."""
+    check_torch(version)
+
+
+def test_the_refusal_is_at_import() -> None:
+    """What saves or loads is not imported under an older torch, and says so before it fails at something else."""
+    modules = [f"shardckpt.{name}" for name in ("dist_checkpointing", "manager", "adapters", "local")]
+    modules.append("shardckpt_torch_dist.save")
+    command = [sys.executable, "-c", PROGRAM, *modules]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    said = [line.partition(", and found torch 2.9.1+cu128 in ")[0] for line in ended.stdout.splitlines()]
+    assert said == [f"{module} shardckpt needs torch {OLDEST} or newer" for module in modules]
+
+
+def test_the_floor_is_the_one_that_pip_knows() -> None:
+    """What is refused at import is what pip does not install beside this package."""
+    assert re.search(r'"torch>=([\d.]+)"', PYPROJECT)[1] == OLDEST

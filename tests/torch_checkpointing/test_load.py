@@ -1,0 +1,197 @@
+"""Whole checkpoints of torch_checkpointing resume here at any number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+import safetensors.torch
+import torch
+
+from shardckpt import dist_checkpointing
+from shardckpt.errors import IncompleteCheckpointError, KeyMismatchError, ShardingError
+from shardckpt.huggingface import export_to_huggingface
+from shardckpt.manager import PerRank
+from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests.ranks import RankError
+from tests.torch_checkpointing.golden import (
+    GOLDEN,
+    SHAPES,
+    STEP,
+    TRAININGS,
+    Loader,
+    Training,
+    copy_golden,
+    resume_by_adapters,
+    resume_by_manager,
+    values,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.ranks import RankPool
+
+EACH_TRAINING = pytest.mark.parametrize("name", TRAININGS)
+EACH_WORLD = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+
+
+def resume_a_loader(folder: Path, state: Any) -> None:
+    """Load the data loader as a state of the given kind."""
+    training = Training()
+    with training.manager(folder, loader=state) as manager:
+        manager.load()
+
+
+@EACH_TRAINING
+@EACH_WORLD
+def test_a_manager_resumes_all_states(ranks: RankPool, tmp_path: Path, name: str, world: int) -> None:
+    """Model, optimizer, schedule, progress and loaders come back, whatever the layout and the form of the optimizer."""
+    copy_golden(name, tmp_path / f"step-{STEP}")
+    ranks.run(world, resume_by_manager, tmp_path, TRAININGS[name])
+
+
+@EACH_TRAINING
+@EACH_WORLD
+def test_the_readmes_recipe_resumes(ranks: RankPool, name: str, world: int) -> None:
+    """``load`` and ``load_into`` restore parameters, moments, learning rates and the schedule."""
+    ranks.run(world, resume_by_adapters, GOLDEN / name)
+
+
+@EACH_TRAINING
+def test_slices_of_every_tensor_are_read_lazily(name: str) -> None:
+    """``open_checkpoint`` lists every tensor at its global shape, and gives any slice of it."""
+    with dist_checkpointing.open_checkpoint(GOLDEN / name) as checkpoint:
+        for key, shape in SHAPES.items():
+            assert checkpoint[f"model.{key}"].shape == shape
+            assert torch.equal(checkpoint[f"model.{key}"][1:3], values(key)[1:3])
+            assert torch.equal(checkpoint[f"optimizer.state.{key}.exp_avg"][..., -2:], -values(key)[..., -2:])
+        assert checkpoint.common["lr_scheduler"]["last_epoch"] == 3
+        assert [group["params"] for group in _groups(checkpoint.common["optimizer"])] == [
+            ["0.weight", "2.weight"],
+            ["0.bias", "2.bias"],
+        ]
+        assert checkpoint.find_incomplete_files() == []
+        described = dist_checkpointing.load_sharded_metadata(GOLDEN / name)
+        assert set(described) == {*checkpoint, *checkpoint.objects}
+
+
+def _groups(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups; the flattened form has none, only options by parameter."""
+    if "param_groups" in optimizer:
+        return optimizer["param_groups"]  # type: ignore[no-any-return]
+    assert optimizer["param_groups.0.bias.lr"] == 0.125 * 0.1
+    return [{"params": ["0.weight", "2.weight"]}, {"params": ["0.bias", "2.bias"]}]
+
+
+def test_a_load_casts_fills_in_place_and_allows_other_shapes() -> None:
+    """Shards of other dtypes, strides and shapes get the values of their place."""
+    target = torch.zeros(4, 8).T  # columns 2 to 6 of the weight, transposed in memory
+    wanted = {
+        "cast": ShardedTensor("model.0.weight", target, torch.float32, (8, 4), (8, 6), (0, 2), None),
+        "double": ShardedTensor.from_rank_offsets("model.0.bias", torch.zeros(8, dtype=torch.float64)),
+        "larger": ShardedTensor.from_rank_offsets("model.2.bias", torch.ones(5), allow_shape_mismatch=True),
+    }
+    loaded = dist_checkpointing.load(wanted, GOLDEN / "torch-2", validate_access_integrity=False)
+    assert loaded["cast"] is target
+    assert torch.equal(target, values("0.weight")[:, 2:6])
+    assert torch.equal(loaded["double"], values("0.bias").double())
+    assert loaded["larger"].tolist() == [300, 301, 302, 0, 0]
+
+
+def test_boxes_that_tensors_describe_themselves_are_put_together() -> None:
+    """A tensor of the kind ``default_tensor_v1`` loads from boxes in any order."""
+    with dist_checkpointing.open_checkpoint(GOLDEN / "boxes-2") as checkpoint:
+        assert torch.equal(checkpoint["model.w"][...], torch.arange(12, dtype=torch.bfloat16).view(4, 3))
+
+
+def test_plain_tensors_that_differ_between_ranks_are_refused_by_name() -> None:
+    """torch_checkpointing declares local tensors as replicated: none of them is taken for all."""
+    wanted = {"w": ShardedTensor.from_rank_offsets("local.w", torch.zeros(2))}
+    with pytest.raises(ShardingError, match=r"ranks 0 and 1 have saved different values of 'local\.w'"):
+        dist_checkpointing.load(wanted, GOLDEN / "boxes-2")
+    assert wanted["w"].data.tolist() == [0, 0]
+
+
+def test_states_of_other_numbers_of_ranks_are_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+    """A state that differs between ranks is not given to other ranks, nor one rank's to all."""
+    copy_golden("torch-2", tmp_path / f"step-{STEP}")
+    with pytest.raises(RankError, match=r"'loader' has an object for each of 2 ranks, and one of a grid of \(4,\)"):
+        ranks.run(4, resume_a_loader, tmp_path, PerRank(Loader()))
+    with pytest.raises(RankError, match=r"'loader' has an object for each of 2 ranks, and one of a grid of \(1,\)"):
+        ranks.run(2, resume_a_loader, tmp_path, Loader())
+
+
+def test_objects_are_found_by_key_at_any_depth() -> None:
+    """An item, a part of one and a single value load as objects, with their tensors."""
+    wanted = {name: ShardedObject(name, None, (1,), (0,)) for name in ("train_state", "train_state.log", "step")}
+    loaded = dist_checkpointing.load(wanted, GOLDEN / "mesh-4")
+    assert loaded["train_state"] == {"step": 7, "log": [3, 4], "name": "run"}
+    assert loaded["train_state.log"] == [torch.tensor(3), torch.tensor(4)]
+    assert loaded["step"] == STEP
+
+
+def test_items_of_the_ranks_are_compared_value_by_value(tmp_path: Path) -> None:
+    """What the ranks agree on is one value, NaN too; keys of their own are put together; other items stay apart."""
+    folder = copy_golden("torch-2", tmp_path / "step")
+    for rank in range(2):
+        own: Any = None if rank == 0 else {"deep": [{"a": 1}]}
+        torch.save({"loss": float("nan"), "many": [float("nan")], "at": {3: (1, 2)}}, folder / f"same_{rank}.pt")
+        torch.save({f"dp_rank_{rank}": b"%d" % rank, "count": 2}, folder / f"joined_{rank}.pt")
+        torch.save({"state": own, "count": 2}, folder / f"apart_{rank}.pt")
+    with dist_checkpointing.open_checkpoint(folder) as checkpoint:
+        common = checkpoint.common
+        assert str(common["same"]) == "{'loss': nan, 'many': [nan], 'at': {3: (1, 2)}}"
+        assert common["joined"] == {"dp_rank_0": b"0", "dp_rank_1": b"1", "count": 2}
+        assert "apart" not in common
+        assert checkpoint.read_object("apart/shard_0_2") == {"state": None, "count": 2}
+        assert checkpoint.read_object("apart/shard_1_2") == {"state": {"deep": [{"a": 1}]}, "count": 2}
+
+
+def test_values_that_differ_beside_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    """The tensors and the other values of such an item load; the value itself is no rank's."""
+    folder = copy_golden("unlisted-2", tmp_path / "step")
+    for rank in range(2):
+        content = torch.load(folder / f"optimizer_{rank}.pt", weights_only=False)
+        content["seed"] = rank
+        torch.save(content, folder / f"optimizer_{rank}.pt")
+    wanted = {"m": ShardedTensor.from_rank_offsets("optimizer.state.0.weight.exp_avg", torch.zeros(8, 6))}
+    loaded = dist_checkpointing.load(wanted, folder)
+    assert torch.equal(loaded["m"], -values("0.weight"))
+    assert "seed" not in loaded["optimizer"]
+    with pytest.raises(ShardingError, match=r"different values of 'optimizer\.seed'"):
+        dist_checkpointing.load({"seed": ShardedObject("optimizer.seed", None, (1,), (0,))}, folder)
+
+
+def test_parts_that_nothing_describes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Safetensors files without ``metadata.pkl`` are no tensor: a warning says so, and the load fails by key."""
+    folder = copy_golden("safetensors-2", tmp_path / "step")
+    (folder / "metadata.pkl").unlink()
+    wanted = {"w": ShardedTensor.from_rank_offsets("model.0.weight", torch.zeros(8, 6))}
+    with pytest.raises(KeyMismatchError, match=r"model\.0\.weight"):
+        dist_checkpointing.load(wanted, folder)
+    assert "different tensors in 'model', and no metadata.pkl says that they are parts of one" in caplog.text
+    shutil.copy(GOLDEN / "safetensors-2" / "metadata.pkl", folder)
+    assert torch.equal(dist_checkpointing.load(wanted, folder)["w"], values("0.weight"))
+
+
+def test_a_checkpoint_on_a_store_loads_and_is_exported(tmp_path: Path) -> None:
+    """A directory on an object store is read by ranges, and the model becomes a Hugging Face folder."""
+    files = fsspec.filesystem("memory")
+    for path in (GOLDEN / "mesh-4").iterdir():
+        files.pipe(f"/tckpt/step/{path.name}", path.read_bytes())
+    with dist_checkpointing.open_checkpoint("memory://tckpt/step") as checkpoint:
+        assert torch.equal(checkpoint["model.0.weight"][3:5], values("0.weight")[3:5])
+    export_to_huggingface(GOLDEN / "mesh-4", tmp_path / "exported")
+    exported = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
+    assert set(exported) == set(SHAPES)
+    assert all(torch.equal(tensor, values(name)) for name, tensor in exported.items())
+
+
+def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:
+    """What lies under the temporary name is refused, whatever it has."""
+    folder = copy_golden("torch-2", tmp_path / "tmp_step-7")
+    with pytest.raises(IncompleteCheckpointError, match="did not end"):
+        dist_checkpointing.load({}, folder)
