@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,14 +27,16 @@ def test_a_prefix_written_anew_at_every_moment(store: Store, monkeypatch: pytest
         shutil.move(store.objects, saves / str(version))
     read = FaultyFileSystem.cat_file
     count, at = 0, 0
+    one_at_a_time = threading.Lock()  # a save takes the other's place between two reads of a load's threads, not in one
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> bytes:
         nonlocal count
-        count += 1
-        if count == at:
-            shutil.rmtree(store.objects)
-            shutil.copytree(saves / str(NEW), store.objects)
-        return read(self, *args, **kwargs)
+        with one_at_a_time:
+            count += 1
+            if count == at:
+                shutil.rmtree(store.objects)
+                shutil.copytree(saves / str(NEW), store.objects)
+            return read(self, *args, **kwargs)
 
     monkeypatch.setattr(FaultyFileSystem, "cat_file", watched)
     found = []
