@@ -202,6 +202,11 @@ class Manifest(BaseModel):
     #: Set where the checkpoint has no ``metadata.json`` and a strategy recognised it by content.
     recognised_as: str | None = None
 
+    @property
+    def save_id(self) -> str:
+        """The id of the save, 32 hex digits that no other save has; ``""`` for a checkpoint of another library."""
+        return "" if self.record is None else self.record.save_id
+
 
 __all__ = [
     "INTEGRITY_ALGORITHM",

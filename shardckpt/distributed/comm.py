@@ -120,6 +120,10 @@ class Comm:
     Args:
         process_group: The group, or None for the default one where torch.distributed is initialised.
         alone: If True, a group of this process only, whether torch.distributed is initialised or not.
+
+    Attributes:
+        rank: This process's number in the group, from 0; in a subgroup, too.
+        world_size: The number of ranks in the group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:

@@ -204,4 +204,7 @@ def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
     names = (
         ", ".join(f"{e.backend} {e.version}" for e in plugins.registry.entries(StrategyAction.SAVE_SHARDED)) or "none"
     )
-    raise UnknownBackendError(f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}")
+    raise UnknownBackendError(
+        f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. If a plugin brings it, "
+        "install its distribution on every rank: pip install ..."
+    )

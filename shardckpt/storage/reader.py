@@ -71,6 +71,10 @@ class CheckpointReader:
         manifest: The content of its JSON files.
         verify: Whether to check digests where there are any; by default as ``SHARDCKPT_VERIFY_READS`` says.
 
+    Attributes:
+        directory: The checkpoint's real path, for errors.
+        manifest: What was passed: ``manifest.save_id``, ``manifest.version``, ``manifest.record.files``.
+
     Raises:
         CheckpointingException: the digests need a package that is not installed.
 
@@ -166,11 +170,21 @@ class CheckpointReader:
                 continue
 
     def size(self, name: str) -> int:
-        """Return the size of the file in bytes."""
+        """Return the size of the file in bytes.
+
+        Raises:
+            CorruptCheckpointError: the record does not name the file, or it has another size than recorded.
+            StorageError: it cannot be opened.
+        """
         return self._files.get(name).size
 
     def read(self, name: str) -> bytes:
-        """Return all bytes of the file."""
+        """Return all bytes of the file.
+
+        Raises:
+            CorruptCheckpointError: as :meth:`size`, or a digest differs.
+            StorageError: it cannot be opened or read.
+        """
         return self.read_range(name, 0, self.size(name), "the file")
 
     def read_range(self, name: str, offset: int, nbytes: int, what: str) -> bytes:

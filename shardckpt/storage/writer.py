@@ -62,7 +62,7 @@ class FileWriter:
         self.position = 0
 
     def append(self, nbytes: int, produce: Produce, keys: int = 1, what: str = "") -> int:
-        """Append a record of ``nbytes`` bytes.
+        """Append a record of ``nbytes`` bytes, right behind the one before: nothing is padded.
 
         Parts of 1 MiB and more are written fastest if their offset in the file and their address in memory are equal
         modulo 4096: then direct writes take the bytes from where they are, without a copy.

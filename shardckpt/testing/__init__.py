@@ -13,7 +13,7 @@ from shardckpt import lazy_getattr
 if TYPE_CHECKING:
     from shardckpt.testing.cases import SaveLoadCase, TensorCase, save_load_cases
     from shardckpt.testing.checks import check, check_same
-    from shardckpt.testing.contract import StrategyContract
+    from shardckpt.testing.contract import StrategyContract, reseal
     from shardckpt.testing.faulty_store import FaultyFileSystem, FaultyStore
     from shardckpt.testing.ranks import RankError, RankFailure, RankPool
     from shardckpt.testing.shard_specs import ShardSpec, layouts
@@ -26,7 +26,7 @@ __getattr__ = lazy_getattr(
     {
         "cases": ("SaveLoadCase", "TensorCase", "save_load_cases"),
         "checks": ("check", "check_same"),
-        "contract": ("StrategyContract",),
+        "contract": ("StrategyContract", "reseal"),
         "faulty_store": ("FaultyFileSystem", "FaultyStore"),
         "shard_specs": ("ShardSpec", "layouts"),
         "ranks": ("RankError", "RankFailure", "RankPool"),
@@ -51,6 +51,7 @@ __all__ = [
     "check_same",
     "layouts",
     "make_state_dict",
+    "reseal",
     "save_load_cases",
     "tensor_specs",
 ]

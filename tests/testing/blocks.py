@@ -164,7 +164,12 @@ class LoadBlocks(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """Put each shard together from the stored boxes that it touches."""
         index = self.read_index(context.reader)
+        context.require_same_save(self.identify(context.reader), "record")
         return [self.value(shard, index, context) for shard in wanted]
+
+    def identify(self, reader: CheckpointReader) -> bytes:
+        """What only this save has."""
+        return reader.manifest.save_id.encode()
 
     def load_common(self, context: LoadContext) -> StateDict:
         """What ``common.pt`` has."""

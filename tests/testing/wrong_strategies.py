@@ -367,6 +367,13 @@ class SaveCutsLarge(SaveBlocks):
             return data
 
 
+class LoadComparesIndexes(LoadBlocks):
+    """It takes two saves for one if their indexes are equal, though the values differ."""
+
+    def identify(self, reader: CheckpointReader) -> bytes:
+        return reader.read(INDEX)
+
+
 #: For each wrong strategy: what it does, the save or load strategy or migration, and the test that catches it.
 WRONG: dict[str, tuple[type[Any], str]] = {
     "loses the last item of a rank from its index": (SaveDropsLast, "test_many_tensors"),
@@ -402,6 +409,7 @@ WRONG: dict[str, tuple[type[Any], str]] = {
     "loses the objects in a migration": (DropObjects, "test_a_migration"),
     "has work that cannot be pickled": (SaveUnpicklable, "test_the_work_can_be_pickled"),
     "cuts large tensors": (SaveCutsLarge, "test_a_large_tensor"),
+    "takes two saves with equal indexes for one": (LoadComparesIndexes, "test_saves_are_told_apart"),
 }
 
 

@@ -225,6 +225,7 @@ class PathLoader(LoadStrategy):
             index = _read_index(reader)
         if reader.manifest.record is not None and settings.verify_reads():
             verify_integrity(reader.place, reader.manifest, comm)
+        context.require_same_save(reader.manifest.save_id.encode(), "record")
         with comm.collective_phase(f"loading by {name}"):
             stored = {} if index is None else index.objects
             stored_here = {key: stored[key] for shard in wanted if stored.get(key := stored_key(shard))}

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from shardckpt import dist_checkpointing
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from shardckpt.strategy import LoadContext
 from shardckpt.testing.cases import SaveLoadCase, save_load_cases
 from shardckpt.testing.checks import check, check_same
 from shardckpt.testing.contract import jobs
@@ -28,6 +29,31 @@ LARGE = 4 * MIB
 
 class LoadingTests(Claims):
     """What a load gives, and what it leaves alone."""
+
+    def test_saves_are_told_apart(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each load calls require_same_save, with bytes that are of its save only."""
+        identities: list[bytes] = []
+        compare = LoadContext.require_same_save
+
+        def record(context: LoadContext, identity: bytes, what: str) -> None:
+            identities.append(identity)
+            compare(context, identity, what)
+
+        monkeypatch.setattr(LoadContext, "require_same_save", record)
+        found = []
+        for directory in (path, path.with_name("again")):
+            self.save_version(directory, 1)
+            for _ in range(2):
+                identities.clear()
+                self.load_version(directory)
+                check(bool(identities), "load never calls context.require_same_save, after it has planned")
+                found.append(tuple(identities))
+        check(found[0] == found[1], "two loads of one save give require_same_save different bytes")
+        check(
+            found[0] != found[2],
+            "two saves of the same values give require_same_save the same bytes: ranks could load one each; "
+            "context.reader.manifest.save_id is of one save only",
+        )
 
     @each("memory", [name for name in MEMORY_LAYOUTS if name != "negated"])
     def test_destination(self, path: Path, memory: str) -> None:

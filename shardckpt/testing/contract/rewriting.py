@@ -24,7 +24,20 @@ def open_reader(path: Path, *, with_record: bool = True) -> CheckpointReader:
 
 
 def reseal(path: Path) -> None:
-    """Make digests of the files as they are now, as someone does who changes a checkpoint on purpose."""
+    """Make digests of a checkpoint's files as they are now, as someone does who changes a checkpoint on purpose.
+
+    Example:
+        A test that a hostile index is refused, in a format whose index is no text::
+
+            index = path / "index.bin"
+            index.write_bytes(encode_index([entry._replace(start=1 << 60)]))
+            reseal(path)
+            with pytest.raises(CorruptCheckpointError):
+                dist_checkpointing.load(state, path, LoadMine())
+
+    Args:
+        path: The checkpoint's directory. Its record, ``shardckpt.json``, is rewritten; no file is added or removed.
+    """
     record = read_record(path)
     with CheckpointWriter(path, 0, algorithm=record.digest_algorithm) as writer:
         files = tuple(writer.adopt(file.name, file.keys) for file in record.files)

@@ -29,6 +29,8 @@ class NpyLoadStrategy(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """The values of the wanted shards; the core lets all ranks agree that it worked."""
         index = _Index(context.reader)
+        # all ranks have planned, and read one save: from here on destinations may change
+        context.require_same_save(context.reader.manifest.save_id.encode(), "record")
         return [index.value(shard) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:

@@ -35,7 +35,7 @@ class Zarr3LoadStrategy(LoadStrategy):
     def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
         """The values of the wanted shards; no destination changes before all ranks have read the same metadata."""
         stored = _Stored.of(context)
-        context.require_same_save(context.reader.read(ROOT), "metadata")
+        context.require_same_save(context.reader.manifest.save_id.encode(), "record")
         return [stored.value(shard, context) for shard in wanted]
 
     def load_common(self, context: LoadContext) -> StateDict:
