@@ -6,6 +6,7 @@ from shardckpt.huggingface.export import Exported, export_to_huggingface
 from shardckpt.huggingface.header import header_length, parse_header
 from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
 from shardckpt.huggingface.models import find_mapping
+from shardckpt.huggingface.names import parse_size
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.huggingface.shards import get_shard_info, save_state_dict
 from shardckpt.plugins import Identity, KeyMapEntry, KeyMapping
@@ -29,6 +30,7 @@ __all__ = [
     "load_from_huggingface",
     "parse_dtype",
     "parse_header",
+    "parse_size",
     "save_state_dict",
     "torch_save_to_dcp",
 ]

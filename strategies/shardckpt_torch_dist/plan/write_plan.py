@@ -119,6 +119,7 @@ def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int)
 
     Raises:
         ShardingError: The tensor no longer has the planned dtype and shape, or its values cannot be read.
+        CheckpointingException: It is a DeferredTensor, and its values cannot be read from where they are.
     """
     frame = make_frame_of_length(tensor.dtype, tuple(tensor.shape), nbytes)
     if frame is None:
@@ -145,4 +146,4 @@ def _framed_values(before: memoryview, tensor: torch.Tensor, after: memoryview, 
     try:
         return [before, tensor_bytes(plain_cpu(tensor)), after]
     except CheckpointingException as exc:
-        raise ShardingError(f"tensor {key!r}: {exc}") from exc
+        raise type(exc)(f"tensor {key!r}: {exc}") from exc
