@@ -1,4 +1,4 @@
-"""Verifying, converting, migrating and removing keys from stored checkpoints: what the command line does, as functions."""
+"""Verifying, converting and migrating stored checkpoints, and removing keys: what the command does, as functions."""
 
 from shardckpt.maintenance.convert import ConversionReport, convert_checkpoint
 from shardckpt.maintenance.migrate import migrate_checkpoint

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from shardckpt import settings
 from shardckpt.distributed import Comm
 from shardckpt.engine import CheckpointHeader, OpenCheckpoint, Operation, commit_files, find_saver, locate
@@ -15,17 +17,15 @@ from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.planning import Box
 from shardckpt.plugins import choose_reader, get_plugin_manager, hold_checkpoint
-from shardckpt.storage import CheckpointReader, is_read_again, retry_if_replaced
+from shardckpt.storage import Buffer, CheckpointReader, is_read_again, retry_if_replaced
 from shardckpt.strategy import LoadContext, ReadsPlainObjects, SaveContext
-from shardckpt.tensors import DeferredTensor
+from shardckpt.tensors import LARGE, DeferredTensor
 from shardckpt.validation import GivenShards, describe_shards
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-    import torch
 
     from shardckpt.manifest import Manifest
     from shardckpt.mapping import ShardedBase
@@ -79,9 +79,9 @@ def convert_checkpoint(
         old: The checkpoint's directory or URL; it is not changed, unless it is ``new``, too.
         new: Directory or URL of the new checkpoint: absent or empty, or see ``overwrite``.
         to: What to write: a SaveStrategy, a backend, or (backend, version).
-        memory: Bytes of tensors that are in memory at a time, at least 16 MiB. To them come the objects, the common
-            state and the index, whose size depends on the checkpoint, and buffers of about 16 MiB. A strategy that
-            holds copies of its own needs more.
+        memory: Bytes of tensors that are in memory at a time, at least 16 MiB; a larger tensor is stored in several
+            boxes. To them come buffers of up to 32 MiB, and the index, the objects and the common state, which are in
+            memory as a whole. A strategy that keeps copies of its own until it has all of them needs more.
         overwrite: As for :func:`migrate_checkpoint`.
         allow_globals: Classes and functions that pickled objects may name, besides those that every load accepts.
 
@@ -210,9 +210,11 @@ class _DeferredBoxes:
         #: Any thread may ask: a writer has several.
         self._lock = threading.Lock()
         #: The number of the first box that was read last, and the values of it and those that follow.
-        self._first, self._values = 0, list[torch.Tensor]()
-        self.shards = list[ShardedTensor]()
-        self._sizes = list[int]()
+        self._first = 0
+        self._values: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+        #: The boxes, in the order of the tensors.
+        self.shards: list[ShardedTensor] = []
         for tensor in tensors:
             for box in _cut_box(Box((0,) * len(tensor.global_shape), tensor.global_shape), tensor.dtype.itemsize, most):
                 self.shards.append(self._describe(tensor, box, len(self.shards)))
@@ -228,17 +230,33 @@ class _DeferredBoxes:
             end = self._first + len(self._values)
             if not self._first <= number < end:
                 self._values = []  # before the read: both would be in memory
-                batch = self._find_batch(number) if number == end else [self.shards[number]]
-                # new descriptions: a strategy may put the values it reads into those that it is given
-                self._first, self._values = number, self._stored.values([shard.without_data() for shard in batch])
+                self._values, self._first = self._read_batch(self._find_batch(number, is_next=number == end)), number
             return self._values[number - self._first]
 
-    def _find_batch(self, number: int) -> list[ShardedTensor]:
-        """Return the box, and those that follow it and fit in a batch."""
+    def _read_batch(self, batch: list[ShardedTensor]) -> list[torch.Tensor]:
+        try:
+            return self._stored.values(list(map(_make_destination, batch)))
+        except CheckpointingException:
+            if len(batch) == 1:
+                raise
+        return self._read_batch(batch[:1])  # the others in their turn: the error then stands with its key
+
+    def _find_batch(self, number: int, *, is_next: bool) -> list[ShardedTensor]:
+        """Return the box, and, if it is the next one, those that follow it and fit in a batch."""
         stop, nbytes = number + 1, self._sizes[number]
-        while stop < len(self.shards) and (nbytes := nbytes + self._sizes[stop]) <= self._batch_bytes:
+        while is_next and stop < len(self.shards) and (nbytes := nbytes + self._sizes[stop]) <= self._batch_bytes:
             stop += 1
         return self.shards[number:stop]
+
+
+def _make_destination(shard: ShardedTensor) -> ShardedTensor:
+    """Return a description to read into; large ones with memory of the system, which gets it back at once."""
+    wanted = shard.without_data()
+    nbytes = math.prod(shard.local_shape) * shard.dtype.itemsize
+    if nbytes >= LARGE:  # of torch's allocator, freed blocks of varying sizes kept up to 140 MiB of a budget of 64
+        memory = torch.frombuffer(Buffer(nbytes).view, dtype=torch.uint8)
+        wanted.data = memory.view(shard.dtype).view(shard.local_shape)
+    return wanted
 
 
 def _cut_box(box: Box, itemsize: int, most: int) -> Iterator[Box]:

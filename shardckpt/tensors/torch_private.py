@@ -125,7 +125,7 @@ def empty_sharded_tensor_like(value: Any, dtype: torch.dtype) -> Any:
 
 def new_wrapper(kind: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return a contiguous CPU tensor of a subclass, without memory of its own: torch has no public way."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]  # noqa: SLF001
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=torch.device("cpu"))  # noqa: SLF001
 
 
 def map_arguments(kind: type[Any], function: Callable[[Any], Any], arguments: Any) -> Any:
