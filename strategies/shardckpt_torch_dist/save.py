@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.archive import encode_object
+from shardckpt.chunks import collect_items, view_tensors
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import is_file_name
 from shardckpt.parallel import assign_main_replicas
@@ -13,11 +14,10 @@ from shardckpt.storage import count_parallel_files
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.plan import (
     GlobalFiles,
-    collect_items,
+    build_index,
+    find_other_keys,
     lay_out,
-    merge_plans,
     pickle_objects,
-    view_tensors,
 )
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardckpt.chunks import Source
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext
     from shardckpt_torch_dist.dialects import StoredIndex
-    from shardckpt_torch_dist.plan import Source, WritePlan
+    from shardckpt_torch_dist.plan import WritePlan
 
 
 #: Several files are faster than one only if each has at least this many bytes.
@@ -114,10 +115,11 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         with comm.local_phase("assigning items to files"):
             nbytes = sum(tensor.nbytes for tensor in items.tensors)
             files = _file_count(self._files, nbytes, context.staging)
-            write_plan, local_plan = lay_out(items, archives, comm.rank, files, self._hint)
+            other_keys = find_other_keys(items.objects, shards)
+            write_plan, local_plan = lay_out(items, archives, other_keys, comm.rank, files, self._hint)
         plans = comm.gather(local_plan)
         with comm.local_phase("planning for all ranks"):
-            index = merge_plans(plans) if comm.is_main else None
+            index = build_index(plans) if comm.is_main else None
 
         # The plan is kept for later saves, so it holds no values: a cached plan must not keep a model in memory.
         write_plan = replace(write_plan, tensors=[], archives={})
