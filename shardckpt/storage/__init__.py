@@ -1,6 +1,6 @@
 """Bytes of checkpoints: files and objects, read and written with digests.
 
-An author of a strategy needs the 22 names in README.md's table; the others are for the rooms above.
+An author of a strategy needs the 27 names in README.md's table; the others are for the rooms above.
 """
 
 from shardckpt.storage.abilities import can_rename, has_local_files, on_store
@@ -56,6 +56,13 @@ from shardckpt.storage.remote import (
     list_objects,
     mask_password,
 )
+from shardckpt.storage.safetensors_header import (
+    HEADER_LIMIT,
+    LENGTH_BYTES,
+    HeaderEntry,
+    encode_header,
+    header_length,
+)
 from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut_spans
 from shardckpt.storage.staged_files import refuse_unrecorded
@@ -77,7 +84,10 @@ __all__ = [
     "Elements",
     "FileStream",
     "FileWriter",
+    "HEADER_LIMIT",
+    "LENGTH_BYTES",
     "HasFolders",
+    "HeaderEntry",
     "ListsFolders",
     "NewFile",
     "PackedShards",
@@ -101,9 +111,11 @@ __all__ = [
     "detect_replacement",
     "digest_function",
     "digest_vote",
+    "encode_header",
     "file_size",
     "has_changed",
     "has_local_files",
+    "header_length",
     "is_of_save",
     "is_read_again",
     "is_there",

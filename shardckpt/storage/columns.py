@@ -14,6 +14,7 @@ import safetensors
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage.safetensors_header import HeaderEntry, encode_header
 from shardckpt.tensors import tensor_bytes
 
 #: Integers, not negative, of any shape; or text.
@@ -21,7 +22,6 @@ Column: TypeAlias = torch.Tensor | Sequence[str]
 
 _INTEGERS = {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"}
 _DTYPES = {kind: dtype for dtype, kind in _INTEGERS.items()}
-_ALIGN = 8
 
 
 def pack_columns(columns: Mapping[str, Column]) -> bytes:
@@ -33,17 +33,13 @@ def pack_columns(columns: Mapping[str, Column]) -> bytes:
     Returns:
         The bytes of the file, for :class:`Columns`.
     """
-    header: dict[str, object] = {}
+    entries: list[HeaderEntry] = []
     parts: list[memoryview | bytes] = []
-    end = 0
     for name, column in columns.items():
         kind, shape, data = _narrow(column) if isinstance(column, torch.Tensor) else _text(column)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + len(data)]}
+        entries.append(HeaderEntry(name, kind, shape, len(data)))
         parts.append(data)
-        end += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+    return b"".join([encode_header(entries), *parts])
 
 
 class Columns:
