@@ -6,6 +6,7 @@ A format says where an item lies in a file and what its bytes are; what is here 
 from shardckpt.chunks.append import append_tensor
 from shardckpt.chunks.casts import check_cast
 from shardckpt.chunks.coalesced_reads import SMALL_ITEM, ReadAhead, read_in_order, read_units
+from shardckpt.chunks.files import count_files
 from shardckpt.chunks.items import LocalItems, Source, collect_items, view_tensors
 from shardckpt.chunks.merge import LocalPlan, MergedPlan, merge_plans
 from shardckpt.chunks.parts import make_finder, match_parts
@@ -34,6 +35,7 @@ __all__ = [
     "check_cast",
     "check_no_partial_overlap",
     "collect_items",
+    "count_files",
     "make_finder",
     "match_parts",
     "merge_plans",

@@ -1,6 +1,6 @@
 """Bytes of checkpoints: files and objects, read and written with digests.
 
-An author of a strategy needs the 27 names in README.md's table; the others are for the rooms above.
+An author of a strategy needs the 30 names in README.md's table; the others are for the rooms above.
 """
 
 from shardckpt.storage.abilities import can_rename, has_local_files, on_store
@@ -59,9 +59,12 @@ from shardckpt.storage.remote import (
 from shardckpt.storage.safetensors_header import (
     HEADER_LIMIT,
     LENGTH_BYTES,
+    FileEntry,
     HeaderEntry,
     encode_header,
     header_length,
+    parse_head,
+    unique_dict,
 )
 from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut_spans
@@ -82,6 +85,7 @@ __all__ = [
     "Columns",
     "Digest",
     "Elements",
+    "FileEntry",
     "FileStream",
     "FileWriter",
     "HEADER_LIMIT",
@@ -128,6 +132,7 @@ __all__ = [
     "open_existing",
     "open_new",
     "pack_columns",
+    "parse_head",
     "read_box",
     "read_file",
     "read_into",
@@ -139,6 +144,7 @@ __all__ = [
     "sync_directory",
     "sync_file",
     "sync_tree",
+    "unique_dict",
     "was_replaced",
     "wrap_os_errors",
 ]

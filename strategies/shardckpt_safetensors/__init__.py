@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING
 from shardckpt import lazy_getattr
 
 if TYPE_CHECKING:
+    from shardckpt_safetensors.load import SafetensorsLoadShardedStrategy
     from shardckpt_safetensors.objects import register_codec
+    from shardckpt_safetensors.save import SafetensorsSaveShardedStrategy
 
 # lazy: a plugin's registration must not import torch
-__getattr__ = lazy_getattr(__name__, {"objects": ("register_codec",)})
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "load": ("SafetensorsLoadShardedStrategy",),
+        "objects": ("register_codec",),
+        "save": ("SafetensorsSaveShardedStrategy",),
+    },
+)
 
-__all__ = ["register_codec"]
+__all__ = ["SafetensorsLoadShardedStrategy", "SafetensorsSaveShardedStrategy", "register_codec"]
