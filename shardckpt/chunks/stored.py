@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from shardckpt.mapping import ShardedTensor
-from shardckpt.planning import Box, list_rows, number_groups
+from shardckpt.planning import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
 
     from shardckpt.planning import Ints, Table
 
@@ -106,23 +106,19 @@ class Chunks:
         return map(Chunk, map(Box, *corners), items, self.first[rows].tolist(), self.volume[rows].tolist())
 
 
-class ChunkIndex:
+class ChunkIndex(ABC):
     """The tensors of a checkpoint. A tensor's number is its position in ``keys``. A base of the indexes of formats.
 
     Attributes:
         keys: The keys of the tensors.
         dtypes: Their dtypes.
         shapes: Their true global shapes.
-        bounds: int64 of shape (tensors + 1,): the chunks of tensor ``n`` are rows ``bounds[n]`` to ``bounds[n + 1]``.
-        chunks: The chunks of all tensors.
         files: The names of the data files, in the order of their numbers.
     """
 
     keys: Sequence[str]
     dtypes: Sequence[torch.dtype]
     shapes: Sequence[Ints]
-    bounds: torch.Tensor
-    chunks: Chunks
     files: Sequence[str]
 
     @cached_property
@@ -130,10 +126,7 @@ class ChunkIndex:
         """The number of each tensor, by key."""
         return {key: number for number, key in enumerate(self.keys)}
 
-    @cached_property
-    def _tensors(self) -> dict[int, StoredTensor]:
-        return {}
-
+    @abstractmethod
     def take_chunks(self, numbers: torch.Tensor) -> tuple[Chunks, torch.Tensor]:
         """Return the chunks of some tensors, numbered anew, and their bounds; a format may check them first.
 
@@ -141,30 +134,6 @@ class ChunkIndex:
             numbers: int64 of shape (n,): the tensors, ascending, each once.
 
         Returns:
-            The chunks as int64 columns, with tensors numbered by their place in ``numbers``; and where those of each
-            begin, int64 of shape (n + 1,).
+            The chunks as int64 columns, with tensors numbered by their place in ``numbers``; and bounds, int64 of shape
+            (n + 1,): those of the tensor at place ``p`` are rows ``bounds[p]`` to ``bounds[p + 1]``.
         """
-        if len(numbers) == len(self.keys):
-            return self.chunks, self.bounds
-        rows = list_rows(numbers, self.bounds)
-        counts = self.bounds[numbers + 1] - self.bounds[numbers]
-        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        chunks = self.chunks
-        box = chunks.box.rows(rows)._replace(spec=number_groups(bounds[1:]))
-        columns = (chunks.file, chunks.start, chunks.length, chunks.first, chunks.volume)
-        return Chunks(box, *(column[rows] for column in columns)), bounds
-
-    def tensor(self, number: int) -> StoredTensor:
-        """Return the tensor with this number, with its chunks as objects; they are made once."""
-        if number not in self._tensors:
-            shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
-            chunks = self.chunks.list(rows, self.chunks.box.rows(rows).take_axes(len(shape)), self.files)
-            self._tensors[number] = StoredTensor(
-                self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
-            )
-        return self._tensors[number]
-
-    def tensor_of(self, key: str) -> ShardedTensor:
-        """Return the description of a stored tensor, unsharded and without data."""
-        number = self.numbers[key]
-        return ShardedTensor.from_global_shape(key, self.dtypes[number], self.shapes[number])

@@ -75,6 +75,8 @@ from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
 __all__ = [
     "BLOCK_BYTES",
+    "HEADER_LIMIT",
+    "LENGTH_BYTES",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
     "Buffer",
@@ -88,8 +90,6 @@ __all__ = [
     "FileEntry",
     "FileStream",
     "FileWriter",
-    "HEADER_LIMIT",
-    "LENGTH_BYTES",
     "HasFolders",
     "HeaderEntry",
     "ListsFolders",

@@ -19,7 +19,9 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
     """Return the files that a checkpoint must have; see :class:`shardckpt.strategy.ChecksFiles`."""
     named = [StoredFile(INDEX_FILE), StoredFile(COMMON_FILE)]
     return named + [
-        StoredFile(name, max(item.offset + item.length for _, item in items), tuple(dict.fromkeys(key for key, _ in items)))
+        StoredFile(
+            name, max(item.offset + item.length for _, item in items), tuple(dict.fromkeys(key for key, _ in items))
+        )
         for name, items in _group_items(reader).items()
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from contextlib import suppress
@@ -31,7 +30,7 @@ from shardckpt_safetensors.dtypes import dtype_name, parse_dtype
 from shardckpt_safetensors.names import Lazy, Strings, StringTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from shardckpt.chunks import MergedPlan
     from shardckpt.mapping import ShardedBase
@@ -204,7 +203,12 @@ class StoredIndex(ChunkIndex):
         self._object = _read(columns, "object", (-1, 2), len(strings))
         self._object_places = [
             _read(columns, f"object_{name}", (len(self._object),), most).long()
-            for name, most in (("codec", len(self.header.codecs)), ("file", len(self.files)), ("start", 0), ("nbytes", 0))
+            for name, most in (
+                ("codec", len(self.header.codecs)),
+                ("file", len(self.files)),
+                ("start", 0),
+                ("nbytes", 0),
+            )
         ]
         self._strings = strings
 
@@ -254,7 +258,9 @@ class StoredIndex(ChunkIndex):
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         spec = number_groups(bounds[1:])
         # shards of one tensor are most: a slice is cheaper than indices
-        which = slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1 else rows
+        which = (
+            slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) and int(rows[-1] - rows[0]) == len(rows) - 1 else rows
+        )
         boxes = self._boxes
         table = Table(spec, boxes.offset[which].long(), boxes.extent[which].long())
         itemsizes = make_column([self.dtypes[number].itemsize for number in numbers.tolist()])
@@ -302,7 +308,9 @@ class StoredIndex(ChunkIndex):
     def list_items(self) -> list[tuple[str, Item]]:
         """Return all payloads with their keys, in the order of the files; these are not looked at."""
         chunks, _ = self._select(torch.arange(len(self.keys), device="cpu"))
-        rows = zip(chunks.box.spec.tolist(), chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True)
+        rows = zip(
+            chunks.box.spec.tolist(), chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True
+        )
         found = [(self.keys[spec], Item(self.files[file], start, length)) for spec, file, start, length in rows]
         found += [(name, stored.item) for name, stored in self.objects.items()]
         return sorted(found, key=lambda pair: pair[1])
@@ -361,9 +369,7 @@ class StoredIndex(ChunkIndex):
             raise CorruptCheckpointError(f"{self._source}: it names {name}, which is not a file of this checkpoint")
         return self._sizes[name]
 
-    def _refuse(
-        self, bad: torch.Tensor, keys: Sequence[str], fault: str, spec: torch.Tensor | None = None
-    ) -> None:
+    def _refuse(self, bad: torch.Tensor, keys: Sequence[str], fault: str, spec: torch.Tensor | None = None) -> None:
         """Raise CorruptCheckpointError with the key of the first row that is bad."""
         if bool(bad.any()):
             row = int(bad.nonzero()[0, 0])
@@ -456,7 +462,9 @@ def _read(columns: Columns, name: str, shape: Ints, below: int = 0) -> torch.Ten
         CorruptCheckpointError: It is not there, or has another shape or other values.
     """
     found = columns.stored(name)
-    if found.dim() != len(shape) or any(size not in (-1, actual) for size, actual in zip(shape, found.shape, strict=True)):
+    if found.dim() != len(shape) or any(
+        size not in (-1, actual) for size, actual in zip(shape, found.shape, strict=True)
+    ):
         expected = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected ({expected})")
     if (below or name.endswith("codec") or name == "file") and found.numel() and int(found.max()) >= below:
@@ -464,7 +472,7 @@ def _read(columns: Columns, name: str, shape: Ints, below: int = 0) -> torch.Ten
     return found
 
 
-def _require(fine: bool, name: str, fault: str) -> None:  # noqa: FBT001 - what is checked
+def _require(fine: bool, name: str, fault: str) -> None:
     if not fine:
         raise CorruptCheckpointError(f"its column {name!r} {fault}")
 

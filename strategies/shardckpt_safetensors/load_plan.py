@@ -50,7 +50,9 @@ class LoadPlan:
             if isinstance(shard, ShardedObject):
                 self._objects.append(_ObjectRead(shard, index.take_object(shard.unique_key)))
             elif not isinstance(shard, ShardedTensor):
-                raise ShardingError(f"{shard.key!r} is a {type(shard).__name__}: only tensors and objects can be loaded")
+                raise ShardingError(
+                    f"{shard.key!r} is a {type(shard).__name__}: only tensors and objects can be loaded"
+                )
 
     def read(self) -> None:
         """Read everything into the destinations."""
@@ -79,7 +81,13 @@ class LoadPlan:
         if not target.numel():
             return
         if ahead is None:
-            read_box(self._reader, StoredArray(chunk.item.file, chunk.item.offset, dtype, chunk.box.shape), region.start, target, key)
+            read_box(
+                self._reader,
+                StoredArray(chunk.item.file, chunk.item.offset, dtype, chunk.box.shape),
+                region.start,
+                target,
+                key,
+            )
         elif region.is_entire and target.dtype == dtype and is_ordinary(target) and ahead.view(chunk.item) is not None:
             ahead.copy(chunk.item.offset, target)
         else:

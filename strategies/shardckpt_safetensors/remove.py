@@ -75,12 +75,13 @@ def _is_gone(owner: int | str, names: Mapping[int, list[str]], keys: Collection[
 def _place_items(index: StoredIndex) -> list[tuple[int | str, Item, Placed]]:
     """Return all payloads in the order of the files: owner, location, and how a header declares it."""
     found: list[tuple[int | str, Item, Placed]] = []
-    for number, key in enumerate(index.keys):
-        dtype, shape = index.dtypes[number], index.shapes[number]
-        for chunk in index.tensor(number).chunks.values():
-            name = piece_name(key, chunk.box.offset, chunk.box.shape, shape)
-            placed = Placed(name, *declare(dtype, chunk.box.shape), chunk.item.length)
-            found.append((number, chunk.item, placed))
+    chunks, _ = index.take_chunks(torch.arange(len(index.keys), device="cpu"))
+    every = chunks.list(slice(None), chunks.box, index.files)
+    for number, chunk in zip(chunks.box.spec.tolist(), every, strict=True):
+        shape = index.shapes[number]
+        offset, extent = chunk.box.offset[: len(shape)], chunk.box.shape[: len(shape)]
+        name = piece_name(index.keys[number], offset, extent, shape)
+        found.append((number, chunk.item, Placed(name, *declare(index.dtypes[number], extent), chunk.item.length)))
     for name, stored in index.objects.items():
         found.append((name, stored.item, Placed(name, "U8", (stored.item.length,), stored.item.length)))
     return sorted(found, key=lambda entry: entry[1])

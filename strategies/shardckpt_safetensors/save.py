@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shardckpt_safetensors.write_plan import WritePlan
 
 
-
 class SafetensorsSaveShardedStrategy(AsyncSaveStrategy):
     """Writes safetensors files and an index of columns; objects and common state as JSON and tensors, never as pickles.
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shardckpt_torch_dist.plan import WritePlan
 
 
-
-
 class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
     """Writes the dialect that Megatron-Core 0.9 to 0.20 and torch.distributed.checkpoint read.
 

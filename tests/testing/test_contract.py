@@ -15,6 +15,34 @@ from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShar
 from tests.testing import path_strategies, zarr_strategies
 from tests.testing.wrong_strategies import Contract
 
+DTYPES_OF_SAFETENSORS = tuple(
+    getattr(torch, name)
+    for name in [
+        "bool",
+        "uint8",
+        "int8",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "int16",
+        "uint16",
+        "float16",
+        "bfloat16",
+        "int32",
+        "uint32",
+        "float32",
+        "complex32",
+        "int64",
+        "uint64",
+        "float64",
+        "complex64",
+        "complex128",
+        "float4_e2m1fn_x2",
+    ]
+)
+
 
 class TestTorchDist(StrategyContract):
     """(torch_dist, 1) makes every claim but a migration: there is no older version."""

@@ -75,7 +75,7 @@ class _Encoder:
             while True:
                 self._count += 1
                 if self._count > _MOST_VALUES:
-                    raise ValueError(f"too many values (more than {_MOST_VALUES}): make long lists tensors or arrays")  # noqa: TRY301
+                    raise ValueError(f"too many values (more than {_MOST_VALUES}): make long lists tensors or arrays")
                 walk = self._start(value)
                 if isinstance(walk, types.GeneratorType):
                     if id(value) in active:
@@ -93,7 +93,7 @@ class _Encoder:
                 # goes on with the innermost container that has another part
                 while walks:
                     try:
-                        place, value = walks[-1].send(tree)  # noqa: PLW2901
+                        place, value = walks[-1].send(tree)
                         break
                     except StopIteration as end:
                         tree = end.value

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from shardckpt.chunks import ChunkIndex, Chunks
+from shardckpt.chunks import ChunkIndex, Chunks, StoredTensor
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning import Boxes, make_column, make_matrix
+from shardckpt.planning import Boxes, list_rows, make_column, make_matrix, number_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardckpt.chunks import Item, StoredTensor
+    from shardckpt.chunks import Item
     from shardckpt.planning import Ints
 
 #: The object in which Megatron from 0.19 on stores the common state, in the same files as the tensors.
@@ -60,6 +60,37 @@ class StoredIndex(ChunkIndex):
     named: dict[str, Item] = field(default_factory=dict)
     save: str = ""
     by_megatron: bool | None = None
+
+    @cached_property
+    def _tensors(self) -> dict[int, StoredTensor]:
+        return {}
+
+    def take_chunks(self, numbers: torch.Tensor) -> tuple[Chunks, torch.Tensor]:
+        """Return the chunks of some tensors, numbered anew, and their bounds; see the base."""
+        if len(numbers) == len(self.keys):
+            return self.chunks, self.bounds
+        rows = list_rows(numbers, self.bounds)
+        counts = self.bounds[numbers + 1] - self.bounds[numbers]
+        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        chunks = self.chunks
+        box = chunks.box.rows(rows)._replace(spec=number_groups(bounds[1:]))
+        columns = (chunks.file, chunks.start, chunks.length, chunks.first, chunks.volume)
+        return Chunks(box, *(column[rows] for column in columns)), bounds
+
+    def tensor(self, number: int) -> StoredTensor:
+        """Return the tensor with this number, with its chunks as objects; they are made once."""
+        if number not in self._tensors:
+            shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
+            chunks = self.chunks.list(rows, self.chunks.box.rows(rows).take_axes(len(shape)), self.files)
+            self._tensors[number] = StoredTensor(
+                self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
+            )
+        return self._tensors[number]
+
+    def tensor_of(self, key: str) -> ShardedTensor:
+        """Return the description of a stored tensor, unsharded and without data."""
+        number = self.numbers[key]
+        return ShardedTensor.from_global_shape(key, self.dtypes[number], self.shapes[number])
 
     def archive(self, key: str) -> Item:
         """Return where an object is stored, by its unique key or its name in ``.metadata``."""
