@@ -1,7 +1,7 @@
 """Columns of integers and text as the bytes of a safetensors file: the form of tables on the wire and on the disk.
 
-Format: https://github.com/huggingface/safetensors#format. Integers have the narrowest dtype that holds a column; a column
-of text is one JSON list. Wide columns come first, so that all are aligned, and are read without a copy.
+Format: https://github.com/huggingface/safetensors#format. Integers have the narrowest dtype that holds a column; a
+column of text is one JSON list. Wide columns come first, so that all are aligned, and are read without a copy.
 """
 
 from __future__ import annotations

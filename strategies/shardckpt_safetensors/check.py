@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 def list_files(reader: CheckpointReader) -> list[StoredFile]:
     """Return the files that a checkpoint must have; see :class:`shardckpt.strategy.ChecksFiles`."""
     named = [StoredFile(INDEX_FILE), StoredFile(COMMON_FILE)]
-    return named + [
-        StoredFile(
-            name, max(item.offset + item.length for _, item in items), tuple(dict.fromkeys(key for key, _ in items))
-        )
-        for name, items in _group_items(reader).items()
-    ]
+    for name, items in _group_items(reader).items():
+        end = max(item.offset + item.length for _, item in items)
+        named.append(StoredFile(name, end, tuple(dict.fromkeys(key for key, _ in items))))
+    return named
 
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:

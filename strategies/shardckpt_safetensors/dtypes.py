@@ -31,7 +31,7 @@ _DTYPES = {
     "F4_E2M1_X2": torch.float4_e2m1fn_x2,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-#: Names that every release of safetensors opens. A header with any other makes the whole file unreadable for older ones.
+#: Names that every release of safetensors opens. Older ones refuse a whole file whose header has any other.
 _IN_HEADERS = frozenset(
     "BOOL U8 I8 F8_E4M3 F8_E5M2 I16 U16 F16 BF16 I32 U32 F32 I64 U64 F64".split()  # noqa: SIM905 - shorter to read
 )

@@ -206,8 +206,8 @@ class StoredIndex(ChunkIndex):
             for name, most in (
                 ("codec", len(self.header.codecs)),
                 ("file", len(self.files)),
-                ("start", 0),
-                ("nbytes", 0),
+                ("start", None),
+                ("nbytes", None),
             )
         ]
         self._strings = strings
@@ -426,8 +426,8 @@ def _parse_header(text: str | None) -> IndexHeader:
     unknown = sorted(set(header.required_features) - _KNOWN_FEATURES)
     if unknown:
         raise VersionTooNewError(
-            f"it needs {listed([repr(name[:100]) for name in unknown])}, which this release does not know: install a newer "
-            f"shardckpt (it was written by {header.created_by!r:.100})"
+            f"it needs {listed([repr(name[:100]) for name in unknown])}, which this release does not know: install a "
+            f"newer shardckpt (it was written by {header.created_by!r:.100})"
         )
     return header
 
@@ -449,14 +449,14 @@ def _check_data_name(name: str) -> None:
         raise CorruptCheckpointError(f"it names {name!r:.300}, which is no data file")
 
 
-def _read(columns: Columns, name: str, shape: Ints, below: int = 0) -> torch.Tensor:
+def _read(columns: Columns, name: str, shape: Ints, below: int | None = None) -> torch.Tensor:
     """Return a column in its stored dtype.
 
     Args:
         columns: The columns.
         name: Its name.
         shape: The shape that it must have; -1 for any size.
-        below: What its values must be below; 0: any.
+        below: What its values must be below.
 
     Raises:
         CorruptCheckpointError: It is not there, or has another shape or other values.
@@ -467,7 +467,7 @@ def _read(columns: Columns, name: str, shape: Ints, below: int = 0) -> torch.Ten
     ):
         expected = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected ({expected})")
-    if (below or name.endswith("codec") or name == "file") and found.numel() and int(found.max()) >= below:
+    if below is not None and found.numel() and int(found.max()) >= below:
         raise CorruptCheckpointError(f"its column {name!r} has {int(found.max())}, expected less than {below}")
     return found
 

@@ -89,8 +89,8 @@ def lay_out_file(items: Sequence[Placed]) -> FileLayout:
     head = encode_header(entries, align=align, rest=first % align)
     if len(head) > HEADER_LIMIT:
         raise ShardingError(
-            f"{len(items)} keys need a header of {len(head)} bytes, readers accept {HEADER_LIMIT}: shorten the keys, or "
-            "pass a larger thread_count"
+            f"{len(items)} keys need a header of {len(head)} bytes, readers accept {HEADER_LIMIT}: shorten the keys, "
+            "or pass a larger thread_count"
         )
     steps = (item.nbytes + tail for item, tail in zip(items, tails, strict=True))
     starts = list(accumulate(steps, initial=len(head)))[:-1]
