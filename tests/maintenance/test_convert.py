@@ -99,17 +99,27 @@ def assert_same(old: Path, new: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "dtypes"), [("ep", DTYPES), (("blocks", 2), DTYPES), ("npy", COMMON_DTYPES)], ids=["ep", "blocks", "npy"]
+    ("first", "second", "dtypes"),
+    [
+        ("torch_dist", "ep", DTYPES),
+        ("torch_dist", ("blocks", 2), DTYPES),
+        ("torch_dist", "npy", COMMON_DTYPES),
+        ("torch_dist", "safetensors", DTYPES),
+        ("ep", ("safetensors", 1), DTYPES),
+    ],
+    ids=["ep", "blocks", "npy", "safetensors", "ep-safetensors"],
 )
-def test_everything_goes_there_and_back(tmp_path: Path, to: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    """What (torch_dist, 1) stores is in the other format bit for bit, and, taken back, as it was."""
-    dc.save(make_state(dtypes), tmp_path / "old", content_metadata={"writer": "test"})
-    there = convert_checkpoint(tmp_path / "old", tmp_path / "there", to, memory=LEAST)
-    assert there.old == ("torch_dist", 1)
-    assert there.new[0] == (to if isinstance(to, str) else to[0])
+def test_everything_goes_there_and_back(
+    tmp_path: Path, first: str, second: Any, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """What one format stores is in the other bit for bit, and, taken back, as it was."""
+    dc.save(make_state(dtypes), tmp_path / "old", first, content_metadata={"writer": "test"})
+    there = convert_checkpoint(tmp_path / "old", tmp_path / "there", second, memory=LEAST)
+    assert there.old == (first, 1)
+    assert there.new[0] == (second if isinstance(second, str) else second[0])
     assert (there.tensors, there.objects) == (len(dtypes) + 5, 2)
     assert_same(tmp_path / "old", tmp_path / "there")
-    back = convert_checkpoint(tmp_path / "there", tmp_path / "back", "torch_dist", memory=LEAST)
+    back = convert_checkpoint(tmp_path / "there", tmp_path / "back", first, memory=LEAST)
     assert (back.old, back.new, back.nbytes) == (there.new, there.old, there.nbytes)
     assert_same(tmp_path / "old", tmp_path / "back")
     assert dc.load_content_metadata(tmp_path / "back") == {"writer": "test"}
@@ -129,7 +139,7 @@ def test_large_tensors_are_stored_in_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("to", ["torch_dist", "ep", "blocks"])
+@pytest.mark.parametrize("to", ["torch_dist", "ep", "safetensors", "blocks"])
 def test_megatrons_checkpoints_are_converted(tmp_path: Path, version: str, to: str) -> None:
     """Every dialect of Megatron's, flattened shards among them, is rewritten with its true shapes and values."""
     old = GOLDEN / f"mcore-{version}"
@@ -148,9 +158,10 @@ def test_megatrons_checkpoints_are_converted(tmp_path: Path, version: str, to: s
         *(f"torch-checkpointing-0.1.1/{name}" for name in ("torch-2", "mesh-4", "stages-4")),
     ],
 )
-def test_formats_that_are_only_read_are_converted(tmp_path: Path, name: str) -> None:
-    """What Megatron's zarr backend and torch_checkpointing have written becomes (torch_dist, 1)."""
-    convert_checkpoint(GOLDEN / name, tmp_path / "new", "torch_dist")
+@pytest.mark.parametrize("to", ["torch_dist", "safetensors"])
+def test_formats_that_are_only_read_are_converted(tmp_path: Path, name: str, to: str) -> None:
+    """What Megatron's zarr backend and torch_checkpointing have written becomes a checkpoint of ours."""
+    convert_checkpoint(GOLDEN / name, tmp_path / "new", to)
     assert_same(GOLDEN / name, tmp_path / "new")
 
 
@@ -210,6 +221,14 @@ def test_the_targets_refusal_names_the_key(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
 
 
+def test_a_dtype_that_the_target_lacks_names_the_key(tmp_path: Path) -> None:
+    """A tensor of a dtype that the new format has no name for is its own error, with the key; nothing is written."""
+    dc.save({"odd": whole("odd", torch.ones(3, dtype=torch.uint8).view(torch.uint4))}, tmp_path / "old")
+    with pytest.raises(ShardingError, match=r"tensor 'odd': the format has no name for torch\.uint4"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", "safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
+
+
 class Custom:
     """A class that no load accepts unasked."""
 
@@ -227,9 +246,12 @@ def test_objects_of_other_classes_need_leave(tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "old", tmp_path / "new", "ep", allow_globals=(Custom,))
     with dc.open_checkpoint(tmp_path / "new", allow_globals=[Custom]) as stored:
         assert stored.read_object("object/shard_0_1").value == 3
+    with pytest.raises(ShardingError, match=r"object 'object/shard_0_1'.*Custom"):  # no pickles there
+        convert_checkpoint(tmp_path / "old", tmp_path / "other", "safetensors", allow_globals=(Custom,))
+    assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("to", ["ep", "blocks", "npy"])
+@pytest.mark.parametrize("to", ["ep", "safetensors", "blocks", "npy"])
 def test_damage_is_not_copied(tmp_path: Path, to: str) -> None:
     """A flipped bit in the old checkpoint is an error of its class that names the key; nothing is at NEW."""
     dc.save({"w": whole("w", torch.ones(3)), "v": whole("v", torch.full((MIB // 2,), 7.0))}, tmp_path / "old")
@@ -315,18 +337,19 @@ def peak():
     text = Path("/proc/self/status").read_text()
     return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
 
-folder, memory = Path(sys.argv[1]), int(sys.argv[2])
-convert_checkpoint(folder / "small", folder / "small-new", "ep", memory=memory)
+folder, to, memory = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+convert_checkpoint(folder / "small", folder / "small-new", to, memory=memory)
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
-convert_checkpoint(folder / "large", folder / "large-new", "ep", memory=memory)
+convert_checkpoint(folder / "large", folder / "large-new", to, memory=memory)
 print(peak() - before)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
-def test_memory_is_bounded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["ep", "safetensors"])
+def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
     """400 MiB of one large tensor, of column shards and of small ones are converted within 64 MiB and 16 of buffers."""
     dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "small")
     columns = torch.rand(4096, 6400).chunk(4, 1)
@@ -337,7 +360,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         "small": [whole(f"small.{n}", torch.rand(5 << 10)) for n in range(1000)],
     }
     dc.save(state, tmp_path / "large")
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(64 * MIB)]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), to, str(64 * MIB)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert int(done.stdout) < (64 + 16) * MIB
     assert_same(tmp_path / "large", tmp_path / "large-new")
