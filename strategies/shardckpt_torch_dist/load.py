@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from shardckpt.chunks import Item
     from shardckpt.errors import CheckpointingException
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
     from shardckpt.strategy import LoadContext, Removal, StoredFile
-    from shardckpt_torch_dist.dialects import Item
 
 
 class TorchDistLoadShardedStrategy(LoadStrategy):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -124,6 +125,18 @@ def test_everything_goes_there_and_back(
     assert_same(tmp_path / "old", tmp_path / "back")
     assert dc.load_content_metadata(tmp_path / "back") == {"writer": "test"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "old", "there"]
+
+
+def test_urls_are_converted(tmp_path: Path) -> None:
+    """OLD and NEW may be URLs."""
+    url = "memory://bucket/folder/c"
+    dc.save(make_state(COMMON_DTYPES), tmp_path / "old")
+    try:
+        convert_checkpoint(tmp_path / "old", url, "safetensors", memory=LEAST)
+        convert_checkpoint(url, tmp_path / "new", "torch_dist", memory=LEAST)
+    finally:
+        fsspec.filesystem("memory").store.clear()
+    assert_same(tmp_path / "old", tmp_path / "new")
 
 
 def test_large_tensors_are_stored_in_parts(tmp_path: Path) -> None:
