@@ -72,6 +72,8 @@ from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
 __all__ = [
     "BLOCK_BYTES",
+    "HEADER_LIMIT",
+    "LENGTH_BYTES",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
     "Buffer",
@@ -84,8 +86,6 @@ __all__ = [
     "Elements",
     "FileStream",
     "FileWriter",
-    "HEADER_LIMIT",
-    "LENGTH_BYTES",
     "HasFolders",
     "HeaderEntry",
     "ListsFolders",

@@ -16,7 +16,7 @@ from shardckpt.tensors import movable, plain_cpu, tensor_bytes
 _PAIRS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 
 
-def show_bits(value: Any) -> Any:
+def show_bits(value: Any) -> Any:  # noqa: PLR0911 - one for each kind of value
     """A value as nested tuples of types and bits: equal for values that are equal bit for bit, types included."""
     cls = type(value)
     if cls in (list, tuple, torch.Size, collections.deque):

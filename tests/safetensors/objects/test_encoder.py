@@ -20,15 +20,21 @@ from shardckpt_safetensors.objects.plain import LEAVES
 
 
 class Phase(enum.IntEnum):
+    """An enum that is an int, too."""
+
     WARM = 1
 
 
 @dataclasses.dataclass
 class Plan:
+    """A class that the format does not know."""
+
     steps: int = 3
 
 
 class Named(NamedTuple):
+    """A subclass of tuple."""
+
     a: int = 1
 
 
@@ -43,8 +49,14 @@ def _marked_parameter() -> torch.nn.Parameter:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "enum": (Phase.WARM, r"test_encoder\.Phase \(an enum member\).*register_codec\('.*Phase', Phase, lambda member: member.name"),
-    "dataclass": (Plan(), r"test_encoder\.Plan .*register_codec\('.*Plan', Plan, vars, lambda fields: Plan\(\*\*fields\)\)"),
+    "enum": (
+        Phase.WARM,
+        r"test_encoder\.Phase \(an enum member\).*register_codec\('.*Phase', Phase, lambda member: member.name",
+    ),
+    "dataclass": (
+        Plan(),
+        r"test_encoder\.Plan .*register_codec\('.*Plan', Plan, vars, lambda fields: Plan\(\*\*fields\)\)",
+    ),
     "dict": (_subclass(dict), r"Mine .*make it a dict, if that is enough, or register a codec"),
     "list": (_subclass(list), "make it a list"),
     "str": (_subclass(str, "a"), "make it a str"),
@@ -67,7 +79,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "matrix": (np.ma.masked_array([1]), r"subclass of an array: give numpy.array\(it\)"),
     "text scalar": (np.str_("a"), r"numpy.str_ .*str\(\)"),
     "other integer": (np.longlong(1), r"numpy.longlong .*item\(\)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -108,7 +120,9 @@ def test_depth_is_no_recursion() -> None:
     value: Any = 1
     for _ in range(100_000):
         value = [value]
-    with pytest.raises(ShardingError, match=r"\[0\]\[0\]\.\.\.\[0\].* below 500 others, which a load would refuse") as caught:
+    with pytest.raises(
+        ShardingError, match=r"\[0\]\[0\]\.\.\.\[0\].* below 500 others, which a load would refuse"
+    ) as caught:
         encode_object(value, "object 'rng'")
     assert len(str(caught.value)) < 300
 

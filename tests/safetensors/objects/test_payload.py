@@ -35,7 +35,11 @@ def round_trip(value: Any, codec: str | None = None) -> Any:
 
 def make_arrays() -> list[Any]:
     """Arrays of every dtype that is stored, of several shapes and orders."""
-    texts = [f"{order}{code}" for code in ("i2", "u4", "i8", "f2", "f4", "f8", "c8", "c16", "M8[3ns]", "m8[D]") for order in "<>"]
+    texts = [
+        f"{order}{code}"
+        for code in ("i2", "u4", "i8", "f2", "f4", "f8", "c8", "c16", "M8[3ns]", "m8[D]")
+        for order in "<>"
+    ]
     arrays = [np.arange(6).astype(np.int64).astype(text).reshape(2, 3) for text in [*texts, "?", "i1", "u1"]]
     arrays += [np.array(["", "äb"]), np.array([b"a\0b"]), np.array(3.0), np.zeros((0, 3), ">f4"), np.ones((2, 3)).T]
     return [*arrays, np.array([np.nan, -0.0, np.inf], np.float32)[::-1]]
@@ -44,13 +48,17 @@ def make_arrays() -> list[Any]:
 #: What trainers keep in common state and objects.
 STATES: dict[str, Any] = {
     "megatron": {
-        "args": argparse.Namespace(lr=1e-4, params_dtype=torch.bfloat16, data_path=["a", 0.5], seed=None, betas=(0.9, 0.95)),
-        "rng_state": [{
-            "random_rng_state": random.Random(1).getstate(),
-            "np_rng_state": np.random.RandomState(1).get_state(),
-            "torch_rng_state": torch.Generator().manual_seed(1).get_state(),
-            "rng_tracker_states": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
-        }],
+        "args": argparse.Namespace(
+            lr=1e-4, params_dtype=torch.bfloat16, data_path=["a", 0.5], seed=None, betas=(0.9, 0.95)
+        ),
+        "rng_state": [
+            {
+                "random_rng_state": random.Random(1).getstate(),
+                "np_rng_state": np.random.RandomState(1).get_state(),
+                "torch_rng_state": torch.Generator().manual_seed(1).get_state(),
+                "rng_tracker_states": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
+            }
+        ],
         "optimizer": {"optimizer": {"param_groups": [{"lr": 1e-3, "step": torch.tensor(3.0), "params": [0, 1]}]}},
         "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 1 << 40},
         "checkpoint_version": 3.0,
@@ -63,20 +71,37 @@ STATES: dict[str, Any] = {
         "dataloader": {"dp_rank_0": bytes(range(256)) * 100, "world_size": 2},
     },
     "lightning": {
-        "epoch": 0, "global_step": 5, "pytorch-lightning_version": "2.6.6",
+        "epoch": 0,
+        "global_step": 5,
+        "pytorch-lightning_version": "2.6.6",
         "state_dict": torch.nn.BatchNorm1d(2).state_dict(),
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
-        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_k_models": {"/a/b.ckpt": torch.tensor(0.5)}, "kth_value": torch.tensor(float("inf"))}},
-        "lr_schedulers": [torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [3, 3, 5]).state_dict()],
+        "callbacks": {
+            "ModelCheckpoint{'monitor': None}": {
+                "best_k_models": {"/a/b.ckpt": torch.tensor(0.5)},
+                "kth_value": torch.tensor(float("inf")),
+            }
+        },
+        "lr_schedulers": [
+            torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [3, 3, 5]).state_dict()
+        ],
         "hyper_parameters": {"lr": 0.1, "betas": (0.9, 0.99)},
     },
     "transformers": {
-        "trainer_state": {"epoch": 1.5, "log_history": [{"loss": float("nan"), "step": 1}], "best_metric": np.float64(0.3)},
-        "rng": {"python": random.Random(2).getstate(), "numpy": np.random.RandomState(2).get_state(), "cpu": torch.get_rng_state()},
+        "trainer_state": {
+            "epoch": 1.5,
+            "log_history": [{"loss": float("nan"), "step": 1}],
+            "best_metric": np.float64(0.3),
+        },
+        "rng": {
+            "python": random.Random(2).getstate(),
+            "numpy": np.random.RandomState(2).get_state(),
+            "cpu": torch.get_rng_state(),
+        },
         "generator": np.random.default_rng(3).bit_generator.state,
         "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.ones(1)])).state_dict(),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -101,9 +126,17 @@ def test_values_that_json_lacks_come_back() -> None:
     numbers = [float("nan"), -float("inf"), -0.0, 5e-324, 2**63 - 1, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**5000]
     other_nan = np.array([0xFFF8000000000001], np.uint64).view(np.float64)
     texts = ["", "é\0\u2028", "\ud800", "\ud83d\ude00", "😀", "$"]
-    round_trip([*numbers, *other_nan.tolist(), *texts, True, None, complex(-0.0, float("nan")), range(5, 1 << 70, -(1 << 65))], "json")
-    round_trip({1: "a", (2, (3,)): {"$": 1, "$v": {"a": 2}}, None: 3, "\ud800": 4, 1.5: frozenset([1, "b"]), b"k": set()}, "json")
-    round_trip([torch.Size([]), torch.Size([2, 3]), torch.float8_e4m3fn, torch.device("cuda", 3), torch.device("meta")], "json")
+    round_trip(
+        [*numbers, *other_nan.tolist(), *texts, True, None, complex(-0.0, float("nan")), range(5, 1 << 70, -(1 << 65))],
+        "json",
+    )
+    round_trip(
+        {1: "a", (2, (3,)): {"$": 1, "$v": {"a": 2}}, None: 3, "\ud800": 4, 1.5: frozenset([1, "b"]), b"k": set()},
+        "json",
+    )
+    round_trip(
+        [torch.Size([]), torch.Size([2, 3]), torch.float8_e4m3fn, torch.device("cuda", 3), torch.device("meta")], "json"
+    )
     state = collections.OrderedDict(b=1, a=2)
     state._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     many = [state, collections.Counter("aab"), collections.deque([1], 2), collections.deque()]
@@ -149,22 +182,38 @@ def test_one_tensor_twice_is_stored_once() -> None:
 
 
 def test_arrays_and_scalars_of_numpy_come_back() -> None:
-    """Arrays of numbers, dates and fixed texts, of any byte order, and scalars keep dtype and bits; they are writable."""
+    """Arrays of numbers, dates and fixed texts, of any byte order, and scalars keep dtype and bits."""
     for array in make_arrays():
         back = round_trip([array])[0]
         assert back.flags.writeable
         assert back.base is None or back.base.nbytes == back.nbytes
-    scalars = [np.float32(0.1), np.int8(-1), np.bool_(True), np.complex64(1j), np.datetime64("2020-01-01"), np.float64("nan")]
+    scalars = [
+        np.float32(0.1),
+        np.int8(-1),
+        np.bool_(True),
+        np.complex64(1j),
+        np.datetime64("2020-01-01"),
+        np.float64("nan"),
+    ]
     round_trip([*scalars, np.uint64(2**64 - 1), np.timedelta64(3, "s"), np.float16(-0.0)], "json")
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.binary()
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.binary()
     | st.text(st.characters(exclude_categories=())),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text("$av"), inner)
-    | st.dictionaries(st.integers() | st.tuples(st.booleans(), st.text()), inner)
-    | inner.map(lambda value: torch.tensor([len(repr(value))])),
-)  # fmt: skip
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text("$av"), inner)
+        | st.dictionaries(st.integers() | st.tuples(st.booleans(), st.text()), inner)
+        | inner.map(lambda value: torch.tensor([len(repr(value))]))
+    ),
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -174,7 +223,9 @@ def test_any_value_comes_back(value: Any) -> None:
     round_trip(value)
 
 
-@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}, lambda v: argparse.Namespace(a=v)])
+@pytest.mark.parametrize(
+    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}, lambda v: argparse.Namespace(a=v)]
+)
 def test_the_save_refuses_the_depth_that_the_load_would(wrap: Any) -> None:
     """However a value nests, what is encoded is decoded, and what is too deep is refused when it is encoded."""
     back = payload = None
@@ -195,7 +246,7 @@ def test_the_save_refuses_the_depth_that_the_load_would(wrap: Any) -> None:
 def test_files_are_the_same_in_every_process() -> None:
     """The payload of a set does not depend on the order in which the process happens to have it."""
     names = [f"name {i}" for i in range(100)]
-    assert encode_object(set(names), WHAT) == encode_object(set(reversed(names)), WHAT)
+    assert encode_object(set(names), WHAT) == encode_object({*names[::-1]}, WHAT)
     tree = encode_object({"a", "b", "c"}, WHAT)[1]
     assert tree == b'{"$":"set","v":["a","b","c"]}'
 
