@@ -5,27 +5,30 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.errors import CheckpointingException, ShardingError
 from shardckpt.mapping import ShardedObject, ShardedTensor
 from shardckpt.testing import check_same
-from shardckpt.testing.ranks import RankPool
 from shardckpt_safetensors import SafetensorsSaveShardedStrategy
 from tests.safetensors.checkpoints import BIAS, ROWS, save
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.testing.ranks import RankPool
 
-def _save_rows(path: str, rank: int, world: int) -> None:
+
+def _save_rows(path: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
     shard = ShardedTensor.from_rank_offsets("w", ROWS.chunk(world)[rank].clone(), (0, rank, world))
     dc.save({"w": shard, "o": ShardedObject("o", rank, (world,), (rank,))}, path, SafetensorsSaveShardedStrategy())
 
 
 def test_stock_safetensors_opens_every_data_file(tmp_path: Path) -> None:
-    """safe_open gives an entire tensor under its name, and each piece with its range, with the values that were saved."""
+    """safe_open gives an entire tensor under its name, and each piece with its range, with the saved values."""
     save(tmp_path / "c")
     found = {}
     for file in sorted((tmp_path / "c").glob("*.safetensors")):
