@@ -81,13 +81,19 @@ class Columns:
         Raises:
             CorruptCheckpointError: there is no such column, or it has another dtype or negative values.
         """
-        return self.stored(name).to(torch.int64)
+        found = self.stored(name)
+        if found.numel() and found.dtype is not torch.uint8 and int(found.min()) < 0:
+            raise CorruptCheckpointError(f"{self._source}: its column {name!r} has {int(found.min())}")
+        return found.to(torch.int64)
 
     def stored(self, name: str) -> torch.Tensor:
-        """Return a column of integers in its stored dtype, which may be a view of the file's bytes: do not change it.
+        """Return a column of integers in its stored dtype; values may be negative, which the caller has to check.
+
+        Returns:
+            It may be a view of the file's bytes: do not change it.
 
         Raises:
-            CorruptCheckpointError: there is no such column, or it has another dtype or negative values.
+            CorruptCheckpointError: there is no such column, or it has another dtype.
         """
         entry = self._entry(name)
         dtype = _DTYPES.get(entry.kind)
@@ -99,8 +105,6 @@ class Columns:
         if entry.start % dtype.itemsize:
             data = memoryview(bytearray(data))
         found = torch.frombuffer(data, dtype=dtype)
-        if dtype is not torch.uint8 and int(found.min()) < 0:
-            raise CorruptCheckpointError(f"{self._source}: its column {name!r} has {int(found.min())}")
         return found if len(entry.shape) == 1 else found.view(tuple(entry.shape))
 
     def raw(self, name: str) -> memoryview:

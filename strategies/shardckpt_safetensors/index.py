@@ -193,10 +193,9 @@ class StoredIndex(ChunkIndex):
         _require(bool((self.bounds[:-1] <= self.bounds[1:]).all()), "tensor_end", "does not ascend")
         boxes = int(self.bounds[-1])
         self._boxes = _Columns(
-            _read(columns, "box_offset", (boxes, width)),
-            _read(columns, "box_extent", (boxes, width)),
-            _read(columns, "box_file", (boxes,), len(self.files)),
-            _read(columns, "box_start", (boxes,)),
+            # a million values: those that are requested are checked then
+            *(_read_unchecked(columns, name, (boxes, width)) for name in ("box_offset", "box_extent")),
+            *(_read_unchecked(columns, name, (boxes,)) for name in ("box_file", "box_start")),
         )
         self._alias = _read(columns, "alias", (-1, 2), len(strings))
         self._alias_tensor = _read(columns, "alias_tensor", (len(self._alias),), count)
@@ -273,6 +272,8 @@ class StoredIndex(ChunkIndex):
             torch.zeros(1, dtype=torch.int64, device="cpu").expand(len(rows)),
             volume,
         )
+        unknown = (chunks.file < 0) | (chunks.file >= len(self.files))
+        self._refuse(unknown, self.keys, "has a payload in a file that the index does not name", numbers[spec])
         return chunks, bounds
 
     def take_object(self, name: str) -> StoredObject:
@@ -328,7 +329,8 @@ class StoredIndex(ChunkIndex):
         keys = [self.keys[number] for number in numbers.tolist()]
         spec = table.spec
         extents, lacked = self._extents[numbers].long(), self._lacked[numbers]
-        inside = ((table.offset <= extents[spec] - table.extent) & (table.extent >= lacked[spec])).all(1)
+        inside = (table.offset >= 0) & (table.offset <= extents[spec] - table.extent) & (table.extent >= lacked[spec])
+        inside = inside.all(1)
         self._refuse(~inside, keys, "has a box outside of its shape", spec)
         volume = table.volume()
         totals = torch.zeros(len(numbers), dtype=torch.int64, device="cpu").index_add_(0, spec, volume)
@@ -346,8 +348,8 @@ class StoredIndex(ChunkIndex):
 
     def _check_payloads(self, chunks: Chunks, numbers: torch.Tensor) -> None:
         """Check that payloads lie in their files, aligned and behind a header, and share no bytes."""
-        spec, start, length = chunks.box.spec, chunks.start, chunks.length
         keys = [self.keys[number] for number in numbers.tolist()]
+        spec, start, length = chunks.box.spec, chunks.start, chunks.length
         sizes = self._sizes_of(chunks.file)
         bad = (start % ALIGN != 0) | (start < ALIGN) | (length > sizes - start)
         self._refuse(bad, keys, "has a payload outside of its file, or not at a multiple of 64 bytes", spec)
@@ -450,7 +452,7 @@ def _check_data_name(name: str) -> None:
 
 
 def _read(columns: Columns, name: str, shape: Ints, below: int | None = None) -> torch.Tensor:
-    """Return a column in its stored dtype.
+    """Return a column in its stored dtype, after a check of its values.
 
     Args:
         columns: The columns.
@@ -461,14 +463,23 @@ def _read(columns: Columns, name: str, shape: Ints, below: int | None = None) ->
     Raises:
         CorruptCheckpointError: It is not there, or has another shape or other values.
     """
+    found = _read_unchecked(columns, name, shape)
+    low, high = found.aminmax() if found.numel() else (0, -1)
+    if int(low) < 0:
+        raise CorruptCheckpointError(f"its column {name!r} has {int(low)}")
+    if below is not None and int(high) >= below:
+        raise CorruptCheckpointError(f"its column {name!r} has {int(high)}, expected less than {below}")
+    return found
+
+
+def _read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
+    """Return a column in its stored dtype, whatever its values; the arguments are those of :func:`_read`."""
     found = columns.stored(name)
     if found.dim() != len(shape) or any(
         size not in (-1, actual) for size, actual in zip(shape, found.shape, strict=True)
     ):
         expected = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected ({expected})")
-    if below is not None and found.numel() and int(found.max()) >= below:
-        raise CorruptCheckpointError(f"its column {name!r} has {int(found.max())}, expected less than {below}")
     return found
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardckpt.chunks import MergedPlan
+from shardckpt.chunks import Item, MergedPlan
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import make_column
 from shardckpt.strategy import KeptItem, Removal
@@ -18,7 +18,6 @@ from shardckpt_safetensors.layout import Placed, lay_out_file, piece_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardckpt.chunks import Item
     from shardckpt.storage import CheckpointReader
     from shardckpt_safetensors.index import StoredIndex
 
@@ -48,10 +47,10 @@ def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
         if name not in keys:
             names.setdefault(number, []).append(name)
     places = _place_items(index)
-    gone = {place.file for number, place, _ in places if _is_gone(number, names, keys)}
+    gone = {item.file for owner, item, _ in places if _is_gone(owner, names, keys)}
     kept: dict[str, list[tuple[Item, Placed]]] = {}
-    for number, item, placed in places:
-        if not _is_gone(number, names, keys):
+    for owner, item, placed in places:
+        if not _is_gone(owner, names, keys):
             kept.setdefault(item.file, []).append((item, placed))
     dropped = frozenset(gone - kept.keys())
     rewritten: dict[str, list[KeptItem]] = {}
@@ -91,17 +90,17 @@ def _encode_rest(
     index: StoredIndex, names: Mapping[int, list[str]], keys: Collection[str], rewritten: Mapping[str, list[KeptItem]]
 ) -> bytes:
     """Return the index of what stays."""
-    offsets = {(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
+    offsets = {Item(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
     stays = sorted(names)
     chunks, bounds = index.take_chunks(make_column(stays))
     rows = zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True)
-    starts = [offsets.get((index.files[file], start, length), start) for file, start, length in rows]
+    starts = [offsets.get(Item(index.files[file], start, length), start) for file, start, length in rows]
     objects: dict[str, list[int]] = {}
     used = set(chunks.file.tolist())
     for name, stored in index.objects.items():
         if name not in keys:
             file = index.files.index(stored.item.file)
-            start = offsets.get(tuple(stored.item), stored.item.offset)
+            start = offsets.get(stored.item, stored.item.offset)
             objects[name] = [file, start, stored.item.length, CODECS.index(stored.codec)]
             used.add(file)
     files = [number in used for number in range(len(index.files))]

@@ -87,18 +87,17 @@ class _Decoder:
             return _dict(tree)
         if tree.keys() != {KIND, VALUE} or type(tree[KIND]) is not str:
             raise ValueError(f"an object with {KIND!r} that is malformed: {show(tree)}")
-        kind, inner = tree[KIND], tree[VALUE]
-        if kind in DECODERS:
-            return DECODERS[kind](inner)
-        if kind in _CONTAINERS:
-            return _CONTAINERS[kind](inner)
+        return self._tagged(tree[KIND], tree[VALUE])
+
+    def _tagged(self, kind: str, inner: Any) -> Any:
+        """Return the value, or the walk over it, of an object that says what it is."""
+        decode = DECODERS.get(kind) or _BUILDERS.get(kind)
+        if decode is not None:
+            return decode(inner)
         if kind in _IN_FILE:
             return self._from_file(kind, inner)
         if kind in _BYTES:
             return self._bytes(kind, inner)
-        if kind == "scalar":
-            dtype, data = _list_of(inner, 2)
-            return decode_scalar(dtype, decode_base64(data))
         if "." in kind:
             return _registered(kind, inner)
         raise ValueError(f"{KIND!r} is {kind!r:.100}, which the format does not have")
@@ -165,7 +164,7 @@ def _items(tree: Any) -> Walk:
         raise ValueError(f"not a list: {show(tree)}")
     values = []
     for part in tree:
-        values.append((yield part))
+        values.append((yield part))  # noqa: PERF401 - a comprehension cannot yield
     return values
 
 
@@ -218,6 +217,11 @@ def _defaultdict(tree: Any) -> Walk:
     return collections.defaultdict(None if name is None else FACTORIES[name], (yield from _pairs(pairs)))
 
 
+def _scalar(tree: Any) -> Any:
+    dtype, data = _list_of(tree, 2)
+    return decode_scalar(dtype, decode_base64(data))
+
+
 def _tuple(tree: Any) -> Walk:
     return tuple((yield from _items(tree)))
 
@@ -265,7 +269,8 @@ def _list_of(tree: Any, length: int) -> list[Any]:
     return tree
 
 
-_CONTAINERS: dict[str, Callable[[Any], Walk]] = {
+_BUILDERS: dict[str, Callable[[Any], Any]] = {
+    "scalar": _scalar,
     "tuple": _tuple,
     "set": _set,
     "frozenset": _frozenset,

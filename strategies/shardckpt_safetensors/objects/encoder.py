@@ -6,6 +6,7 @@ import argparse
 import collections
 import dataclasses
 import enum
+import functools
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ _LONG_BYTES = 4096
 #: Most values in one tree. A list that has one list twice, which has one twice, and so on, would never end.
 _MOST_VALUES = 1 << 24
 _SHOWN_STEPS = 20
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
 def encode_tree(value: Any, what: str) -> tuple[Any, dict[str, FileTensor]]:
@@ -182,18 +184,18 @@ def _advice(value: Any) -> str:
             f"(an enum member): give its name or value, or register a codec, where it is saved and where it is loaded: "
             f"{example}lambda member: member.name, lambda name: {name}[name])"
         )
-    if isinstance(value, type) or callable(value):
+    if isinstance(value, _CODE):
         return "is code, which is never stored: give its name, and find it by that after the load"
     if dataclasses.is_dataclass(value):
         return (
-            f"is of a class that the format does not know: give a dict, or register a codec, where it is saved and where "
-            f"it is loaded: {example}vars, lambda fields: {name}(**fields))"
+            f"is of a class that the format does not know: give a dict, or register a codec, where it is saved and "
+            f"where it is loaded: {example}vars, lambda fields: {name}(**fields))"
         )
     base = next((b for b in cls.__mro__[1:] if b in LEAVES or b in _CONTAINERS), None)
     become = f"make it a {class_name(base)}, if that is enough" if base else "give plain values in its place"
     return (
-        f"is of a class that the format does not know: {become}, or register a codec, where it is saved and where it is "
-        f"loaded: {example}to_plain_values, from_plain_values)"
+        f"is of a class that the format does not know: {become}, or register a codec, where it is saved and where it "
+        f"is loaded: {example}to_plain_values, from_plain_values)"
     )
 
 
@@ -259,7 +261,7 @@ def _deque(value: collections.deque[Any]) -> Walk:
 def _set(value: set[Any] | frozenset[Any]) -> Walk:
     trees = []
     for item in value:
-        trees.append((yield "{...}", item))
+        trees.append((yield "{...}", item))  # noqa: PERF401 - a comprehension cannot yield
     # sorted: the order of strings in a set is another in each process, and files are to be the same
     return tagged(class_name(type(value)), sorted(trees, key=dump_json))
 

@@ -57,8 +57,8 @@ def encode_array(value: Any, name: str) -> tuple[FileTensor, Any]:
         raise ValueError("a subclass of an array: give numpy.array(it)")
     if not _DTYPE.fullmatch(text) or value.dtype.fields or value.dtype.subdtype:
         raise ValueError(
-            f"of dtype {value.dtype}: give it as a list, as arrays of plain numbers, or, for bfloat16 and its kind, as a "
-            "torch tensor"
+            f"of dtype {value.dtype}: give it as a list, as arrays of plain numbers, or, if it is bfloat16 or "
+            "float8, as a torch tensor"
         )
     kind, data = _KINDS.get(text), value.tobytes()
     if kind is not None:
@@ -78,6 +78,8 @@ def decode_array(reference: dict[str, Any], stored: FileTensor) -> Any:
     dtype, shape = referred_type(reference, stored)
     if dtype is None:
         dtype = _TEXTS.get(stored.kind)
+    elif type(dtype) is str and dtype in _KINDS:
+        raise ValueError(f"an array of {dtype} that is declared as U8")
     return _make(dtype, shape, stored.data)
 
 

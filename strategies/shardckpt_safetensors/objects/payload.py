@@ -57,7 +57,7 @@ def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -
         return decode_tree_file(data, what)
     if codec != _JSON:
         raise CheckpointingException(
-            f"{what} has the codec {codec!r:.300}, which this release does not have (it has raw, json and safetensors): "
+            f"{what} has the codec {codec!r:.300}, which this release does not have (but raw, json, safetensors): "
             "load it with the release or the program that wrote it"
         )
     try:

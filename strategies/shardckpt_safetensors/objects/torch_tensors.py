@@ -12,7 +12,7 @@ from shardckpt.tensors import ORDINARY, movable, plain_cpu, tensor_bytes
 from shardckpt_safetensors.objects.json_text import show
 from shardckpt_safetensors.objects.tensor_file import FileTensor, is_shape
 
-#: The names of dtypes in files; tensors of any other dtype are declared as U8, and named in the tree as torch names them.
+#: The names of dtypes in files. Tensors of any other dtype are declared as U8; the tree has torch's name of the dtype.
 _KINDS = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -98,7 +98,9 @@ def decode_tensor(reference: dict[str, Any], stored: FileTensor, *, parameter: b
         raise ValueError(f"a malformed tensor: {sorted(reference)}")
     dtype, shape = referred_type(reference, stored)
     torch_dtype = _DTYPES[stored.kind] if dtype is None else find_dtype(dtype)
-    if torch_dtype in _QUANTIZED or math.prod(shape) * torch_dtype.itemsize != len(stored.data):
+    if dtype is not None and (torch_dtype in _KINDS or torch_dtype in _QUANTIZED):
+        raise ValueError(f"a tensor of {torch_dtype} that is declared as U8")
+    if math.prod(shape) * torch_dtype.itemsize != len(stored.data):
         raise ValueError(f"{len(stored.data)} bytes for a tensor of {torch_dtype} and shape {shape}")
     try:
         tensor = torch.empty(shape, dtype=torch_dtype, device="cpu")
@@ -112,7 +114,7 @@ def decode_tensor(reference: dict[str, Any], stored: FileTensor, *, parameter: b
 
 
 def referred_type(reference: dict[str, Any], stored: FileTensor) -> tuple[Any, list[int]]:
-    """Return the dtype and shape by which a tree refers to a tensor of a file; the dtype is None if it is the file's."""
+    """Return the dtype and shape that a tree gives a tensor; without them None, and the shape in the file."""
     if "dtype" not in reference and "shape" not in reference:
         return None, list(stored.shape)
     dtype, shape = reference.get("dtype"), reference.get("shape")
@@ -125,8 +127,8 @@ def _refusal(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be stored and what to do, or nothing."""
     if type(tensor) not in ORDINARY:
         return (
-            "whose values are not plain: give its values as a plain tensor (full_tensor() of a DTensor, dequantize() of "
-            "a quantized one), or make it a ShardedTensor"
+            "whose values are not plain: give its values as a plain tensor (full_tensor() of a DTensor, dequantize() "
+            "of a quantized one), or make it a ShardedTensor"
         )
     if tensor.is_meta:
         return "on the meta device, without values: materialize it, or leave it out"
