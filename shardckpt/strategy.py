@@ -7,8 +7,8 @@ lists what an author imports from ``shardckpt``.
 
 The core validates the shards, stages, digests, syncs and commits. A strategy decides which bytes go to which file, and
 finds them again. Everything else is optional: a load strategy that has the methods of :class:`Recognises`,
-:class:`BuildsObjects`, :class:`OwnsFiles`, :class:`ChecksFiles` or :class:`RemovesKeys` gets the ability; it need not
-subclass them.
+:class:`BuildsObjects`, :class:`OwnsFiles`, :class:`ChecksFiles`, :class:`RemovesKeys` or :class:`ReadsPlainObjects`
+gets the ability; it need not subclass them.
 
 A method that gets a context runs on every rank of ``context.comm``, in a phase: if it raises on one rank, all ranks
 raise the same error. Three rules keep the ranks together; :class:`shardckpt.distributed.Comm` has examples.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from shardckpt.distributed import Comm
     from shardckpt.manifest import Manifest
-    from shardckpt.mapping import CommonStateDict, ShardedBase, ShardedObject, StateDict
+    from shardckpt.mapping import CommonStateDict, PlainObject, ShardedBase, ShardedObject, StateDict
     from shardckpt.storage import CheckpointReader, CheckpointWriter
 
 
@@ -473,6 +473,22 @@ class ChecksFiles(Protocol):
         """
 
 
+@runtime_checkable
+class ReadsPlainObjects(Protocol):
+    """A load strategy whose checkpoints may have :class:`~shardckpt.mapping.PlainObject` shards.
+
+    No load asks for them. A conversion copies them, if the new format stores them
+    (:attr:`SaveStrategy.stores_plain_objects`).
+    """
+
+    def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
+        """Return the stored PlainObjects with their values; each has all keys under which readers find it.
+
+        Args:
+            context: The checkpoint's files, and what the caller allows.
+        """
+
+
 class KeptItem(NamedTuple):
     """An item of a file that the new file keeps.
 
@@ -500,12 +516,14 @@ class Removal:
         renewed: New content of the files that name the keys, by file name.
         dropped: Names of the files that are not needed any more.
         rewritten: For each file that also holds other keys: the items that stay, in the order of both files.
+        heads: The first bytes of rewritten files whose format begins with a header.
     """
 
     keys: frozenset[str]
     renewed: dict[str, bytes]
     dropped: frozenset[str]
     rewritten: dict[str, list[KeptItem]] = field(default_factory=dict)
+    heads: dict[str, bytes] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -577,6 +595,7 @@ __all__ = [
     "OwnsFiles",
     "PlanContext",
     "PreparedSave",
+    "ReadsPlainObjects",
     "Recognises",
     "Removal",
     "RemovesKeys",

@@ -47,6 +47,7 @@ PUBLIC = {
     ),
     "shardckpt.optimizer_state": "load_sharded_optimizer_state_dict",
     "shardckpt.local": "CliqueReplication LocalCheckpointManager TensorAwareStateDict load_local save_local",
+    "shardckpt.maintenance": "convert_checkpoint",
     "shardckpt.manager": (
         "AsyncMode CheckpointConfig CheckpointManager FaultTolerance KeepBest KeepEvery KeepLatest KeepPinned PerRank "
         "ReplicaManager RetentionPolicy Stateful cleanup_old_checkpoints"

@@ -1,6 +1,8 @@
-"""Write a checkpoint once more, in a newer version of its format.
+"""Write a checkpoint once more: in another format, or in a newer version of its own.
 
-That needs a plugin with a migration; `shardckpt strategies` lists those that are installed.
+With --to BACKEND or BACKEND@VERSION, what one format has stored is read, checked, and written in the other, with the
+same keys, shapes, dtypes and bits; `shardckpt strategies` lists the formats. Without --to, or with --to VERSION, a
+plugin's migration rewrites the files of its own format.
 """
 
 from __future__ import annotations
@@ -11,11 +13,23 @@ from typing import Any
 def add(verbs: Any) -> None:
     """Add the verb."""
     parser = verbs.add_parser(
-        "migrate", help="rewrite a checkpoint of an old version as a newer one", description=__doc__
+        "migrate", help="rewrite a checkpoint in another format, or in a newer version", description=__doc__
     )
     parser.add_argument("old", help="directory or URL of the checkpoint")
     parser.add_argument("new", help="directory or URL of the rewritten checkpoint: absent or empty, or see --overwrite")
-    parser.add_argument("--to", type=int, metavar="VERSION", help="version to write (default: the newest possible)")
+    parser.add_argument(
+        "--to",
+        type=_parse_target,
+        metavar="BACKEND[@VERSION]|VERSION",
+        help="what to write, such as ep or torch_dist@1; a version alone: of the same backend, by its migration "
+        "(default: the newest for which there is one)",
+    )
+    parser.add_argument(
+        "--memory",
+        default="256MiB",
+        metavar="SIZE",
+        help="most bytes of tensors in memory, with --to BACKEND; larger tensors are stored in parts (256MiB)",
+    )
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -25,9 +39,33 @@ def add(verbs: Any) -> None:
 
 
 def run(options: Any) -> int:
-    """Migrate, and print what was done. Return the exit code."""
-    from shardckpt.maintenance import migrate_checkpoint
+    """Migrate or convert, and print what was done. Return the exit code."""
+    from shardckpt.huggingface import parse_size
+    from shardckpt.maintenance import convert_checkpoint, migrate_checkpoint
 
-    backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
-    print(f"{options.new}: {backend} version {new}, rewritten from version {old}")
+    if options.to is None or isinstance(options.to, int):
+        backend, old, new = migrate_checkpoint(options.old, options.new, options.to, overwrite=options.overwrite)
+        print(f"{options.new}: {backend} version {new}, rewritten from version {old}")
+        return 0
+    memory = parse_size(options.memory, "--memory")
+    report = convert_checkpoint(options.old, options.new, options.to, memory=memory, overwrite=options.overwrite)
+    print(
+        f"{options.new}: {' version '.join(map(str, report.new))}, rewritten from "
+        f"{' version '.join(map(str, report.old))}: {report.tensors:,} tensors of {report.nbytes:,} bytes, "
+        f"{report.objects:,} objects"
+    )
     return 0
+
+
+def _parse_target(text: str) -> int | str | tuple[str, int]:
+    """Parse a version, a backend, or ``backend@version``; raise ValueError for anything else."""
+    if text.isdecimal():
+        return int(text)
+    backend, separator, version = text.partition("@")
+    if not backend:
+        raise ValueError
+    return (backend, int(version)) if separator else backend
+
+
+#: What argparse calls it in its error.
+_parse_target.__name__ = "BACKEND[@VERSION] or VERSION"

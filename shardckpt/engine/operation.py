@@ -26,7 +26,7 @@ class Operation:
     """A save, load, migration, removal or export in progress on this rank.
 
     Args:
-        kind: ``save``, ``load``, ``migrate``, ``remove`` or ``export``.
+        kind: ``save``, ``load``, ``migrate``, ``convert``, ``remove`` or ``export``.
         directory: The checkpoint.
         comm: The ranks that take part.
         plugins: The plugin manager, whose plugins observe the operation.

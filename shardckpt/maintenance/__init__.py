@@ -1,5 +1,6 @@
-"""Verifying, migrating and removing keys from stored checkpoints: what the command line does, as functions."""
+"""Verifying, converting and migrating stored checkpoints, and removing keys: what the command does, as functions."""
 
+from shardckpt.maintenance.convert import ConversionReport, convert_checkpoint
 from shardckpt.maintenance.migrate import migrate_checkpoint
 from shardckpt.maintenance.remove import RemovalReport, remove_keys
 from shardckpt.maintenance.verify import DAMAGED, INTACT, NO_ANSWER, FileResult, get_exit_code, verify_checkpoint
@@ -8,8 +9,10 @@ __all__ = [
     "DAMAGED",
     "INTACT",
     "NO_ANSWER",
+    "ConversionReport",
     "FileResult",
     "RemovalReport",
+    "convert_checkpoint",
     "get_exit_code",
     "migrate_checkpoint",
     "remove_keys",

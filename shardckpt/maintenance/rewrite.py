@@ -21,7 +21,9 @@ _PIECE_BYTES = 8 << 20
 _GAP = 64
 
 
-def rewrite_file(name: str, items: Sequence[KeptItem], reader: CheckpointReader, writer: CheckpointWriter) -> None:
+def rewrite_file(
+    name: str, items: Sequence[KeptItem], reader: CheckpointReader, writer: CheckpointWriter, head: bytes = b""
+) -> None:
     """Write a file of the same name with some items of the old one, in the same order.
 
     Args:
@@ -29,18 +31,25 @@ def rewrite_file(name: str, items: Sequence[KeptItem], reader: CheckpointReader,
         items: The items to keep, at least one, in the order of both files.
         reader: Reads the old file.
         writer: Writes the new file.
+        head: The first bytes of the new file.
 
     Raises:
         CorruptCheckpointError: an item is damaged. (Copied unchecked, it would get a digest that matches the damage.)
     """
     file = writer.create(name, items[-1].to + items[-1].nbytes)
+    first = head + bytes(items[0].to - len(head))
+    if first:
+        file.append_small((first,), keys=0, what="the header")
+    # what fills a gap is written behind an item, not before one: a segment of digests begins where an item does
+    ends = [*(item.to for item in items[1:]), items[-1].to + items[-1].nbytes]
+    gaps = iter([end - item.to - item.nbytes for item, end in zip(items, ends, strict=True)])
     for run in _group_small(items):
         if len(run) > 1 and file.sha256 is None:
             for item, data in zip(run, _read_run(name, run, reader), strict=True):
-                file.append_small((bytes(item.to - file.position), data), what=item.key)
+                file.append_small((data, bytes(next(gaps))), what=item.key)
         else:  # the file's SHA-256 thread calls read() itself: data read here would pile up before it
             for item in run:
-                _copy(name, item, reader, file)
+                _copy(name, item, next(gaps), reader, file)
     writer.finish(file)
 
 
@@ -67,16 +76,17 @@ def _read_run(name: str, run: list[KeptItem], reader: CheckpointReader) -> list[
     return [data[item.start - first : item.start - first + item.nbytes] for item in run]
 
 
-def _copy(name: str, item: KeptItem, reader: CheckpointReader, file: FileWriter) -> None:
-    """Copy an item in pieces, each of which is read when the writer asks for it: that bounds memory."""
+def _copy(name: str, item: KeptItem, gap: int, reader: CheckpointReader, file: FileWriter) -> None:
+    """Copy an item, and zeros behind it, in pieces that are read when the writer asks for them: that bounds memory."""
 
     def read(start: int, stop: int, zeros: int) -> list[memoryview]:
         data = reader.read_range(name, item.start + start, stop - start, item.key)
-        return [memoryview(bytes(zeros)), memoryview(data)]
+        return [memoryview(data), memoryview(bytes(zeros))]
 
-    zeros, keys = item.to - file.position, 1
+    keys = 1
     for low, high in pairwise((0, *item.cuts, item.nbytes)):
         for start in range(low, max(high, low + 1), _PIECE_BYTES):
             stop = min(start + _PIECE_BYTES, high)
-            file.append(zeros + stop - start, partial(read, start, stop, zeros), keys, item.key)
-            zeros = keys = 0
+            zeros, gap = (gap, 0) if stop == item.nbytes else (0, gap)
+            file.append(stop - start + zeros, partial(read, start, stop, zeros), keys, item.key)
+            keys = 0

@@ -46,7 +46,7 @@ class Event:
     """The start, end or failure of an operation, or of one of its phases, on one rank.
 
     Attributes:
-        operation: ``save``, ``load``, ``migrate``, ``remove`` or ``export``.
+        operation: ``save``, ``load``, ``migrate``, ``convert``, ``remove`` or ``export``.
         phase: Name of the phase; ``""`` for the operation from start to end.
         state: ``start``, ``end`` or ``failure``.
         directory: The checkpoint's path or URL.

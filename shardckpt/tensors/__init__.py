@@ -1,6 +1,7 @@
 """A tensor's memory and values: bytes, copies, quantized classes, torch's private names."""
 
 from shardckpt.tensors.copier import Copier
+from shardckpt.tensors.deferred import DeferredTensor
 from shardckpt.tensors.memory import (
     LARGE,
     ORDINARY,
@@ -41,6 +42,7 @@ __all__ = [
     "ORDINARY",
     "PAGE",
     "Copier",
+    "DeferredTensor",
     "check_outward_dtype",
     "copy_each",
     "copy_values",

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree
 
 if TYPE_CHECKING:
     import datetime as dt
+    from collections.abc import Callable
     from types import ModuleType
     from typing import TypeGuard
 
@@ -121,6 +123,16 @@ def empty_sharded_tensor_like(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
+def new_wrapper(kind: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return a contiguous CPU tensor of a subclass, without memory of its own: torch has no public way."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=torch.device("cpu"))  # noqa: SLF001
+
+
+def map_arguments(kind: type[Any], function: Callable[[Any], Any], arguments: Any) -> Any:
+    """Return an operator's nested arguments with ``function`` applied to those of a class; torch has no public way."""
+    return _pytree.tree_map_only(kind, function, arguments)
+
+
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each tensor into one of the same shape, in one call: a call for each costs more than to copy a few KiB."""
     with torch.inference_mode():  # neither gradients nor tangents
@@ -149,7 +161,9 @@ __all__ = [
     "group_store",
     "group_timeout",
     "is_sharded_tensor",
+    "map_arguments",
     "move_placement",
+    "new_wrapper",
     "split_factor",
     "step_without_hooks",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import CheckpointingException, ShardingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,6 +45,8 @@ def dequantize(tensor: torch.Tensor) -> torch.Tensor:
     try:
         with torch.no_grad(), _on(tensor.device):
             values = tensor.dequantize()
+    except CheckpointingException:  # of this library: of a tensor that is read from a checkpoint
+        raise
     except Exception as exc:
         raise ShardingError(f"a {kind(tensor)} failed to dequantize: {type(exc).__name__}: {exc}") from exc
     if values.dtype != tensor.dtype and not _is_high_precision(tensor):

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.archive import decode_object
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME
-from shardckpt.mapping import ShardedObject
+from shardckpt.mapping import PlainObject, ShardedObject
 from shardckpt.strategy import LoadStrategy
 from shardckpt_torch_dist.check import check_files, list_files
 from shardckpt_torch_dist.dialects import (
     COMMON_FILE,
+    COMMON_KEY,
     INDEX_FILE,
     METADATA_FILE,
     NestedState,
     StoredIndex,
     needs_common_file,
     nest_values,
+    parse_object_key,
     read_index,
 )
 from shardckpt_torch_dist.plan import LoadPlan
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from shardckpt.chunks import Item
     from shardckpt.errors import CheckpointingException
     from shardckpt.mapping import ShardedBase, StateDict
     from shardckpt.storage import CheckpointReader
@@ -111,6 +114,24 @@ class TorchDistLoadShardedStrategy(LoadStrategy):
     def load_index(self, context: LoadContext) -> list[ShardedBase]:
         """Return the stored tensors without data, unsharded with their true global shapes, and the stored objects."""
         return read_index(context.reader).shards()
+
+    def read_plain_objects(self, context: LoadContext) -> list[PlainObject]:
+        """Return the objects that are stored under plain keys, also those of plain DCP directories.
+
+        Args:
+            context: The checkpoint's files, and what the caller allows.
+        """
+        index = read_index(context.reader)
+        keys: dict[Item, list[str]] = {}  # one archive may be listed under several keys
+        for key, item in index.named.items():
+            if parse_object_key(key) is None and key != COMMON_KEY:
+                keys.setdefault(item, []).append(key)
+        found = []
+        for item, (first, *others) in keys.items():
+            data = context.reader.read_range(*item, first)
+            value = decode_object(data, f"object {first!r}", context.allow_globals)
+            found.append(PlainObject(first, value, keys=(first, *others) if others else ()))
+        return found
 
     def recognises(self, directory: Path) -> int | None:
         """Return 1 if the directory has ``.metadata``, as plain DCP directories do, or None."""

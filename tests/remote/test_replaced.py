@@ -9,17 +9,34 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardckpt import dist_checkpointing
+from shardckpt.maintenance import convert_checkpoint
 from tests.faults import samples
 from tests.faults.replacing import NEW, OLD, version_of
 from tests.remote.store import FaultyFileSystem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from tests.remote.store import Store
 
 
-@pytest.mark.parametrize("verify", ["1", "0"], ids=["verified", "unverified"])
-def test_a_prefix_written_anew_at_every_moment(store: Store, monkeypatch: pytest.MonkeyPatch, verify: str) -> None:
-    """Whenever another save takes the place of the objects, a load gives one save, whole, and is not refused."""
+def _load(url: str, _: Path) -> Any:
+    return dist_checkpointing.load(samples.template(), url)
+
+
+def _convert(url: str, folder: Path) -> Any:
+    convert_checkpoint(url, folder / "converted", "ep", overwrite=True)
+    return dist_checkpointing.load(samples.template(), folder / "converted")
+
+
+@pytest.mark.parametrize(
+    ("take", "verify"), [(_load, "1"), (_load, "0"), (_convert, "1")], ids=["verified", "unverified", "converted"]
+)
+def test_a_prefix_written_anew_at_every_moment(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, take: Callable[[str, Path], Any], verify: str
+) -> None:
+    """Whenever another save takes the place of the objects, what is read is one save, whole, and not refused."""
     monkeypatch.setenv("SHARDCKPT_VERIFY_READS", verify)
     saves = store.objects.parent / "saves"
     for version in (OLD, NEW):
@@ -44,7 +61,7 @@ def test_a_prefix_written_anew_at_every_moment(store: Store, monkeypatch: pytest
         at, count = at + 1, 0
         shutil.rmtree(store.objects, ignore_errors=True)
         shutil.copytree(saves / str(OLD), store.objects)
-        found.append(version_of(dist_checkpointing.load(samples.template(), store.url)))
+        found.append(version_of(take(store.url, tmp_path)))
     assert len(found) > len(list((saves / str(OLD)).iterdir()))
     assert set(found) <= {OLD, NEW}
     assert found[-1] == OLD

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
+from shardckpt.mapping import ShardedObject, ShardedTensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A checkpoint of (torch_dist, 1)."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "o": ShardedObject("o", 1, (1,), (0,))}
+    dc.save({**state, "step": 7}, tmp_path / "old")
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize("to", ["ep", "ep@1"])
+def test_migrate_writes_another_format(old: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`migrate OLD NEW --to BACKEND[@VERSION]` writes the checkpoint in that format, and says what it has written."""
+    new = old.with_name("new")
+    assert main(["migrate", str(old), str(new), "--to", to, "--memory", "32MiB"]) == 0
+    said = f"{new}: ep version 1, rewritten from torch_dist version 1: 1 tensors of 24 bytes, 1 objects\n"
+    assert capsys.readouterr().out == said
+    with dc.open_checkpoint(new) as stored:
+        assert (stored.backend, stored.version, stored.common) == ("ep", 1, {"step": 7})
+        assert torch.equal(stored["w"].read(), torch.arange(6.0))
+    assert main(["migrate", str(old), str(new), "--to", to]) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["migrate", str(old), str(new), "--to", to, "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--to", "zarr"], 1, "no installed strategy saves 'zarr'"),
+        (["--to", "torch_dist"], 1, "is a 'torch_dist' checkpoint of version 1 already"),
+        (["--to", "2"], 1, "no installed plugin has a migration from version 1 to 2"),
+        (["--to", "ep", "--memory", "much"], 1, "--memory='much'"),
+        (["--to", "ep", "--memory", "1MiB"], 1, "at least 16 MiB"),
+        (["--to", "ep@new"], 2, "invalid BACKEND[@VERSION] or VERSION value: 'ep@new'"),
+        (["--to", "@1"], 2, "invalid BACKEND[@VERSION] or VERSION value: '@1'"),
+    ],
+)
+def test_migrate_says_what_is_wrong(
+    old: Path, arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong target or size is an error that names it, with exit code 1, or 2 if it cannot be parsed."""
+    command = ["migrate", str(old), str(old.with_name("new")), *arguments]
+    try:
+        found = main(command)
+    except SystemExit as exc:
+        found = int(exc.code or 0)
+    assert found == code
+    assert text in capsys.readouterr().err
+    assert not old.with_name("new").exists()

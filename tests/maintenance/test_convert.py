@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from shardckpt_npy.load import NpyLoadStrategy
+from shardckpt_npy.save import NpySaveStrategy
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    ShardingError,
+    UnknownBackendError,
+    UnsafePickleError,
+)
+from shardckpt.maintenance import convert_checkpoint
+from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
+from shardckpt.plugins import get_plugin_manager
+from shardckpt.state_dict import diff
+from shardckpt.tensors import tensor_bytes
+from shardckpt.testing.tensors import DTYPES
+from shardckpt_ep import EPSaveStrategy
+from tests.test_golden import GOLDEN, VERSIONS, global_tensors
+from tests.testing.blocks import LoadBlocks, SaveBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardckpt import SaveContext
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+LEAST = 16 * MIB
+#: Dtypes that numpy, or an unsigned integer of one or two bytes, stands in for.
+COMMON_DTYPES = tuple(dtype for dtype in DTYPES if dtype is not getattr(torch, "complex32", None))
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+@pytest.fixture(autouse=True)
+def _more_strategies() -> Iterator[None]:
+    """Register (blocks, 2) and (npy, 2) for a test."""
+    registry = get_plugin_manager().registry
+    with registry.preserved():
+        for strategy in (SaveBlocks, LoadBlocks, NpySaveStrategy, NpyLoadStrategy):
+            registry.add(strategy)
+        yield
+
+
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random bits of a dtype; 0 and 1 as bool."""
+    count = torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def whole(key: str, values: torch.Tensor) -> ShardedTensor:
+    """A tensor in one shard."""
+    return ShardedTensor.from_rank_offsets(key, values)
+
+
+def make_state(dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+    """Tensors of every dtype, of no axis, empty, larger than a box, of column shards; objects; common state."""
+    columns = random_tensor(torch.int16, 64, 4096).chunk(4, 1)
+    return {
+        "tensors": [whole(f"dtypes.{dtype}", random_tensor(dtype, 5, 6)) for dtype in dtypes],
+        "scalar": whole("scalar", torch.tensor(2.5, dtype=torch.bfloat16)),
+        "empty": whole("empty", torch.empty(0, 4)),
+        "rows": whole("rows", random_tensor(torch.float32, 3, 700, 500)),
+        "long": whole("long", random_tensor(torch.uint8, 1, 5 * MIB)),
+        "columns": [ShardedTensor.from_rank_offsets("columns", c, (1, n, 4)) for n, c in enumerate(columns)],
+        "objects": [ShardedObject("objects", {"number": n, "names": ["a"]}, (2, 1), (n, 0)) for n in range(2)],
+        "step": 17,
+        "nest": {"rates": [0.1, 2, None], "name": "run"},
+    }
+
+
+def assert_same(old: Path, new: Path) -> None:
+    """Compare all that two checkpoints store: keys, shapes, dtypes, bits, objects, common state."""
+    with dc.open_checkpoint(old) as a, dc.open_checkpoint(new) as b:
+        assert sorted(a) == sorted(b)
+        assert sorted(a.objects) == sorted(b.objects)
+        for key in a:
+            x, y = a[key].read(), b[key].read()
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), key
+            assert tensor_bytes(x) == tensor_bytes(y), key
+        for key in a.objects:
+            assert diff({"": a.read_object(key)}, {"": b.read_object(key)}) == ([], [], []), key
+        assert diff(a.common, b.common) == ([], [], [])
+    assert dc.load_content_metadata(old) == dc.load_content_metadata(new)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "dtypes"),
+    [
+        ("torch_dist", "ep", DTYPES),
+        ("torch_dist", ("blocks", 2), DTYPES),
+        ("torch_dist", "npy", COMMON_DTYPES),
+        ("torch_dist", "safetensors", DTYPES),
+        ("ep", ("safetensors", 1), DTYPES),
+    ],
+    ids=["ep", "blocks", "npy", "safetensors", "ep-safetensors"],
+)
+def test_everything_goes_there_and_back(
+    tmp_path: Path, first: str, second: Any, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """What one format stores is in the other bit for bit, and, taken back, as it was."""
+    dc.save(make_state(dtypes), tmp_path / "old", first, content_metadata={"writer": "test"})
+    there = convert_checkpoint(tmp_path / "old", tmp_path / "there", second, memory=LEAST)
+    assert there.old == (first, 1)
+    assert there.new[0] == (second if isinstance(second, str) else second[0])
+    assert (there.tensors, there.objects) == (len(dtypes) + 5, 2)
+    assert_same(tmp_path / "old", tmp_path / "there")
+    back = convert_checkpoint(tmp_path / "there", tmp_path / "back", first, memory=LEAST)
+    assert (back.old, back.new, back.nbytes) == (there.new, there.old, there.nbytes)
+    assert_same(tmp_path / "old", tmp_path / "back")
+    assert dc.load_content_metadata(tmp_path / "back") == {"writer": "test"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "old", "there"]
+
+
+def test_urls_are_converted(tmp_path: Path) -> None:
+    """OLD and NEW may be URLs."""
+    url = "memory://bucket/folder/c"
+    dc.save(make_state(COMMON_DTYPES), tmp_path / "old")
+    try:
+        convert_checkpoint(tmp_path / "old", url, "safetensors", memory=LEAST)
+        convert_checkpoint(url, tmp_path / "new", "torch_dist", memory=LEAST)
+    finally:
+        fsspec.filesystem("memory").store.clear()
+    assert_same(tmp_path / "old", tmp_path / "new")
+
+
+def test_large_tensors_are_stored_in_parts(tmp_path: Path) -> None:
+    """A tensor larger than its part of the memory becomes boxes that are smaller, also where its first axis is 1."""
+    dc.save(
+        {"rows": whole("rows", torch.ones(3, 2 * MIB)), "long": whole("long", torch.ones(1, 5 * MIB))}, tmp_path / "a"
+    )
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", "ep", memory=LEAST)
+    stored = dcp.FileSystemReader(tmp_path / "b").read_metadata().state_dict_metadata
+    sizes = {key: [chunk.sizes.numel() * 4 for chunk in entry.chunks] for key, entry in stored.items()}  # type: ignore[union-attr]
+    assert {key: sum(each) for key, each in sizes.items()} == {"rows": 24 * MIB, "long": 20 * MIB}
+    assert max(map(max, sizes.values())) <= LEAST // 4
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("to", ["torch_dist", "ep", "safetensors", "blocks"])
+def test_megatrons_checkpoints_are_converted(tmp_path: Path, version: str, to: str) -> None:
+    """Every dialect of Megatron's, flattened shards among them, is rewritten with its true shapes and values."""
+    old = GOLDEN / f"mcore-{version}"
+    convert_checkpoint(old, tmp_path / "new", to)
+    assert_same(old, tmp_path / "new")
+    with dc.open_checkpoint(tmp_path / "new") as stored:
+        for key, values in global_tensors(version).items():
+            assert torch.equal(stored[key].read(), values)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zarr-mcore-0.7.0",
+        "zarr-mcore-0.15.3",
+        *(f"torch-checkpointing-0.1.1/{name}" for name in ("torch-2", "mesh-4", "stages-4")),
+    ],
+)
+@pytest.mark.parametrize("to", ["torch_dist", "safetensors"])
+def test_formats_that_are_only_read_are_converted(tmp_path: Path, name: str, to: str) -> None:
+    """What Megatron's zarr backend and torch_checkpointing have written becomes a checkpoint of ours."""
+    convert_checkpoint(GOLDEN / name, tmp_path / "new", to)
+    assert_same(GOLDEN / name, tmp_path / "new")
+
+
+def test_plain_objects_come_along(tmp_path: Path) -> None:
+    """Objects that are stored for stock DCP are found by it under all their keys after a conversion."""
+    plain = PlainObject("own", 0.5, keys=("groups.0.lr", "groups.1.lr"))
+    dc.save({"w": whole("w", torch.ones(3)), "plain": plain, "one": PlainObject("one", [1])}, tmp_path / "old")
+    assert convert_checkpoint(tmp_path / "old", tmp_path / "ep", "ep").objects == 2
+    convert_checkpoint(tmp_path / "ep", tmp_path / "new", "torch_dist")
+    wanted = {"w": torch.zeros(3), "groups.0.lr": 0.0, "groups.1.lr": 0.0, "one": None}
+    dcp.load(wanted, checkpoint_id=tmp_path / "new")
+    assert (wanted["groups.0.lr"], wanted["groups.1.lr"], wanted["one"]) == (0.5, 0.5, [1])
+    convert_checkpoint(tmp_path / "old", tmp_path / "blocks", "blocks")  # has no place for them
+    assert_same(tmp_path / "old", tmp_path / "blocks")
+
+
+def test_plain_dcp_is_converted_and_stays_readable(tmp_path: Path) -> None:
+    """A directory of stock `dcp.save` gets digests and common state; stock `dcp.load` reads it as before."""
+    state = {"model": {"w": torch.arange(6.0)}, "optim": {"lr": 0.5, "names": ("a", "b")}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    convert_checkpoint(tmp_path / "old", tmp_path / "new", "torch_dist")
+    assert_same(tmp_path / "old", tmp_path / "new")
+    wanted: dict[str, Any] = {"model": {"w": torch.zeros(6)}, "optim": {"lr": 0.0, "names": None}, "step": 0}
+    dcp.load(wanted, checkpoint_id=tmp_path / "new", no_dist=True)
+    assert torch.equal(wanted["model"]["w"], state["model"]["w"])  # type: ignore[index]
+    assert (wanted["optim"], wanted["step"]) == (state["optim"], 3)
+
+
+@pytest.mark.parametrize("to", ["nothing", "zarr", ("ep", 9)])
+def test_what_cannot_be_written_is_refused(tmp_path: Path, to: Any) -> None:
+    """An unknown backend or version, or one that is only read, is an error that lists those that are written."""
+    dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "old")
+    with pytest.raises(UnknownBackendError, match=r"no installed strategy saves .*installed: .*torch_dist 1"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", to)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_same_format_is_refused(tmp_path: Path) -> None:
+    """A checkpoint of ours that has the wanted format says so."""
+    dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "old")
+    with pytest.raises(CheckpointingException, match=r"old is a 'torch_dist' checkpoint of version 1 already"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", "torch_dist")
+
+
+def test_too_little_memory_is_refused(tmp_path: Path) -> None:
+    """Less memory than the buffers need is an error that says how much is needed."""
+    with pytest.raises(CheckpointingException, match="at least 16 MiB"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", "ep", memory=LEAST - 1)
+
+
+def test_the_targets_refusal_names_the_key(tmp_path: Path) -> None:
+    """An object that the new format cannot store is its own error, with the key; nothing is written."""
+    state = {"w": whole("w", torch.ones(3)), "object": ShardedObject("common_state", 1, (1,), (0,))}
+    dc.save(state, tmp_path / "old", "blocks")
+    with pytest.raises(ShardingError, match="object 'common_state': the common state has that name"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", "torch_dist")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
+
+
+def test_a_dtype_that_the_target_lacks_names_the_key(tmp_path: Path) -> None:
+    """A tensor of a dtype that the new format has no name for is its own error, with the key; nothing is written."""
+    dc.save({"odd": whole("odd", torch.ones(3, dtype=torch.uint8).view(torch.uint4))}, tmp_path / "old")
+    with pytest.raises(ShardingError, match=r"tensor 'odd': the format has no name for torch\.uint4"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", "safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
+
+
+class Custom:
+    """A class that no load accepts unasked."""
+
+    def __init__(self) -> None:
+        self.value = 3
+
+
+def test_objects_of_other_classes_need_leave(tmp_path: Path) -> None:
+    """An object of a class of the user's is read and written if the caller allows it, and else an error names it."""
+    state = {"w": whole("w", torch.ones(3)), "object": ShardedObject("object", Custom(), (1,), (0,))}
+    dc.save(state, tmp_path / "old", allow_globals=[Custom])
+    with pytest.raises(UnsafePickleError, match=r"Custom"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", "ep")
+    assert not (tmp_path / "new").exists()
+    convert_checkpoint(tmp_path / "old", tmp_path / "new", "ep", allow_globals=(Custom,))
+    with dc.open_checkpoint(tmp_path / "new", allow_globals=[Custom]) as stored:
+        assert stored.read_object("object/shard_0_1").value == 3
+    with pytest.raises(ShardingError, match=r"object 'object/shard_0_1'.*Custom"):  # no pickles there
+        convert_checkpoint(tmp_path / "old", tmp_path / "other", "safetensors", allow_globals=(Custom,))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("to", ["ep", "safetensors", "blocks", "npy"])
+def test_damage_is_not_copied(tmp_path: Path, to: str) -> None:
+    """A flipped bit in the old checkpoint is an error of its class that names the key; nothing is at NEW."""
+    dc.save({"w": whole("w", torch.ones(3)), "v": whole("v", torch.full((MIB // 2,), 7.0))}, tmp_path / "old")
+    (file,) = (tmp_path / "old").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.full((64,), 7.0).numpy().tobytes()) + MIB] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"^(?!.*'w').*v.*digest differs"):
+        convert_checkpoint(tmp_path / "old", tmp_path / "new", to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
+
+
+class Overwrites(EPSaveStrategy):
+    """Lets another save replace the old checkpoint before any tensor is read."""
+
+    old: Path
+
+    def save(self, shards: Any, common: Any, context: SaveContext) -> None:
+        """Save."""
+        state = {"w": whole("w", torch.zeros(MIB)), "step": 2}
+        dc.save(state, self.old, overwrite=True)
+        super().save(shards, common, context)
+
+
+def test_a_conversion_is_of_one_save(tmp_path: Path) -> None:
+    """If another save replaces the old checkpoint meanwhile, the new one has the values of one of the two saves."""
+    dc.save({"w": whole("w", torch.ones(MIB)), "step": 1}, tmp_path / "old")
+    saver = Overwrites()
+    saver.old = tmp_path / "old"
+    convert_checkpoint(tmp_path / "old", tmp_path / "new", saver)
+    with dc.open_checkpoint(tmp_path / "new") as stored:
+        assert bool((stored["w"].read() == (2 - stored.common["step"])).all())
+
+
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_overwrite_replaces_in_one_step(tmp_path: Path, name: str) -> None:
+    """With `overwrite` NEW is replaced, also where it is OLD; without it, and after an error, it stays."""
+    dc.save({"w": whole("w", torch.arange(5.0)), "step": 1}, tmp_path / "old")
+    dc.save({"w": whole("w", torch.zeros(3))}, tmp_path / "new")
+    dc.save({"w": whole("w", torch.arange(5.0)), "step": 1}, tmp_path / "copy")
+    before = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    with pytest.raises(CheckpointingException, match="overwrite=True"):
+        convert_checkpoint(tmp_path / "old", tmp_path / name, "ep")
+    assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
+    convert_checkpoint(tmp_path / "old", tmp_path / name, "ep", overwrite=True)
+    with dc.open_checkpoint(tmp_path / name) as stored:
+        assert stored.backend == "ep"
+    assert_same(tmp_path / "copy", tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "new", "old"]
+
+
+class Dies(EPSaveStrategy):
+    """Ends the process when all is written, and nothing committed."""
+
+    def save(self, shards: Any, common: Any, context: SaveContext) -> None:
+        """Save, and die."""
+        super().save(shards, common, context)
+        os._exit(9)
+
+
+def test_a_kill_leaves_nothing(tmp_path: Path) -> None:
+    """A conversion that is killed before its commit leaves no checkpoint at NEW; run again, it succeeds."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    dc.save({"w": whole("w", torch.arange(5.0))}, old)
+    code = f"from {__name__} import Dies, convert_checkpoint; convert_checkpoint({str(old)!r}, {str(new)!r}, Dies())"
+    path = f"{ROOT}:{ROOT / 'tests/plugins/npy_v2'}"
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 9
+    assert not new.exists()
+    convert_checkpoint(old, new, "ep")
+    assert_same(old, new)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+#: Converts a small checkpoint first, so that all imports are done; prints by how many bytes the memory then grows.
+MEASURE = """
+import sys
+from pathlib import Path
+from shardckpt.maintenance import convert_checkpoint
+
+def peak():
+    text = Path("/proc/self/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) << 10
+
+folder, to, memory = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+convert_checkpoint(folder / "small", folder / "small-new", to, memory=memory)
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+convert_checkpoint(folder / "large", folder / "large-new", to, memory=memory)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process's memory is Linux's")
+@pytest.mark.parametrize("to", ["ep", "safetensors"])
+def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
+    """400 MiB of one large tensor, of column shards and of small ones are converted within 64 MiB and 16 of buffers."""
+    dc.save({"w": whole("w", torch.ones(3))}, tmp_path / "small")
+    columns = torch.rand(4096, 6400).chunk(4, 1)
+    state = {
+        "large": whole("large", torch.rand(50 * MIB)),
+        "columns": [ShardedTensor.from_rank_offsets("columns", c, (1, n, 4)) for n, c in enumerate(columns)],
+        "middle": [whole(f"middle.{n}", torch.rand(MIB)) for n in range(20)],
+        "small": [whole(f"small.{n}", torch.rand(5 << 10)) for n in range(1000)],
+    }
+    dc.save(state, tmp_path / "large")
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), to, str(64 * MIB)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert int(done.stdout) < (64 + 16) * MIB
+    assert_same(tmp_path / "large", tmp_path / "large-new")
