@@ -13,7 +13,6 @@ const WIDTHS = {
 const COLUMNS = `text:c text_end:S file:F:S tensor:T2:S tensor_dtype:T:dtypes tensor_axes:T tensor_shape:TA tensor_end:T
   box_offset:BA box_extent:BA box_file:B:F box_start:B alias:L2:S alias_tensor:L:T object:O2:S object_codec:O:codecs
   object_file:O:F object_start:O object_nbytes:O`.split(/\s+/).map((column) => column.split(":"));
-const SEGMENT = 1 << 20;
 const LIMIT = Number.MAX_SAFE_INTEGER; // 2^53 - 1
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
@@ -36,26 +35,26 @@ const crc32 = (!process.env.SLOW_CRC32 && zlib.crc32) || slowCrc32; // older ver
 // JSON.parse takes the last of two equal keys, and nests as deep as the text does: brackets are counted before it, keys
 // after it, when the text is known to be JSON.
 function parseJson(bytes, what) {
-  const text = utf8.decode(bytes);
-  const tokens = () => text.matchAll(/"[^"\\]*(?:\\[^][^"\\]*)*"|[[\]{},:]/g);
-  let depth = 0;
-  for (const [token] of tokens()) {
-    if (token === "[" || token === "{") need(++depth <= 500, `${what}: nested too deep`);
-    else if (token === "]" || token === "}") depth--;
+  let depth = 0, quoted = false;
+  for (let n = 0; n < bytes.length; n++) {
+    const byte = bytes[n]; // 92 is a backslash, 34 a quotation mark, the others are brackets
+    if (byte === 34) quoted = !quoted;
+    else if (quoted) n += byte === 92;
+    else if (byte === 91 || byte === 123) need(++depth <= 500, `${what}: nested too deep`);
+    else if (byte === 93 || byte === 125) depth--;
   }
-  const found = JSON.parse(text);
+  const text = utf8.decode(bytes), found = JSON.parse(text);
   const open = []; // a set of keys for each object, null for each list
-  let last = "";
-  for (const [token] of tokens()) {
+  for (const [token] of text.matchAll(/"[^"\\]*(?:\\[^][^"\\]*)*"(?:\s*:)?|[[\]{}]/g)) {
     if (token === "{") open.push(new Set());
     else if (token === "[") open.push(null);
     else if (token === "]" || token === "}") open.pop();
-    else if (token === ":") {
-      const key = JSON.parse(last);
-      need(!open.at(-1).has(key), `${what}: the key ${last.slice(0, 80)} twice`);
+    else if (token.endsWith(":")) {
+      const quoted = token.slice(0, token.lastIndexOf('"') + 1);
+      const key = quoted.includes("\\") ? JSON.parse(quoted) : quoted.slice(1, -1);
+      need(!open.at(-1).has(key), `${what}: the key ${quoted.slice(0, 80)} twice`);
       open.at(-1).add(key);
     }
-    last = token;
   }
   return found;
 }
@@ -104,9 +103,10 @@ class File {
   // The header of a safetensors file: entries by name, metadata, where the payloads begin.
   header(limit) {
     const begin = this.headerEnd(limit);
-    const { __metadata__: metadata = {}, ...entries } = parseObject(this.read(8, begin - 8), this.name);
+    const entries = parseObject(this.read(8, begin - 8), this.name), metadata = entries.__metadata__ ?? {};
+    delete entries.__metadata__;
     const spans = Object.values(entries).map((entry) => entry.data_offsets);
-    const sound = spans.every((span) => span.length === 2 && span.every(isCount) && span[0] <= span[1]);
+    const sound = spans.every((span) => span?.length === 2 && span.every(isCount) && span[0] <= span[1]);
     need(sound, `${this.name}: offsets in its header`);
     let end = 0;
     for (const [from, to] of spans.sort((a, b) => a[0] - b[0] || a[1] - b[1])) {
@@ -130,7 +130,7 @@ function checkDigests(file, row) {
   let end = 0;
   for (let n = 0; n < lengths.length; n += 4) {
     const length = lengths.readUInt32LE(n);
-    need(length >= 1 && length <= SEGMENT, `${row.name}: a segment of ${length} bytes`);
+    need(length >= 1 && length <= 1 << 20, `${row.name}: a segment of ${length} bytes`);
     need(crc32(file.read(end, length)) === digests.readUInt32LE(n), `${row.name}: the digest of bytes ${end} on differs`);
     end += length;
   }
