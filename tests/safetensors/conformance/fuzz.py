@@ -108,10 +108,12 @@ def draw_hostile(seed: int) -> Iterator[tuple[str, Callable[[Draft], None]]]:
     yield "shape_of_100000_axes", _with_entry(INDEX, "box_offset", shape=[1] * 100_000)
 
 
-def write_hostile(folder: Path, seed: int) -> None:
-    """Write a directory for each hostile header."""
+def write_hostile(folder: Path, seed: int, *, large: bool = True) -> None:
+    """Write a directory for each hostile header, those of 100 MB only if asked."""
     tensors = [Tensor("w", (4, 3), boxes=cut((4, 3), [2], [], files=2))]
     for name, change in draw_hostile(seed):
+        if "100_mb" in name and not large:
+            continue
         (folder / name).mkdir(parents=True)
         for file, data in make(tensors, [Saved("o", "raw", b"object")], {"tied": "w"}, files=change).items():
             assert isinstance(data, bytes)

@@ -5,7 +5,7 @@ from tests.safetensors.conformance.strict_json import need, parse_json, read_hea
 DIGESTS = {"crc32": (4, zlib.crc32)}  # bytes of a digest, and the function
 if importlib.util.find_spec("xxhash"): DIGESTS["xxh3_64"] = (8, importlib.import_module("xxhash").xxh3_64_intdigest)
 DTYPES = {name: np.dtype(f"V{-(-int(bits or 8) // 8)}") for name, bits in re.findall(r"([A-Z]+(\d*)\w*)", """BOOL U8 I8
-    F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 F4_E2M1_X2 I16 U16 F16 BF16 I32 U32 F32 C32 I64 U64 F64 C64 C128""")}
+  F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 F4_E2M1_X2 I16 U16 F16 BF16 I32 U32 F32 C32 I64 U64 F64 C64 C128""")}
 COLUMNS = [re.split("[:,]", c) for c in """text:c, text_end:S, file:F,S tensor:T2,S tensor_dtype:T,dtypes tensor_axes:T,
     tensor_shape:TA, tensor_end:T, box_offset:BA, box_extent:BA, box_file:B,F box_start:B, alias:L2,S alias_tensor:L,T
     object:O2,S object_codec:O,codecs object_file:O,F object_start:O, object_nbytes:O,""".split()]  # its axes, its list
@@ -32,8 +32,8 @@ def read_files(place):  # the record's save_id, and the bytes of each file by na
         need(ends[-1] == len(data[name]) == size and all(0 < n <= 1 << 20 for n in lengths), f"{name}: its lengths")
         need(digests == [digest(data[name][a:b]) for a, b in itertools.pairwise(ends)], f"{name}: a digest differs")
     return record["save_id"], data
-def read_index(save_id, raw):  # dtypes and codecs; columns as lists; names of tensors, aliases and objects; files
-    head, metadata, rest = read_header(raw, 1 << 22)
+def read_index(save_id, data):  # dtypes and codecs; columns as lists; names of tensors, aliases and objects; files
+    head, metadata, rest = read_header(data["index.safetensors"], 1 << 22)
     about, size, col = parse_json(metadata["shardckpt"].encode()), {"": 2**53, "2": 2}, {}
     need(re.fullmatch(r"1\.[0-9]+", about["format"]) and about["id"] == save_id, "another format, or another save")
     need(about["required_features"] == [], f"cannot do {about['required_features']}, which are required")
@@ -50,10 +50,9 @@ def read_index(save_id, raw):  # dtypes and codecs; columns as lists; names of t
     names = [text[a] + text[b] for kind in ("tensor", "alias", "object") for a, b in col[kind]]
     need(len({*names}) == len(names) and all(0 < len(n.encode()) <= 4096 and "\0" not in n for n in names), "names")
     need(size["A"] == max(col["tensor_axes"], default=0) <= 64, "the number of axes")
-    return about["dtypes"], about["codecs"], col, names, [text[i] for i in col["file"]]
+    return about["dtypes"], about["codecs"], col, names, [text[i] for i in col["file"]], data
 def read_checkpoint(place):  # a Content: tensors by name as (dtype, shape, bytes); objects by name as (codec, payload)
-    save_id, data = read_files(place)
-    dtypes, codecs, col, names, files = read_index(save_id, data["index.safetensors"])
+    dtypes, codecs, col, names, files, data = read_index(*read_files(place))
     parse_json(read_header(data["common.safetensors"], 10**8)[1]["tree"].encode())
     ends = [8 + int.from_bytes(data[f][:8], "little") for f in files]  # of what has been seen in each: the header
     need(all(f.endswith(".safetensors") and e <= min(len(data[f]), 8 + 10**8) for f, e in zip(files, ends)), "a header")
@@ -68,13 +67,14 @@ def read_checkpoint(place):  # a Content: tensors by name as (dtype, shape, byte
         ends[f] = s + n
     for t, (name, kind, n, shape) in enumerate(zip(names, kinds, col["tensor_axes"], col["tensor_shape"])):
         need(math.prod(x or 1 for x in shape) * kind.itemsize < 2**53 and {*shape[n:]} <= {1}, f"{name}: its shape")
-        need(sum(map(math.prod, boxes[t][3])) == math.prod(shape) and boxes[t][2] == sorted(boxes[t][2]), f"{name}: boxes")
+        need(sum(map(math.prod, boxes[t][3])) == math.prod(shape) and sorted(b := boxes[t][2]) == b, f"holes: {name}")
         array, seen = np.empty(shape[:n], kind), np.zeros(shape[:n], bool)
         for f, s, o, e in zip(*boxes[t]):
             need(all(x + y <= z for x, y, z in zip(o, e, shape)) and {*e[n:]} <= {1}, f"{name}: a box outside of it")
             box = tuple(slice(x, x + y) for x, y in zip(o[:n], e[:n]))
             array[box], seen[box] = np.frombuffer(data[files[f]], kind, math.prod(e), s).reshape(e[:n]), True
-        found[name] = need(seen.all(), f"{name}: an overlap") or (dtypes[col["tensor_dtype"][t]], shape[:n], array.tobytes())
+        found[name] = need(seen.all(), "an overlap") or (dtypes[col["tensor_dtype"][t]], shape[:n], array.tobytes())
     found |= {name: found[names[t]] for name, t in zip(names[len(boxes) :], col["alias_tensor"])}
-    return Content(found, {o: (codecs[c], data[files[f]][s : s + n]) for o, (f, s, n, c) in zip(names[len(found):], objects)})
+    rest = zip(names[len(found) :], objects)
+    return Content(found, {name: (codecs[c], data[files[f]][s : s + n]) for name, (f, s, n, c) in rest})
 if __name__ == "__main__": run_reader(read_checkpoint)

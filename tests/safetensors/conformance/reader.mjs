@@ -131,7 +131,7 @@ function checkDigests(file, row) {
   for (let n = 0; n < lengths.length; n += 4) {
     const length = lengths.readUInt32LE(n);
     need(length >= 1 && length <= 1 << 20, `${row.name}: a segment of ${length} bytes`);
-    need(crc32(file.read(end, length)) === digests.readUInt32LE(n), `${row.name}: the digest of bytes ${end} on differs`);
+    need(crc32(file.read(end, length)) === digests.readUInt32LE(n), `${row.name}: a digest differs at ${end}`);
     end += length;
   }
   need(end === row.size, `${row.name}: its segments have ${end} bytes`);
