@@ -500,12 +500,14 @@ class Removal:
         renewed: New content of the files that name the keys, by file name.
         dropped: Names of the files that are not needed any more.
         rewritten: For each file that also holds other keys: the items that stay, in the order of both files.
+        heads: The first bytes of rewritten files whose format begins with a header.
     """
 
     keys: frozenset[str]
     renewed: dict[str, bytes]
     dropped: frozenset[str]
     rewritten: dict[str, list[KeptItem]] = field(default_factory=dict)
+    heads: dict[str, bytes] = field(default_factory=dict)
 
 
 @runtime_checkable

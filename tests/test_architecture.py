@@ -15,6 +15,7 @@ STRATEGIES = ROOT / "strategies"
 DOORS_FOR_STRATEGIES = {
     "adapters",
     "archive",
+    "chunks",
     "distributed",
     "engine",
     "errors",

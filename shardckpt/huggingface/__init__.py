@@ -3,12 +3,13 @@
 from shardckpt.huggingface.convert import dcp_to_torch_save, dcp_to_torch_state_dict, torch_save_to_dcp
 from shardckpt.huggingface.dtypes import cast_to, get_dtype_size, parse_dtype
 from shardckpt.huggingface.export import Exported, export_to_huggingface
-from shardckpt.huggingface.header import header_length, parse_header
+from shardckpt.huggingface.header import parse_header
 from shardckpt.huggingface.load import huggingface_index, load_from_huggingface
 from shardckpt.huggingface.models import find_mapping
 from shardckpt.huggingface.rules import Rule, RuleMapping
 from shardckpt.huggingface.shards import get_shard_info, save_state_dict
 from shardckpt.plugins import Identity, KeyMapEntry, KeyMapping
+from shardckpt.storage import header_length
 
 __all__ = [
     "Exported",

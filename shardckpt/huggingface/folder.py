@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError, NotACheckpointError
-from shardckpt.huggingface.header import HEADER_LIMIT, LENGTH_BYTES, FileTensor, header_length, parse_header
+from shardckpt.huggingface.header import FileTensor, parse_header
 from shardckpt.huggingface.names import SAFETENSORS, file_names, index_name
 from shardckpt.storage import (
+    HEADER_LIMIT,
+    LENGTH_BYTES,
     check_file_name,
     close_file,
     detect_replacement,
     has_local_files,
+    header_length,
     is_there,
     open_existing,
     read_file,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError, listed
 from shardckpt.huggingface.dtypes import from_safetensors, safetensors_name, torch_shape, written_shape
+from shardckpt.storage import HEADER_LIMIT, LENGTH_BYTES, HeaderEntry, encode_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +19,6 @@ if TYPE_CHECKING:
     from shardckpt.huggingface.hub_tensor import HubTensor
     from shardckpt.planning import Ints
 
-#: Bytes of the header's length, which come first.
-LENGTH_BYTES = 8
-#: Longest header that readers accept.
-HEADER_LIMIT = 100_000_000
-_ALIGN = 8
 _METADATA = "__metadata__"
 #: An entry of the metadata that is not the name of a tied tensor.
 _FORMAT = "format"
@@ -81,23 +78,18 @@ def lay_out(tensors: Sequence[HubTensor], metadata: Mapping[str, str]) -> FileLa
     """
     # wide dtypes first: then every tensor begins at a multiple of its element size without padding
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    header: dict[str, Any] = {_METADATA: {**metadata, _FORMAT: "pt"}}
-    ends = [0]
+    entries = []
     for tensor in ordered:
-        ends.append(ends[-1] + tensor.nbytes)
         kind = safetensors_name(tensor.dtype) or ""
-        shape = list(written_shape(kind, tensor.shape))
-        header[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": ends[-2:]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # the data begins at a multiple of 8, so that readers can map every dtype
-    text += b" " * (-len(text) % _ALIGN)
-    if len(text) > HEADER_LIMIT:
-        raise CheckpointingException(
-            f"{len(tensors)} tensors in one file need a header of {len(text)} bytes; readers accept {HEADER_LIMIT}: "
-            "pass a smaller max_shard_size"
-        )
-    head = len(text).to_bytes(LENGTH_BYTES, "little") + text
+        entries.append(HeaderEntry(tensor.name, kind, written_shape(kind, tensor.shape), tensor.nbytes))
+    head = encode_header(entries, {**metadata, _FORMAT: "pt"})
     first = len(head)
+    if first - LENGTH_BYTES > HEADER_LIMIT:
+        raise CheckpointingException(
+            f"{len(tensors)} tensors in one file need a header of {first - LENGTH_BYTES} bytes; readers accept "
+            f"{HEADER_LIMIT}: pass a smaller max_shard_size"
+        )
+    ends = [0, *accumulate(tensor.nbytes for tensor in ordered)]
     spans = zip(ordered, ends, ends[1:], strict=False)
     return FileLayout(head, [TensorSpan(tensor, first + start, first + stop) for tensor, start, stop in spans])
 
@@ -118,19 +110,6 @@ def refuse_unknown(tensors: Iterable[tuple[str, torch.dtype]]) -> None:
         raise CheckpointingException(
             f"safetensors has no dtype for {listed(refused)}: write .bin files, which hold any, or leave these out"
         )
-
-
-def header_length(first: bytes, size: int, source: str) -> int:
-    """Return the length of the header in bytes, by the first 8 bytes of a file of ``size`` bytes.
-
-    Raises:
-        CorruptCheckpointError: the file is too short for such a header, or the header is longer than readers accept.
-    """
-    length = int.from_bytes(first, "little")
-    # checked before memory is allocated for the header
-    if len(first) < LENGTH_BYTES or length > min(HEADER_LIMIT, size - LENGTH_BYTES):
-        raise CorruptCheckpointError(f"{source} of {size} bytes is not a safetensors file, or is cut short")
-    return length
 
 
 def parse_header(text: bytes, size: int, source: str) -> dict[str, FileTensor]:

@@ -158,7 +158,7 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
         algorithm = None if manifest.record is None else manifest.record.digest_algorithm
         with CheckpointWriter(staging, 0, sha256=integrity is not None, algorithm=algorithm) as writer:
             for name, items in removal.rewritten.items():
-                rewrite_file(name, items, reader, writer)
+                rewrite_file(name, items, reader, writer, removal.heads.get(name, b""))
             _write(writer, manifest.record, integrity, removal)
         reader.close()  # NFS keeps a file that is removed while it is open, under another name
         # Files that are neither dropped nor rewritten are linked. They must be of the save that was opened: rewriting

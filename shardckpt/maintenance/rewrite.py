@@ -21,7 +21,9 @@ _PIECE_BYTES = 8 << 20
 _GAP = 64
 
 
-def rewrite_file(name: str, items: Sequence[KeptItem], reader: CheckpointReader, writer: CheckpointWriter) -> None:
+def rewrite_file(
+    name: str, items: Sequence[KeptItem], reader: CheckpointReader, writer: CheckpointWriter, head: bytes = b""
+) -> None:
     """Write a file of the same name with some items of the old one, in the same order.
 
     Args:
@@ -29,11 +31,14 @@ def rewrite_file(name: str, items: Sequence[KeptItem], reader: CheckpointReader,
         items: The items to keep, at least one, in the order of both files.
         reader: Reads the old file.
         writer: Writes the new file.
+        head: The first bytes of the new file.
 
     Raises:
         CorruptCheckpointError: an item is damaged. (Copied unchecked, it would get a digest that matches the damage.)
     """
     file = writer.create(name, items[-1].to + items[-1].nbytes)
+    if head:
+        file.append_small((head,), keys=0, what="the header")
     for run in _group_small(items):
         if len(run) > 1 and file.sha256 is None:
             for item, data in zip(run, _read_run(name, run, reader), strict=True):

@@ -1,6 +1,6 @@
 """Bytes of checkpoints: files and objects, read and written with digests.
 
-An author of a strategy needs the 22 names in README.md's table; the others are for the rooms above.
+An author of a strategy needs the 30 names in README.md's table; the others are for the rooms above.
 """
 
 from shardckpt.storage.abilities import can_rename, has_local_files, on_store
@@ -56,6 +56,16 @@ from shardckpt.storage.remote import (
     list_objects,
     mask_password,
 )
+from shardckpt.storage.safetensors_header import (
+    HEADER_LIMIT,
+    LENGTH_BYTES,
+    FileEntry,
+    HeaderEntry,
+    encode_header,
+    header_length,
+    parse_head,
+    unique_dict,
+)
 from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut_spans
 from shardckpt.storage.staged_files import refuse_unrecorded
@@ -65,6 +75,8 @@ from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
 __all__ = [
     "BLOCK_BYTES",
+    "HEADER_LIMIT",
+    "LENGTH_BYTES",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
     "Buffer",
@@ -75,9 +87,11 @@ __all__ = [
     "Columns",
     "Digest",
     "Elements",
+    "FileEntry",
     "FileStream",
     "FileWriter",
     "HasFolders",
+    "HeaderEntry",
     "ListsFolders",
     "NewFile",
     "PackedShards",
@@ -101,9 +115,11 @@ __all__ = [
     "detect_replacement",
     "digest_function",
     "digest_vote",
+    "encode_header",
     "file_size",
     "has_changed",
     "has_local_files",
+    "header_length",
     "is_of_save",
     "is_read_again",
     "is_there",
@@ -116,6 +132,7 @@ __all__ = [
     "open_existing",
     "open_new",
     "pack_columns",
+    "parse_head",
     "read_box",
     "read_file",
     "read_into",
@@ -127,6 +144,7 @@ __all__ = [
     "sync_directory",
     "sync_file",
     "sync_tree",
+    "unique_dict",
     "was_replaced",
     "wrap_os_errors",
 ]

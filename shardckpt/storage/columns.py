@@ -1,19 +1,26 @@
 """Columns of integers and text as the bytes of a safetensors file: the form of tables on the wire and on the disk.
 
-Format: https://github.com/huggingface/safetensors#format. The writer is here because that of safetensors needs numpy;
-safetensors parses. Integers have the narrowest dtype that holds a column; a column of text is one JSON list.
+Format: https://github.com/huggingface/safetensors#format. Integers have the narrowest dtype that holds a column; a
+column of text is one JSON list. Wide columns come first, so that all are aligned, and are read without a copy.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import safetensors
 import torch
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage.safetensors_header import (
+    LENGTH_BYTES,
+    FileEntry,
+    HeaderEntry,
+    encode_header,
+    header_length,
+    parse_head,
+)
 from shardckpt.tensors import tensor_bytes
 
 #: Integers, not negative, of any shape; or text.
@@ -21,48 +28,48 @@ Column: TypeAlias = torch.Tensor | Sequence[str]
 
 _INTEGERS = {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"}
 _DTYPES = {kind: dtype for dtype, kind in _INTEGERS.items()}
-_ALIGN = 8
 
 
-def pack_columns(columns: Mapping[str, Column]) -> bytes:
+def pack_columns(columns: Mapping[str, Column], metadata: Mapping[str, str] | None = None) -> bytes:
     """Pack columns into one safetensors file.
 
     Args:
         columns: Integer tensors of any shape, or sequences of text, by name.
+        metadata: Text by name, for the file's ``__metadata__``.
 
     Returns:
         The bytes of the file, for :class:`Columns`.
     """
-    header: dict[str, object] = {}
-    parts: list[memoryview | bytes] = []
-    end = 0
+    found: list[tuple[HeaderEntry, memoryview | bytes, int]] = []
     for name, column in columns.items():
         kind, shape, data = _narrow(column) if isinstance(column, torch.Tensor) else _text(column)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + len(data)]}
-        parts.append(data)
-        end += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+        found.append((HeaderEntry(name, kind, shape, len(data)), data, _DTYPES[kind].itemsize))
+    found.sort(key=lambda item: -item[2])
+    return b"".join([encode_header([entry for entry, _, _ in found], metadata), *(data for _, data, _ in found)])
 
 
 class Columns:
     """The columns of a packed file.
 
     Args:
-        data: The bytes that :func:`pack_columns` returned.
+        data: The bytes that :func:`pack_columns` returned. A bytearray is not copied: do not change it.
         source: Named in errors.
+
+    Attributes:
+        metadata: The file's metadata.
 
     Raises:
         CorruptCheckpointError: the bytes are no safetensors file.
     """
 
-    def __init__(self, data: bytes, source: str) -> None:
+    def __init__(self, data: bytes | bytearray, source: str) -> None:
         self._source = source
-        try:
-            self._found: dict[str, dict[str, Any]] = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
-        except safetensors.SafetensorError as exc:
-            raise CorruptCheckpointError(f"{source} is not a table of columns: {exc}") from exc
+        # torch makes no tensor of bytes that cannot be written
+        self._data = memoryview(data if isinstance(data, bytearray) else bytearray(data))
+        length = header_length(bytes(data[:LENGTH_BYTES]), len(data), source)
+        head = self._data[LENGTH_BYTES : LENGTH_BYTES + length]
+        self._found: dict[str, FileEntry]
+        self.metadata, self._found = parse_head(head, len(data), source)
 
     def has(self, name: str) -> bool:
         """Return whether there is a column of this name."""
@@ -74,16 +81,36 @@ class Columns:
         Raises:
             CorruptCheckpointError: there is no such column, or it has another dtype or negative values.
         """
-        column = self._column(name)
-        dtype = _DTYPES.get(column["dtype"])
+        return self.stored(name).to(torch.int64)
+
+    def stored(self, name: str) -> torch.Tensor:
+        """Return a column of integers in its stored dtype, which may be a view of the file's bytes: do not change it.
+
+        Raises:
+            CorruptCheckpointError: there is no such column, or it has another dtype or negative values.
+        """
+        entry = self._entry(name)
+        dtype = _DTYPES.get(entry.kind)
         if dtype is None:
-            raise CorruptCheckpointError(f"{self._source}: its column {name!r} is of {column['dtype']}")
-        if not column["data"]:  # torch.frombuffer refuses an empty buffer
-            return torch.empty(column["shape"], dtype=torch.int64, device="cpu")
-        found = torch.frombuffer(column["data"], dtype=dtype).to(torch.int64)
+            raise CorruptCheckpointError(f"{self._source}: its column {name!r} is of {entry.kind}")
+        if entry.stop == entry.start:  # torch.frombuffer refuses an empty buffer
+            return torch.empty(entry.shape, dtype=dtype, device="cpu")
+        data = self._data[entry.start : entry.stop]
+        if entry.start % dtype.itemsize:
+            data = memoryview(bytearray(data))
+        found = torch.frombuffer(data, dtype=dtype)
         if dtype is not torch.uint8 and int(found.min()) < 0:
             raise CorruptCheckpointError(f"{self._source}: its column {name!r} has {int(found.min())}")
-        return found if len(column["shape"]) == 1 else found.view(column["shape"])
+        return found if len(entry.shape) == 1 else found.view(tuple(entry.shape))
+
+    def raw(self, name: str) -> memoryview:
+        """Return the bytes of a column.
+
+        Raises:
+            CorruptCheckpointError: there is no such column.
+        """
+        entry = self._entry(name)
+        return self._data[entry.start : entry.stop]
 
     def texts(self, name: str) -> list[str]:
         """Return a column of text as a list of strings.
@@ -92,15 +119,14 @@ class Columns:
             CorruptCheckpointError: there is no such column, or it is not a JSON list of text.
         """
         try:
-            found = json.loads(self._column(name)["data"].decode())
+            found = json.loads(bytes(self.raw(name)).decode())
         except (ValueError, RecursionError) as exc:
             raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not JSON: {exc}") from exc
         if not isinstance(found, list) or not set(map(type, found)) <= {str}:
             raise CorruptCheckpointError(f"{self._source}: its column {name!r} is not a list of text")
         return found
 
-    def _column(self, name: str) -> dict[str, Any]:
-        """Return a column as safetensors parsed it: its dtype by safetensors' name, shape and bytes."""
+    def _entry(self, name: str) -> FileEntry:
         if name not in self._found:
             raise CorruptCheckpointError(f"{self._source} has no column {name!r}")
         return self._found[name]

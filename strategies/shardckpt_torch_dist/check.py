@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from shardckpt.archive import ARCHIVE_ALIGN, Archive
+from shardckpt.chunks import Item
 from shardckpt.errors import CheckpointingException, CorruptCheckpointError
 from shardckpt.manifest import MARKER_NAME, RECORD_NAME
 from shardckpt.planning import make_column
@@ -17,7 +18,6 @@ from shardckpt_torch_dist.dialects import (
     COMMON_FILE,
     INDEX_FILE,
     METADATA_FILE,
-    Item,
     has_own_index,
     needs_common_file,
     read_index,

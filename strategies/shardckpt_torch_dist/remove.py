@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardckpt.archive import ARCHIVE_ALIGN
+from shardckpt.chunks import Chunks, Item
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Table, make_column, repeat_values
 from shardckpt.storage import SMALL_RECORD
@@ -25,8 +26,6 @@ from shardckpt_torch_dist.dialects import (
     COMMON_KEY,
     INDEX_FILE,
     METADATA_FILE,
-    Chunks,
-    Item,
     StoredIndex,
     encode_index,
     encode_metadata,

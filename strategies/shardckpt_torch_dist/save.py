@@ -6,34 +6,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.archive import encode_object
+from shardckpt.chunks import collect_items, count_files, view_tensors
 from shardckpt.errors import CheckpointingException
 from shardckpt.manifest import is_file_name
 from shardckpt.parallel import assign_main_replicas
-from shardckpt.storage import count_parallel_files
 from shardckpt.strategy import AsyncSaveStrategy, PreparedSave
 from shardckpt_torch_dist.plan import (
     GlobalFiles,
-    collect_items,
+    build_index,
+    find_other_keys,
     lay_out,
-    merge_plans,
     pickle_objects,
-    view_tensors,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
-    from pathlib import Path
 
     import torch
 
+    from shardckpt.chunks import Source
     from shardckpt.mapping import CommonStateDict, ShardedBase
     from shardckpt.strategy import PlanContext
     from shardckpt_torch_dist.dialects import StoredIndex
-    from shardckpt_torch_dist.plan import Source, WritePlan
-
-
-#: Several files are faster than one only if each has at least this many bytes.
-_MIN_FILE_BYTES = 32 << 20
+    from shardckpt_torch_dist.plan import WritePlan
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
@@ -113,11 +108,12 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
             archives = pickle_objects(items.objects, shards, context.allow_globals)
         with comm.local_phase("assigning items to files"):
             nbytes = sum(tensor.nbytes for tensor in items.tensors)
-            files = _file_count(self._files, nbytes, context.staging)
-            write_plan, local_plan = lay_out(items, archives, comm.rank, files, self._hint)
+            files = count_files(self._files, nbytes, context.staging)
+            other_keys = find_other_keys(items.objects, shards)
+            write_plan, local_plan = lay_out(items, archives, other_keys, comm.rank, files, self._hint)
         plans = comm.gather(local_plan)
         with comm.local_phase("planning for all ranks"):
-            index = merge_plans(plans) if comm.is_main else None
+            index = build_index(plans) if comm.is_main else None
 
         # The plan is kept for later saves, so it holds no values: a cached plan must not keep a model in memory.
         write_plan = replace(write_plan, tensors=[], archives={})
@@ -137,7 +133,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveStrategy):
         stored_common = _pickle_common(common, context)
         with comm.local_phase("pickling objects"):
             archives = pickle_objects(plan.objects, shards, context.allow_globals)
-            files = _file_count(self._files, plan.nbytes, context.staging)
+            files = count_files(self._files, plan.nbytes, context.staging)
         # An archive of another size would move all that is behind it in the file.
         if not comm.all_true(_lengths(archives) == plan.lengths and files == plan.files):
             return None
@@ -181,12 +177,6 @@ class SavePlan(NamedTuple):
         global_files = None if index is None else GlobalFiles(index, context.save_id, stored_common)
         work = replace(self.write_plan, tensors=tensors, archives=archives, global_files=global_files)
         return PreparedSave(work, plan=self)
-
-
-def _file_count(asked: int | None, nbytes: int, directory: Path | None) -> int:
-    """Return the number of files that the caller asked for, or that is fastest for so many bytes in a directory."""
-    most = nbytes // _MIN_FILE_BYTES
-    return asked or (1 if most <= 1 or directory is None else min(most, count_parallel_files(directory)))
 
 
 def _lengths(archives: dict[str, bytes]) -> dict[str, int]:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from shardckpt import dist_checkpointing
+from shardckpt.chunks import Chunks
 from shardckpt.errors import CheckpointingException
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
 from shardckpt.planning.table import Table
 from shardckpt.storage.digest import Segments, digest_function
 from shardckpt_torch_dist.dialects.index_file import encode_index, parse_index
-from shardckpt_torch_dist.dialects.stored import Chunks
 from tests.faults import samples
 from tests.names import INDEX, RECORD, data_file
 

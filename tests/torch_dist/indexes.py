@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from shardckpt.chunks import Chunk, Item, StoredTensor
 from shardckpt.planning.boxes import Box
 from shardckpt.testing.tensors import DTYPES
-from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor, tensors_to_columns
+from shardckpt_torch_dist.dialects.stored import StoredIndex, tensors_to_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt import adapters
 from shardckpt import dist_checkpointing as dc
+from shardckpt.chunks import StagedDestination
 from shardckpt.errors import CorruptCheckpointError, ShardingError
 from shardckpt.mapping import ShardedTensor
 from shardckpt_torch_dist.plan.load_planner import ShardedLoadPlanner
@@ -30,6 +31,7 @@ from tests.torch_dist.te_stand_in import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardckpt.planning import FlatPart
     from tests.ranks import RankPool
 
 KINDS = [Float8StandIn, MXFP8StandIn, FirstFloat8StandIn]
@@ -215,14 +217,16 @@ def test_few_plain_tensors_live_at_a_time(
     rows = 300  # 600 KiB, a row is 2 KiB
     ranks.run(2, _save_many, str(tmp_path / "c"), rows)
     counts: list[int] = []
-    original = ShardedLoadPlanner.resolve_tensor
+    seen: dict[int, StagedDestination] = {}
+    original = StagedDestination.view
 
-    def counting(self: ShardedLoadPlanner, item: Any) -> torch.Tensor:
-        view = original(self, item)
-        counts.append(sum(staged._plain is not None for staged in self._staged))
+    def counting(self: StagedDestination, part: FlatPart) -> torch.Tensor:
+        view = original(self, part)
+        seen[id(self)] = self
+        counts.append(sum(staged._plain is not None for staged in list(seen.values())))
         return view
 
-    monkeypatch.setattr(ShardedLoadPlanner, "resolve_tensor", counting)
+    monkeypatch.setattr(StagedDestination, "view", counting)
     wrappers = [_empty(Float8StandIn, (rows, 1024)) for _ in range(40)]
     dc.load({"w": [ShardedTensor.from_rank_offsets(f"w{n}", data) for n, data in enumerate(wrappers)]}, tmp_path / "c")
     assert len(counts) == 80

@@ -47,6 +47,7 @@ class Claims:
         supports_objects: Whether it stores ShardedObjects.
         supports_python_values: Whether objects and common state may be any values that a load accepts: tuples, bytes,
             tensors. If not, they are what JSON has.
+        supports_allowed_classes: Whether ``allow_globals`` lets objects have instances of other classes.
         supports_async: Whether it is an AsyncSaveStrategy that writes in a thread.
         supports_async_process: Whether its work can be written by another process, too.
         supports_urls: Whether it saves to object stores and loads from them.
@@ -68,6 +69,7 @@ class Claims:
     supports_shape_mismatch: ClassVar[bool] = True
     supports_objects: ClassVar[bool] = True
     supports_python_values: ClassVar[bool] = True
+    supports_allowed_classes: ClassVar[bool] = True
     supports_async: ClassVar[bool] = False
     supports_async_process: ClassVar[bool] = False
     supports_urls: ClassVar[bool] = False

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shardckpt.archive import decode_object, describe
+from shardckpt.chunks import Region, check_cast
 from shardckpt.distributed import replace_text
 from shardckpt.engine import locate_checkpoint, open_reader, report_read
 from shardckpt.errors import (
@@ -41,7 +42,7 @@ from shardckpt_torch_dist.dialects import (
     to_dcp_tensor,
 )
 from shardckpt_torch_dist.load import TorchDistLoadShardedStrategy
-from shardckpt_torch_dist.plan import ItemReader, Region, ShardedLoadPlanner, check_cast
+from shardckpt_torch_dist.plan import ItemReader, ShardedLoadPlanner
 
 if TYPE_CHECKING:
     import io

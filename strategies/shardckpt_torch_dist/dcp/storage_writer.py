@@ -31,7 +31,7 @@ from shardckpt.errors import CheckpointingException, ShardingError, listed
 from shardckpt.storage import digest_vote
 from shardckpt.tensors import page_offset, synchronize_devices
 from shardckpt_torch_dist.dialects import METADATA_FILE
-from shardckpt_torch_dist.plan import append_tensor
+from shardckpt_torch_dist.plan import append_archive
 from shardckpt_torch_dist.save import TorchDistSaveShardedStrategy
 from shardckpt_torch_dist.torch_private import StorageInfo
 
@@ -268,7 +268,7 @@ def _write_items(
             synchronize_devices([tensor])
             head, tail = make_frame(tensor.dtype, tuple(tensor.shape), start, page_offset(tensor))
             length = len(head) + _nbytes(item) + len(tail)
-            append_tensor(file, tensor, key, length)
+            append_archive(file, tensor, key, length)
         yield WriteResult(item.index, length, StorageInfo(name, start, length))
     writer.finish(file)
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shardckpt.chunks import Chunks, Item
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning import Table, make_column, make_matrix, number_groups
 from shardckpt.storage import Column, Columns, check_file_name, pack_columns
-from shardckpt_torch_dist.dialects.stored import Chunks, Item, StoredIndex, parse_object_key
+from shardckpt_torch_dist.dialects.stored import StoredIndex, parse_object_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

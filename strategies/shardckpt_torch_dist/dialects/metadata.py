@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.archive import describe, load_metadata
+from shardckpt.chunks import Chunk, Item, StoredTensor
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.manifest import RECORD_NAME
 from shardckpt.planning import Box, Ints, cut_flat_range
@@ -29,10 +30,7 @@ from shardckpt_torch_dist.dialects.index_file import INDEX_FILE, parse_index
 from shardckpt_torch_dist.dialects.stored import (
     COMMON_FILE,
     COMMON_KEY,
-    Chunk,
-    Item,
     StoredIndex,
-    StoredTensor,
     parse_object_key,
     tensors_to_columns,
 )

@@ -31,7 +31,8 @@ from shardckpt_torch_dist.torch_private import StorageInfo
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from shardckpt_torch_dist.dialects.stored import Item, StoredIndex
+    from shardckpt.chunks import Item
+    from shardckpt_torch_dist.dialects.stored import StoredIndex
 
 #: About how many chunks and tensors are encoded at a time.
 _WINDOW = 1 << 15

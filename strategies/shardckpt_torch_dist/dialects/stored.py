@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
+from shardckpt.chunks import ChunkIndex, Chunks, StoredTensor
 from shardckpt.errors import CheckpointingException
 from shardckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from shardckpt.planning import Box, Boxes, make_column, make_matrix
+from shardckpt.planning import Boxes, list_rows, make_column, make_matrix, number_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
-    from shardckpt.planning import Ints, Table
+    from shardckpt.chunks import Item
+    from shardckpt.planning import Ints
 
 #: The object in which Megatron from 0.19 on stores the common state, in the same files as the tensors.
 COMMON_KEY = "common_state/shard_0_1"
@@ -24,80 +26,8 @@ COMMON_KEY = "common_state/shard_0_1"
 COMMON_FILE = "common.pt"
 
 
-class Item(NamedTuple):
-    """A byte range of a file that holds one complete ``torch.save`` archive. Items sort by file, then by offset.
-
-    Attributes:
-        file: Name of the file.
-        offset: Where the archive begins, in bytes.
-        length: Its size, in bytes.
-    """
-
-    file: str
-    offset: int
-    length: int
-
-
-class Chunk(NamedTuple):
-    """A box of a tensor, and where its elements are stored.
-
-    A flattened shard of Megatron 0.8 to 0.15 is one archive with several boxes: each is a chunk with its own ``first``.
-
-    Attributes:
-        box: The box, in the tensor's true global coordinates.
-        item: The archive that holds it.
-        first: Index of the box's first element in the archive's tensor; the others follow without gaps.
-        volume: Number of elements of the archive's tensor.
-    """
-
-    box: Box
-    item: Item
-    first: int
-    volume: int
-
-
 @dataclass(frozen=True)
-class StoredTensor:
-    """A stored tensor.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its true global shape.
-        chunks: Its chunks, by their offsets in the tensor.
-    """
-
-    dtype: torch.dtype
-    shape: Ints
-    chunks: dict[Ints, Chunk]
-
-    def boxes(self) -> Iterator[Box]:
-        """Return the boxes of its chunks."""
-        return (chunk.box for chunk in self.chunks.values())
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The chunks of all tensors as columns, int64 of shape (chunks,). The rows of a tensor follow each other.
-
-    Attributes:
-        box: Their boxes, with the number of the tensor for each.
-        file: Number of the file that holds the archive.
-        start: Where the archive begins in the file, in bytes.
-        length: Size of the archive, in bytes.
-        first: Index of the box's first element in the archive's tensor.
-        volume: Number of elements of the archive's tensor.
-    """
-
-    box: Table
-    file: torch.Tensor
-    start: torch.Tensor
-    length: torch.Tensor
-    first: torch.Tensor
-    volume: torch.Tensor
-
-
-@dataclass(frozen=True)
-class StoredIndex:
+class StoredIndex(ChunkIndex):
     """Everything that a checkpoint stores. A tensor's number is its position in ``keys``.
 
     Attributes:
@@ -133,36 +63,26 @@ class StoredIndex:
     by_megatron: bool | None = None
 
     @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The number of each tensor, by key."""
-        return {key: number for number, key in enumerate(self.keys)}
-
-    @cached_property
     def _tensors(self) -> dict[int, StoredTensor]:
         return {}
 
-    def chunks_of(self, rows: torch.Tensor | slice, boxes: Table) -> Iterator[Chunk]:
-        """Return some of the chunks, in order.
-
-        Args:
-            rows: Which rows: int64 indices of shape (rows,), or a slice.
-            boxes: Their boxes, with as many axes as the result is to have.
-        """
-        columns = self.chunks
-        items = map(
-            Item,
-            map(self.files.__getitem__, columns.file[rows].tolist()),
-            columns.start[rows].tolist(),
-            columns.length[rows].tolist(),
-        )
-        corners = (map(tuple, column.tolist()) for column in (boxes.offset, boxes.extent))
-        return map(Chunk, map(Box, *corners), items, columns.first[rows].tolist(), columns.volume[rows].tolist())
+    def take_chunks(self, numbers: torch.Tensor) -> tuple[Chunks, torch.Tensor]:
+        """Return the chunks of some tensors, numbered anew, and their bounds; see the base."""
+        if len(numbers) == len(self.keys):
+            return self.chunks, self.bounds
+        rows = list_rows(numbers, self.bounds)
+        counts = self.bounds[numbers + 1] - self.bounds[numbers]
+        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        chunks = self.chunks
+        box = chunks.box.rows(rows)._replace(spec=number_groups(bounds[1:]))
+        columns = (chunks.file, chunks.start, chunks.length, chunks.first, chunks.volume)
+        return Chunks(box, *(column[rows] for column in columns)), bounds
 
     def tensor(self, number: int) -> StoredTensor:
         """Return the tensor with this number, with its chunks as objects; they are made once."""
         if number not in self._tensors:
             shape, rows = self.shapes[number], slice(*self.bounds[number : number + 2].tolist())
-            chunks = self.chunks_of(rows, self.chunks.box.rows(rows).take_axes(len(shape)))
+            chunks = self.chunks.list(rows, self.chunks.box.rows(rows).take_axes(len(shape)), self.files)
             self._tensors[number] = StoredTensor(
                 self.dtypes[number], shape, {chunk.box.offset: chunk for chunk in chunks}
             )

@@ -6,26 +6,32 @@ import math
 from typing import TYPE_CHECKING
 
 from shardckpt.archive import ARCHIVE_ALIGN, make_frame
+from shardckpt.chunks import LocalPlan
 from shardckpt.planning import assign_holders, make_column, make_matrix
 from shardckpt.storage import Column, PackedShards, pack_columns
 from shardckpt.tensors import page_offset
-from shardckpt_torch_dist.plan.global_plan import LocalPlan
 from shardckpt_torch_dist.plan.write_plan import FilePlan, WritePlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardckpt_torch_dist.plan.items import LocalItems
+    from shardckpt.chunks import LocalItems
 
 
 def lay_out(
-    items: LocalItems, archives: Mapping[str, bytes], rank: int, count: int, hint: str | None
+    items: LocalItems,
+    archives: Mapping[str, bytes],
+    other_keys: Mapping[str, tuple[str, ...]],
+    rank: int,
+    count: int,
+    hint: str | None,
 ) -> tuple[WritePlan, LocalPlan]:
     """Assign the items to files by bytes, and give each a position.
 
     Args:
         items: The rank's items.
         archives: The archives of its objects, by unique key. They come first in a file, as in Megatron's files.
+        other_keys: The keys under which an object is listed, by unique key; others are listed by their unique key.
         rank: The rank, for the names of the files.
         count: How many files.
         hint: Items whose keys begin with it go to ``count`` separate files, whose names begin with it; None for none.
@@ -61,9 +67,9 @@ def lay_out(
         "boxes": make_matrix(boxes, 3, 0),
         "objects": make_matrix(objects, 3, 0),
     }
-    if items.other_keys:
+    if other_keys:
         order = {key: number for number, key in enumerate(archives)}
-        pairs = [(order[key], other) for key, others in items.other_keys.items() for other in others]
+        pairs = [(order[key], other) for key, others in other_keys.items() for other in others]
         locations["listed"] = [other for _, other in pairs]
         locations["listed_objects"] = make_column([number for number, _ in pairs])
     stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), items.objects)

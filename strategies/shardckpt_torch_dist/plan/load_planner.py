@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -13,22 +12,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 import shardckpt.distributed  # noqa: F401 - so that what DCP imports keeps no process group: see shardckpt.tensors.torch_private
 from shardckpt.archive import decode_object
-from shardckpt.errors import CorruptCheckpointError, KeyMismatchError, ShardingError
-from shardckpt.mapping import PlainObject
-from shardckpt.planning import (
-    Box,
-    BoxFinder,
-    check_dtypes,
-    check_shapes,
-    find_hole,
-    find_overlap,
-    part_view,
-    shard_parts,
+from shardckpt.chunks import (
+    StagedDestination,
+    check_cast,
+    check_no_partial_overlap,
+    make_finder,
+    match_parts,
+    needs_staging,
 )
+from shardckpt.errors import KeyMismatchError
+from shardckpt.mapping import PlainObject
+from shardckpt.planning import Box, check_dtypes, check_shapes, part_view
 from shardckpt.state_dict import map_reduce
 from shardckpt.tensors import is_quantized, movable
 from shardckpt_torch_dist.plan.split import set_rest_value, split_shards
-from shardckpt_torch_dist.plan.staged import StagedDestination, StagedPart, check_no_partial_overlap
 
 if TYPE_CHECKING:
     import io
@@ -37,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from shardckpt.mapping import ShardedObject, ShardedTensor
+    from shardckpt.planning import BoxFinder, FlatPart
 
 
 class ShardedLoadPlanner(DefaultLoadPlanner):
@@ -46,9 +44,8 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     gets CPU memory. Objects go through the allow-list, never through plain pickle.
 
     A quantized destination (of a tensor class with its own ``dequantize``) is read into a plain CPU tensor, and
-    quantized when its last item is committed. :meth:`units` orders a plan so that few of these plain tensors exist at a
-    time. ``dcp.load`` reads file by file instead: the plain tensor of a destination that spans several files stays
-    until the last of these is read.
+    quantized when its last item is committed. ``dcp.load`` reads file by file: the plain tensor of a destination that
+    spans several files stays until the last of these is read.
 
     Args:
         *args: As for DCP's DefaultLoadPlanner.
@@ -71,7 +68,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         #: ShardedObjects by unique key: several may request the same object.
         self._objects: dict[str, list[ShardedObject]] = {}
         #: The destinations of the planned tensor items, by the number in their ``dest_index``.
-        self._targets: list[torch.Tensor | StagedPart] = []
+        self._targets: list[torch.Tensor | _StagedPart] = []
         self._to_zero: list[torch.Tensor] = []
         self._staged: list[StagedDestination] = []
         self._stored: dict[str, Any] = {}
@@ -112,22 +109,6 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         check_no_partial_overlap(shard for shard in self._tensors if is_quantized(shard.data))
         return dataclasses.replace(plan, items=[*items, *plan.items])
 
-    def units(self, items: Iterable[ReadItem]) -> list[list[ReadItem]]:
-        """Group the items: those of a quantized destination together, each other item alone.
-
-        A thread that reads unit after unit needs only one plain tensor at a time.
-
-        Args:
-            items: The items of a plan, in the order to read them.
-
-        Returns:
-            The units, each at the position of its first item.
-        """
-        units: dict[Any, list[ReadItem]] = {}
-        for number, item in enumerate(items):
-            units.setdefault(self._staged_of(item) or number, []).append(item)
-        return list(units.values())
-
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Zero the destinations that the checkpoint may not cover.
 
@@ -161,7 +142,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
         if not isinstance(read_item.dest_index, _Target):
             return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
         planned = self._targets[read_item.dest_index.index or 0]
-        target = planned.staged.view(planned.part) if isinstance(planned, StagedPart) else planned
+        target = planned.staged.view(planned.part) if isinstance(planned, _StagedPart) else planned
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(axis, start, length)
         return target
@@ -176,7 +157,7 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
 
     def _staged_of(self, item: ReadItem) -> StagedDestination | None:
         target = self._targets[item.dest_index.index or 0] if isinstance(item.dest_index, _Target) else None
-        return target.staged if isinstance(target, StagedPart) else None
+        return target.staged if isinstance(target, _StagedPart) else None
 
     def _check(self) -> None:
         """Raise one error with all keys that are missing, or whose global shape or dtype does not match."""
@@ -196,24 +177,17 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
     def _tensor_items(self, shard: ShardedTensor, finders: dict[str, BoxFinder]) -> Iterable[ReadItem]:
         if shard.key not in finders:
             boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[shard.key].chunks]
-            overlap = find_overlap(boxes)
-            if overlap is not None:
-                raise CorruptCheckpointError(f"{shard.key!r}: its stored chunks overlap in {overlap.common}")
-            finders[shard.key] = BoxFinder(boxes)
+            finders[shard.key] = make_finder(shard.key, boxes)
         finder = finders[shard.key]
-        found = {part: list(finder.touching(part.box)) if part.box.volume else [] for part in shard_parts(shard)}
-        if not shard.allow_shape_mismatch:
-            for part, touched in found.items():
-                if [common for _, common in touched] != [part.box]:
-                    _check_no_hole(shard.key, part.box, [common for _, common in touched])
+        found = match_parts(shard, finder)
         shard.init_data("cpu")  # only now: the checkpoint has all its elements
         staged = None
-        if shard.data is not None and _needs_staging(shard.data, self._stored[shard.key].properties.dtype):
+        if shard.data is not None and needs_staging(shard.data, self._stored[shard.key].properties.dtype):
             staged = StagedDestination(shard, shard.data, sum(map(len, found.values())))
             self._staged.append(staged)
         for part, touched in found.items():
             target = _Target(shard.key, torch.Size(part.box.offset), len(self._targets))
-            self._targets.append(part_view(shard, part) if staged is None else StagedPart(staged, part))
+            self._targets.append(part_view(shard, part) if staged is None else _StagedPart(staged, part))
             if staged is None and shard.allow_shape_mismatch:
                 self._to_zero.append(part_view(shard, part))
             for chunk, common in touched:
@@ -228,56 +202,18 @@ class ShardedLoadPlanner(DefaultLoadPlanner):
                 )
 
 
+class _StagedPart(NamedTuple):
+    """A part of a staged destination."""
+
+    staged: StagedDestination
+    part: FlatPart
+
+
 class _Target(MetadataIndex):
     """Marks an item as one of ours; its ``index`` is the destination's number."""
 
     # DCP sends plans to the coordinator and back, so an item can only name its destination, not hold it.
 
 
-def _needs_staging(destination: torch.Tensor, stored: torch.dtype) -> bool:
-    """Return whether values must go through a plain tensor."""
-    if is_quantized(destination):
-        return True
-    return destination.is_neg() and destination.dtype != stored  # torch loses signs in a cast into a negated view
-
-
 def _relative(inner: Box, outer: Box) -> torch.Size:
     return torch.Size(a - b for a, b in zip(inner.offset, outer.offset, strict=True))
-
-
-def check_cast(key: str, stored: torch.dtype, requested: torch.dtype) -> None:
-    """Check that torch can cast stored values to the requested dtype.
-
-    Args:
-        key: The tensor's key, for the error.
-        stored: The stored dtype.
-        requested: The destination's dtype.
-
-    Raises:
-        ShardingError: It cannot.
-    """
-    if stored != requested and not _can_cast(stored, requested):
-        raise ShardingError(
-            f"{key!r} is stored as {stored}, which torch cannot cast to {requested}: load it as {stored}"
-        )
-
-
-@functools.cache
-def _can_cast(stored: torch.dtype, requested: torch.dtype) -> bool:
-    """Return whether torch has such a cast; it has none for packed dtypes, which store two values per byte."""
-    if stored.is_complex != requested.is_complex:
-        return True  # torch warns about the imaginary part that is lost
-    try:
-        torch.zeros(1, dtype=stored, device="cpu").to(requested)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _check_no_hole(key: str, requested: Box, found: list[Box]) -> None:
-    back = tuple(-step for step in requested.offset)
-    hole = find_hole(requested.shape, [box.moved(back) for box in found])
-    if hole is not None:
-        raise CorruptCheckpointError(
-            f"{key!r}: the checkpoint does not hold its elements {hole.moved(requested.offset)}: the save lost them"
-        )

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from shardckpt.chunks import Region, StagedRegion, read_in_order, read_units
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.tensors import is_ordinary, synchronize_devices
-from shardckpt_torch_dist.plan.coalesced_reads import ReadAhead, coalesce
-from shardckpt_torch_dist.plan.regions import read_chunk
-from shardckpt_torch_dist.plan.requested import Region
+from shardckpt_torch_dist.plan.regions import copy_chunk, read_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.planner import ReadItem
 
+    from shardckpt.chunks import Chunk, Item, ReadAhead
     from shardckpt.storage import CheckpointReader
-    from shardckpt_torch_dist.dialects import Chunk, Item, StoredIndex
-    from shardckpt_torch_dist.plan.coalesced_reads import CoalescedRead
+    from shardckpt_torch_dist.dialects import StoredIndex
 
 
 class Destinations(Protocol):
@@ -57,16 +56,15 @@ class ItemReader:
         Args:
             units: Lists of items that one thread must read together, in order.
         """
-        self._reader.map(self._read_group, coalesce(units, self.locate), self._nbytes)
+        read_units(self._reader, units, self.locate, self._nbytes, self._read)
 
     def read_in_order(self, items: Sequence[ReadItem]) -> None:
         """Read items one after the other, all in this thread."""
-        for group in coalesce([(item,) for item in items], self.locate):
-            self._read_group(group)
+        read_in_order(self._reader, items, self.locate, self._read)
 
-    def locate(self, item: Region | ReadItem) -> Item:
+    def locate(self, item: Region | StagedRegion | ReadItem) -> Item:
         """Return where an item's archive is; to sort by it is to read each file from front to back."""
-        if isinstance(item, Region):
+        if isinstance(item, Region | StagedRegion):
             return item.chunk.item
         if item.type == LoadItemType.BYTE_IO:
             return self._index.archive(item.storage_index.fqn)
@@ -86,36 +84,32 @@ class ItemReader:
             )
         return chunk
 
-    def _nbytes(self, group: CoalescedRead) -> int:
-        """Return the bytes to read for a group; small items count as 0: they cost Python's time, not the disk's."""
-        if group.small:
-            return 0
-        return sum(item.target.nbytes if isinstance(item, Region) else self.locate(item).length for item in group.items)
+    def _nbytes(self, item: Region | StagedRegion | ReadItem) -> int:
+        return item.nbytes if isinstance(item, Region | StagedRegion) else self.locate(item).length
 
-    def _read_group(self, group: CoalescedRead) -> None:
-        if not group.small or len(group.items) == 1:
-            for item in group.items:
-                self._read(item, None)
-            return
-        with ReadAhead(self._reader, group) as ahead:
-            for item in group.items:
-                if not (isinstance(item, Region) and self._takes_bytes(item) and ahead.copy(item)):
-                    self._read(item, ahead)
-
-    def _takes_bytes(self, region: Region) -> bool:
-        """Return whether a region's target can be filled by a copy of all bytes of the stored tensor."""
-        target = region.target
-        return region.is_entire and target.dtype == self._index.dtypes[region.number] and is_ordinary(target)
-
-    def _read(self, item: Region | ReadItem, ahead: ReadAhead | None) -> None:
+    def _read(self, item: Region | StagedRegion | ReadItem, ahead: ReadAhead | None) -> None:
         """Read an item, from memory if it was read ahead."""
-        key = self._index.keys[item.number] if isinstance(item, Region) else item.storage_index.fqn
-        archive = None if ahead is None else ahead.read_range(*self.locate(item), key)
         if isinstance(item, Region):
-            dtype = self._index.dtypes[item.number]
-            read_chunk(self._reader, item.chunk, item.start, item.target, dtype, key, archive)
-            _synchronize(item.target)
+            self._read_region(item, ahead)
+        elif isinstance(item, StagedRegion):
+            self._read_region(item.resolve(), ahead)
+            item.staged.commit()
+        else:
+            self._read_dcp_item(item, ahead)
+
+    def _read_region(self, region: Region, ahead: ReadAhead | None) -> None:
+        key, dtype = self._index.keys[region.number], self._index.dtypes[region.number]
+        # its target may be filled by a copy of all bytes of the stored tensor
+        takes_bytes = region.is_entire and region.target.dtype == dtype and is_ordinary(region.target)
+        if ahead is not None and takes_bytes and copy_chunk(region.chunk, region.target, ahead):
             return
+        archive = None if ahead is None else ahead.read_range(*region.chunk.item, key)
+        read_chunk(self._reader, region.chunk, region.start, region.target, dtype, key, archive)
+        _synchronize(region.target)
+
+    def _read_dcp_item(self, item: ReadItem, ahead: ReadAhead | None) -> None:
+        key = item.storage_index.fqn
+        archive = None if ahead is None else ahead.read_range(*self.locate(item), key)
         if item.type == LoadItemType.BYTE_IO:
             archive = self._reader.read_range(*self.locate(item), key) if archive is None else archive
             self._planner.load_bytes(item, io.BytesIO(archive))

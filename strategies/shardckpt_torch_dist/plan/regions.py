@@ -15,6 +15,7 @@ from shardckpt.archive import (
     resolve_lazy_view,
     row_major_strides,
 )
+from shardckpt.chunks import SMALL_ITEM
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import StoredArray, read_box
 from shardckpt.tensors import copy_values
@@ -22,12 +23,9 @@ from shardckpt.tensors import copy_values
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardckpt.chunks import Chunk, ReadAhead
     from shardckpt.planning import Ints
     from shardckpt.storage import CheckpointReader
-    from shardckpt_torch_dist.dialects import Chunk
-
-#: Items up to this size, in bytes, are read entirely, in one call.
-SMALL_ITEM = 64 << 10
 
 
 def read_chunk(
@@ -87,6 +85,28 @@ def read_chunk(
         payload = bytearray(stored.nbytes)
         reader.read_into(item.file, item.offset + stored.offset, memoryview(payload), key)
     _copy_box(payload, stored, chunk, start, target)
+
+
+def copy_chunk(chunk: Chunk, target: torch.Tensor, ahead: ReadAhead) -> bool:
+    """Copy an entire chunk to a tensor from what was read ahead, without parsing the archive.
+
+    Args:
+        chunk: The chunk.
+        target: Contiguous, of the stored dtype, on the CPU.
+        ahead: Has the chunk's archive.
+
+    Returns:
+        Whether it was copied; False if the archive is not, byte for byte, as we write it.
+    """
+    ours, data = build_own_archive(target.dtype, chunk.box.shape, chunk.item.length), ahead.view(chunk.item)
+    if ours is None or data is None:
+        return False
+    head, tail, _ = ours
+    payload, end = len(head), len(head) + target.nbytes
+    if end + len(tail) != len(data) or data[:payload] != head or data[end:] != tail:
+        return False
+    ahead.copy(chunk.item.offset + payload, target)
+    return True
 
 
 def _copy_box(

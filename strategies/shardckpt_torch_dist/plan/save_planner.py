@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from shardckpt.archive import make_archive
-from shardckpt_torch_dist.plan.items import LocalItems, collect_items, get_stored_value
+from shardckpt.chunks import collect_items
+from shardckpt_torch_dist.plan.objects import check_keys, find_other_keys, get_stored_value
 from shardckpt_torch_dist.plan.split import split_shards
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.metadata import StorageMeta
 
+    from shardckpt.chunks import LocalItems
     from shardckpt.mapping import ShardedObject, ShardedTensor
 
 
@@ -58,11 +60,13 @@ class ShardedSavePlanner(DefaultSavePlanner):
         """
         plan = super().create_local_plan()
         mine = collect_items(self._shards)
+        check_keys(mine.objects, self._shards)
+        other_keys = find_other_keys(mine.objects, self._shards)
         items = [_tensor_item(mine, position) for position in range(len(mine.tensors))]
         self._values = {item.index: tensor for item, tensor in zip(items, mine.tensors, strict=True)}
         for key, position in mine.objects.items():
             # DCP plans an archive for each key: an object for other readers is stored under the first of its keys
-            index = MetadataIndex(mine.other_keys.get(key, (key,))[0])
+            index = MetadataIndex(other_keys.get(key, (key,))[0])
             items.append(WriteItem(index, WriteItemType.BYTE_IO))
             self._values[index] = self._shards[position]
         self.plan = dataclasses.replace(plan, items=[*items, *plan.items])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardckpt.archive import ARCHIVE_ALIGN, make_frame_of_length
-from shardckpt.errors import CheckpointingException, ShardingError
-from shardckpt.storage import SEGMENT_BYTES, SMALL_RECORD
-from shardckpt.tensors import Copier, is_ordinary, is_plain, plain_cpu, synchronize_devices, tensor_bytes
+from shardckpt.chunks import append_tensor
+from shardckpt.errors import ShardingError
+from shardckpt.tensors import synchronize_devices
 from shardckpt_torch_dist.dialects import COMMON_FILE, INDEX_FILE, METADATA_FILE, encode_index, encode_metadata
 
 if TYPE_CHECKING:
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 
     from shardckpt.storage import CheckpointWriter, FileWriter, PackedShards
     from shardckpt_torch_dist.dialects import StoredIndex
-
-
-#: Bytes that are copied at a time of a tensor that cannot be written from its memory (on a device, or with strides). It
-#: is less than a segment, so that the writer can append such a piece to others before the next is copied.
-PIECE_BYTES = SEGMENT_BYTES // 2
 
 
 @dataclass
@@ -89,7 +83,7 @@ class WritePlan:
                 into.append_small((data, bytes(-len(data) % ARCHIVE_ALIGN)), what=name)
         in_files = {number: into for file, into in open_files for number in file.tensors}
         for number in sorted(in_files):  # alternates between the files, so that all are written concurrently
-            append_tensor(in_files[number], self.tensors[number], self.keys[number], self.lengths[number])
+            append_archive(in_files[number], self.tensors[number], self.keys[number], self.lengths[number])
         unfinished = [into for _, into in open_files]
         if self.global_files is not None:
             index, save_id, common = self.global_files
@@ -108,7 +102,7 @@ class WritePlan:
             writer.record_shards(self.stored if is_all else self.stored.only(sorted(in_files), objects))
 
 
-def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int) -> None:
+def append_archive(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int) -> None:
     """Append the archive of a tensor to a file, and the padding that aligns the next one.
 
     Args:
@@ -123,26 +117,4 @@ def append_tensor(file: FileWriter, tensor: torch.Tensor, key: str, nbytes: int)
     frame = make_frame_of_length(tensor.dtype, tuple(tensor.shape), nbytes)
     if frame is None:
         raise ShardingError(f"tensor {key!r} is no longer the {nbytes} bytes that were planned for it")
-    head, tail = frame
-    padding = bytes(-nbytes % ARCHIVE_ALIGN)
-    if nbytes <= SMALL_RECORD and is_ordinary(tensor):
-        file.append_small((head, tensor_bytes(tensor), tail, padding), what=key)
-        return
-    if nbytes <= PIECE_BYTES or is_ordinary(tensor) or not is_plain(tensor):
-        parts = partial(_framed_values, memoryview(head), tensor, memoryview(tail + padding), key)
-        file.append(nbytes + len(padding), parts, what=key)
-        return
-    # A large tensor that must be copied: in pieces, so that the copies take bounded memory.
-    file.append_small((head,), what=key)
-    copies = Copier(tensor, PIECE_BYTES)
-    for piece in copies.pieces():
-        file.append(piece.nbytes, partial(copies.copy_piece, piece), keys=0, what=key)
-    file.append_small((tail, padding), keys=0, what=key)
-
-
-def _framed_values(before: memoryview, tensor: torch.Tensor, after: memoryview, key: str) -> list[memoryview]:
-    """Return the bytes of a tensor's values, between the bytes before and after them."""
-    try:
-        return [before, tensor_bytes(plain_cpu(tensor)), after]
-    except CheckpointingException as exc:
-        raise ShardingError(f"tensor {key!r}: {exc}") from exc
+    append_tensor(file, tensor, key, frame.head, frame.tail + bytes(-nbytes % ARCHIVE_ALIGN))

@@ -7,17 +7,19 @@ import safetensors.torch
 import torch
 from hypothesis import strategies as st
 
+from shardckpt.chunks import Chunk, Item, StoredTensor
 from shardckpt.errors import CorruptCheckpointError
 from shardckpt.planning.boxes import Box
 from shardckpt.storage.columns import pack_columns
 from shardckpt_torch_dist.dialects import index_file
 from shardckpt_torch_dist.dialects.index_file import encode_index, parse_index
-from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor
 from tests.property.search import drawn, for_all
 from tests.torch_dist.indexes import FILES, INDEXES, content, index_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from shardckpt_torch_dist.dialects.stored import StoredIndex
 
 SOURCE = "/ckpt/shardckpt-index.safetensors"
 LARGEST = (1 << 63) - 1

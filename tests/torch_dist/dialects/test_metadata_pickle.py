@@ -19,15 +19,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardckpt.archive.unpickle import load_metadata
+from shardckpt.chunks import Chunk, Item, StoredTensor
 from shardckpt.planning.boxes import Box
 from shardckpt_torch_dist.dialects import metadata_pickle
 from shardckpt_torch_dist.dialects.metadata_pickle import encode_metadata
-from shardckpt_torch_dist.dialects.stored import Chunk, Item, StoredIndex, StoredTensor
 from tests.property.search import drawn, for_all
 from tests.torch_dist.indexes import INDEXES, index_of, tensors_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from shardckpt_torch_dist.dialects.stored import StoredIndex
 
 FILE = "__0_0.distcp"
 

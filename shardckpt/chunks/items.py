@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shardckpt.archive import encode_object
 from shardckpt.errors import ShardingError
-from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor, is_main_replica
+from shardckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardckpt.planning import Boxes, part_view, shard_parts
-from shardckpt_torch_dist.dialects import COMMON_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -36,7 +34,6 @@ class LocalItems:
         tensors: The values of each box.
         sources: Where each of these comes from.
         objects: The positions of the ShardedObjects among the rank's shards, by unique key.
-        other_keys: The keys under which an object is listed, by unique key; others are listed by their unique key.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -46,40 +43,6 @@ class LocalItems:
     tensors: list[torch.Tensor] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     objects: dict[str, int] = field(default_factory=dict)
-    other_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def add_object(self, shard: ShardedObject, position: int) -> None:
-        """Add an object, by its position among the shards; raise ShardingError if the common state has its name."""
-        if shard.unique_key == COMMON_KEY:
-            raise ShardingError(f"object {shard.key!r}: the common state has that name; use another key")
-        self.objects[shard.unique_key] = position
-        if isinstance(shard, PlainObject) and shard.keys:
-            self.other_keys[shard.unique_key] = shard.keys
-
-
-def pickle_objects(
-    objects: Mapping[str, int], shards: Sequence[ShardedBase], allow_globals: Iterable[Any]
-) -> dict[str, bytes]:
-    """Return the archives of a rank's objects, by unique key.
-
-    Args:
-        objects: The positions of the objects among the shards, by unique key.
-        shards: The rank's shards.
-        allow_globals: Classes and functions that the objects may name, in addition to the plain ones.
-
-    Raises:
-        ShardingError: An object cannot be pickled.
-        UnsafePickleError: A load would refuse it.
-    """
-    found = {}
-    for key, number in objects.items():
-        found[key] = encode_object(get_stored_value(shards[number]), f"object {key!r}", allow_globals)
-    return found
-
-
-def get_stored_value(shard: Any) -> Any:
-    """Return what the archive of a ShardedObject has: as in Megatron a list of it, but of a PlainObject its value."""
-    return shard.data if isinstance(shard, PlainObject) else [shard.data]
 
 
 def view_tensors(sources: Sequence[Source], shards: Sequence[Any]) -> list[torch.Tensor]:
@@ -91,7 +54,7 @@ def collect_items(shards: Sequence[ShardedBase]) -> LocalItems:
     """Return the items of the main replicas among a rank's shards; their tensors are views, not copies.
 
     Raises:
-        ShardingError: A tensor has no data, or an object has the name of the common state.
+        ShardingError: A tensor has no data, or a shard is of another kind.
     """
     items = LocalItems()
     numbers: dict[tuple[str, torch.dtype, Ints], int] = {}
@@ -114,7 +77,7 @@ def collect_items(shards: Sequence[ShardedBase]) -> LocalItems:
                     items.tensors.append(part_view(shard, part))
                     items.sources.append((position, None if items.tensors[-1].shape == shard.data.shape else part))
         elif isinstance(shard, ShardedObject):
-            items.add_object(shard, position)
+            items.objects[shard.unique_key] = position
         else:
             raise ShardingError(f"{shard.key!r}: cannot store a {type(shard).__name__}; build factories first")
     return items

@@ -70,11 +70,11 @@ class StagedDestination:
         synchronize_devices([self._destination])  # this thread's stream is not the caller's
 
 
-class StagedPart(NamedTuple):
-    """A part of a staged destination."""
-
-    staged: StagedDestination
-    part: FlatPart
+def needs_staging(destination: torch.Tensor, stored: torch.dtype) -> bool:
+    """Return whether stored values must go through a plain tensor to get into a destination."""
+    if is_quantized(destination):
+        return True
+    return destination.is_neg() and destination.dtype != stored  # torch loses signs in a cast into a negated view
 
 
 class _Span(NamedTuple):

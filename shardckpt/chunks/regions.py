@@ -1,0 +1,67 @@
+"""Regions to read: a box of a stored chunk, and the tensor that it is read into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardckpt.chunks.staged import StagedDestination
+    from shardckpt.chunks.stored import Chunk
+    from shardckpt.planning import FlatPart, Ints
+
+
+class Region(NamedTuple):
+    """A box of a stored chunk, and the tensor that it is read into.
+
+    Attributes:
+        number: Number of the stored tensor.
+        chunk: The chunk.
+        start: Where the box begins in the chunk, along each axis.
+        target: The tensor to fill; its shape is the box's.
+        is_entire: Whether the box is the entire chunk.
+    """
+
+    number: int
+    chunk: Chunk
+    start: Ints
+    target: torch.Tensor
+    is_entire: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the target, by which reads are shared among threads."""
+        return self.target.nbytes
+
+
+class StagedRegion(NamedTuple):
+    """A region of a destination that is filled from a plain tensor, which exists from its first region to its last.
+
+    Attributes:
+        number: As of :class:`Region`.
+        chunk: As of :class:`Region`.
+        start: As of :class:`Region`.
+        staged: The destination.
+        part: The part of it that the region belongs to.
+        slices: Where the region lies in the part.
+        is_entire: As of :class:`Region`.
+    """
+
+    number: int
+    chunk: Chunk
+    start: Ints
+    staged: StagedDestination
+    part: FlatPart
+    slices: tuple[slice, ...]
+    is_entire: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the item."""
+        return self.chunk.item.length
+
+    def resolve(self) -> Region:
+        """Return the region with a view of the plain tensor; ``staged.commit()`` ends its use."""
+        target = self.staged.view(self.part)[self.slices]
+        return Region(self.number, self.chunk, self.start, target, self.is_entire)

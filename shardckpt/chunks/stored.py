@@ -1,0 +1,139 @@
+"""What a checkpoint stores of tensors, as columns: the boxes of each tensor, and the items of files that hold them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.planning import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+    from shardckpt.planning import Ints, Table
+
+
+class Item(NamedTuple):
+    """A byte range of a file that holds one stored value. Items sort by file, then by offset.
+
+    Attributes:
+        file: Name of the file.
+        offset: Where the item begins, in bytes.
+        length: Its size, in bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and where its elements are stored.
+
+    Several chunks may share an item: a flattened shard is one stored tensor with several boxes.
+
+    Attributes:
+        box: The box, in the tensor's true global coordinates.
+        item: The item that holds it.
+        first: Index of the box's first element in the item's tensor; the others follow without gaps.
+        volume: Number of elements of the item's tensor.
+    """
+
+    box: Box
+    item: Item
+    first: int
+    volume: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A stored tensor.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its true global shape.
+        chunks: Its chunks, by their offsets in the tensor.
+    """
+
+    dtype: torch.dtype
+    shape: Ints
+    chunks: dict[Ints, Chunk]
+
+    def boxes(self) -> Iterator[Box]:
+        """Return the boxes of its chunks."""
+        return (chunk.box for chunk in self.chunks.values())
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of all tensors as columns of integers, of shape (chunks,). The rows of a tensor follow each other.
+
+    Attributes:
+        box: Their boxes, with the number of the tensor for each.
+        file: Number of the file that holds the item.
+        start: Where the item begins in the file, in bytes.
+        length: Size of the item, in bytes.
+        first: Index of the box's first element in the item's tensor.
+        volume: Number of elements of the item's tensor.
+    """
+
+    box: Table
+    file: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
+    first: torch.Tensor
+    volume: torch.Tensor
+
+    def list(self, rows: torch.Tensor | slice, boxes: Table, files: Sequence[str]) -> Iterator[Chunk]:
+        """Return some of the chunks as objects, in order.
+
+        Args:
+            rows: Which rows: int64 indices of shape (rows,), or a slice.
+            boxes: Their boxes, with as many axes as the result is to have.
+            files: The names of the files, by number.
+        """
+        items = map(
+            Item,
+            map(files.__getitem__, self.file[rows].tolist()),
+            self.start[rows].tolist(),
+            self.length[rows].tolist(),
+        )
+        corners = (map(tuple, column.tolist()) for column in (boxes.offset, boxes.extent))
+        return map(Chunk, map(Box, *corners), items, self.first[rows].tolist(), self.volume[rows].tolist())
+
+
+class ChunkIndex(ABC):
+    """The tensors of a checkpoint. A tensor's number is its position in ``keys``. A base of the indexes of formats.
+
+    Attributes:
+        keys: The keys of the tensors.
+        dtypes: Their dtypes.
+        shapes: Their true global shapes.
+        files: The names of the data files, in the order of their numbers.
+    """
+
+    keys: Sequence[str]
+    dtypes: Sequence[torch.dtype]
+    shapes: Sequence[Ints]
+    files: Sequence[str]
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The number of each tensor, by key."""
+        return {key: number for number, key in enumerate(self.keys)}
+
+    @abstractmethod
+    def take_chunks(self, numbers: torch.Tensor) -> tuple[Chunks, torch.Tensor]:
+        """Return the chunks of some tensors, numbered anew, and their bounds; a format may check them first.
+
+        Args:
+            numbers: int64 of shape (n,): the tensors, ascending, each once.
+
+        Returns:
+            The chunks as int64 columns, with tensors numbered by their place in ``numbers``; and bounds, int64 of shape
+            (n + 1,): those of the tensor at place ``p`` are rows ``bounds[p]`` to ``bounds[p + 1]``.
+        """

@@ -1,0 +1,168 @@
+"""The head of a safetensors file: the length of its header, and the header. https://github.com/huggingface/safetensors#format."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardckpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+#: Bytes of the header's length, which come first.
+LENGTH_BYTES = 8
+#: Longest header that readers accept, in bytes.
+HEADER_LIMIT = 100_000_000
+_ALIGN = 8
+_METADATA = "__metadata__"
+#: Most commas in a header that is parsed: it bounds the objects that a hostile one becomes.
+_MOST_PARTS = 1 << 21
+#: Most axes of a tensor.
+_MOST_AXES = 64
+#: Bits of an element, by the format's name of its dtype.
+_BITS = {
+    **dict.fromkeys(("F4", "F4_E2M1_X2"), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor that a header declares.
+
+    Attributes:
+        name: Its name.
+        kind: The format's name of its dtype: ``"BF16"``.
+        shape: Its shape, as the header counts it.
+        nbytes: Bytes of its payload.
+    """
+
+    name: str
+    kind: str
+    shape: Sequence[int]
+    nbytes: int
+
+
+class FileEntry(NamedTuple):
+    """A tensor that a header has declared.
+
+    Attributes:
+        kind: The format's name of its dtype.
+        shape: Its shape, as the header counts it.
+        start: Where its payload begins in the file, in bytes.
+        stop: Where its payload ends in the file, in bytes.
+    """
+
+    kind: str
+    shape: Sequence[int]
+    start: int
+    stop: int
+
+
+def encode_header(
+    entries: Iterable[HeaderEntry], metadata: Mapping[str, str] | None = None, *, align: int = _ALIGN, rest: int = 0
+) -> bytes:
+    """Encode the head of a file whose payloads follow in the order of the entries, without holes.
+
+    Args:
+        entries: The tensors, of different names.
+        metadata: Becomes the header's ``__metadata__``; left out if None.
+        align: A multiple of 8.
+        rest: The remainder that the size of the head leaves when it is divided by ``align``.
+
+    Returns:
+        The header's length in 8 bytes, and the header, padded with spaces so that the payloads begin where they are to.
+        The caller checks its length against :data:`HEADER_LIMIT`.
+    """
+    header: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
+    end = 0
+    for name, kind, shape, nbytes in entries:
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # by default the data begins at a multiple of 8, so that readers can map every dtype
+    text += b" " * ((rest - LENGTH_BYTES - len(text)) % align)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def header_length(first: bytes, size: int, source: str) -> int:
+    """Return the length of the header in bytes, by the first 8 bytes of a file of ``size`` bytes.
+
+    Raises:
+        CorruptCheckpointError: the file is too short for such a header, or the header is longer than readers accept.
+    """
+    length = int.from_bytes(first, "little")
+    # checked before memory is allocated for the header
+    if len(first) < LENGTH_BYTES or length > min(HEADER_LIMIT, size - LENGTH_BYTES):
+        raise CorruptCheckpointError(f"{source} of {size} bytes is not a safetensors file, or is cut short")
+    return length
+
+
+def parse_head(text: bytes | memoryview, size: int, source: str) -> tuple[dict[str, str], dict[str, FileEntry]]:
+    """Parse the header of a file that nobody vouches for.
+
+    Args:
+        text: The header, without its length.
+        size: Bytes of the file.
+        source: Named in errors.
+
+    Returns:
+        The metadata, and the tensors by name, whose payloads fill the rest of the file without holes.
+
+    Raises:
+        CorruptCheckpointError: it is malformed, names something twice, or contradicts itself or the size.
+    """
+    data = bytes(text)
+    try:
+        if data.count(b",") > _MOST_PARTS:
+            raise ValueError("it has too many parts")
+        header = json.loads(data.decode(), object_pairs_hook=unique_dict)
+        if not isinstance(header, dict):
+            raise ValueError("it is not an object")
+        metadata = header.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata is not text by name")
+        first = LENGTH_BYTES + len(data)
+        found = {name: _parse_entry(name, entry, first) for name, entry in header.items()}
+        end = first
+        for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if entry.start != end:
+                raise ValueError(f"{name!r:.100} begins at byte {entry.start}, expected {end}")
+            end = entry.stop
+        if end != size:
+            raise ValueError(f"payloads end at byte {end} of a file of {size}")
+    except (ValueError, RecursionError) as exc:
+        raise CorruptCheckpointError(f"{source}: its safetensors header is damaged: {exc}") from exc
+    return metadata, found
+
+
+def unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of pairs from JSON; ValueError if a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _parse_entry(name: str, entry: Any, first: int) -> FileEntry:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of {name!r:.100} is malformed")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not _is_shape(shape) or not _is_shape(offsets) or len(offsets) != 2:  # noqa: PLR2004 - start and end
+        raise ValueError(f"the entry of {name!r:.100} is malformed")
+    if not isinstance(kind, str) or kind not in _BITS:
+        raise ValueError(f"{name!r:.100} has the dtype {kind!r:.40}, which safetensors does not have")
+    start, stop = offsets
+    if stop < start or math.prod(shape) * _BITS[kind] != 8 * (stop - start):
+        raise ValueError(f"{name!r:.100} of {kind} and shape {shape!r:.200} has {stop - start} bytes")
+    return FileEntry(kind, tuple(shape), first + start, first + stop)
+
+
+def _is_shape(value: Any) -> bool:
+    # type, not isinstance: JSON's true is an int too
+    return isinstance(value, list) and len(value) <= _MOST_AXES and all(type(n) is int and n >= 0 for n in value)

@@ -1,0 +1,63 @@
+"""Check a checkpoint's files without digests: by the index, and by the headers of the data files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage import LENGTH_BYTES, header_length, parse_head
+from shardckpt.strategy import StoredFile, find_error
+from shardckpt_safetensors.index import COMMON_FILE, INDEX_FILE, read_index
+
+if TYPE_CHECKING:
+    from shardckpt.chunks import Item
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.storage import CheckpointReader
+
+
+def list_files(reader: CheckpointReader) -> list[StoredFile]:
+    """Return the files that a checkpoint must have; see :class:`shardckpt.strategy.ChecksFiles`."""
+    named = [StoredFile(INDEX_FILE), StoredFile(COMMON_FILE)]
+    for name, items in _group_items(reader).items():
+        end = max(item.offset + item.length for _, item in items)
+        named.append(StoredFile(name, end, tuple(dict.fromkeys(key for key, _ in items))))
+    return named
+
+
+def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+    """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
+    found = {
+        INDEX_FILE: find_error(read_index(reader).check),
+        COMMON_FILE: find_error(_check_head, reader, COMMON_FILE),
+    }
+    for name, items in _group_items(reader).items():
+        found[name] = find_error(_check_data_file, reader, name, items)
+    return found
+
+
+def _group_items(reader: CheckpointReader) -> dict[str, list[tuple[str, Item]]]:
+    """Return the payloads of each data file with their keys, in order."""
+    index = read_index(reader)
+    found: dict[str, list[tuple[str, Item]]] = {name: [] for name in sorted(index.files)}
+    for key, item in index.list_items():
+        found[item.file].append((key, item))
+    return {name: items for name, items in found.items() if items}
+
+
+def _check_data_file(reader: CheckpointReader, name: str, items: list[tuple[str, Item]]) -> None:
+    """Check that a data file opens as safetensors, and that its payloads lie behind its header and before its end."""
+    first, size = _check_head(reader, name), reader.size(name)
+    for key, item in items:
+        if item.offset < first or item.offset + item.length > size:
+            raise CorruptCheckpointError(
+                f"{reader.directory / name}: the payload of {key!r} at byte {item.offset} is not behind the header of "
+                f"{first} bytes, or not before the end of the file at {size}"
+            )
+
+
+def _check_head(reader: CheckpointReader, name: str) -> int:
+    """Check that a file opens as safetensors; return where its payloads begin."""
+    size, source = reader.size(name), f"{reader.directory / name}"
+    length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)
+    parse_head(reader.read_range(name, LENGTH_BYTES, length, "the header"), size, source)
+    return LENGTH_BYTES + length

@@ -1,0 +1,184 @@
+"""Lay out a rank's items in data files: headers, positions and padding are known before anything is written."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardckpt.chunks import LocalPlan
+from shardckpt.errors import ShardingError
+from shardckpt.planning import assign_holders, make_matrix
+from shardckpt.storage import HEADER_LIMIT, HeaderEntry, PackedShards, encode_header, pack_columns
+from shardckpt.tensors import LARGE, PAGE, page_offset
+from shardckpt_safetensors.dtypes import declare, dtype_name
+from shardckpt_safetensors.index import ALIGN, CODECS
+from shardckpt_safetensors.names import check_name
+from shardckpt_safetensors.write_plan import FilePlan, PlannedItem, WritePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.chunks import LocalItems
+    from shardckpt.planning import Ints
+    from shardckpt_safetensors.write_plan import Payload
+
+#: Most items in a file: headers stay well below what readers accept.
+_MOST_ITEMS = 1 << 18
+PADDING = "__padding__"
+_METADATA = "__metadata__"
+
+
+class Placed(NamedTuple):
+    """An item that is to be laid out.
+
+    Attributes:
+        name: Its name in the header.
+        kind: The header's name of its dtype.
+        shape: Its shape in the header.
+        nbytes: Its size.
+        place: What its position in the file is to be modulo the size of a page; None if any multiple of 64 will do.
+    """
+
+    name: str
+    kind: str
+    shape: Ints
+    nbytes: int
+    place: int | None = None
+
+
+class FileLayout(NamedTuple):
+    """The layout of a data file.
+
+    Attributes:
+        head: Its first bytes, up to the first payload.
+        starts: Where each payload begins, in bytes.
+        tails: Bytes of padding behind each payload.
+    """
+
+    head: bytes
+    starts: list[int]
+    tails: list[int]
+
+
+def lay_out_file(items: Sequence[Placed]) -> FileLayout:
+    """Lay out the items of a data file, in their order.
+
+    Args:
+        items: The items, at least one.
+
+    Raises:
+        ShardingError: Its header would be longer than readers accept.
+    """
+    # modulo a page, positions are known before the header is: it is padded to begin the first payload at its place
+    align = PAGE if any(item.place is not None for item in items) else ALIGN
+    position = first = items[0].place or 0
+    entries: list[HeaderEntry] = []
+    taken: set[str] = {_METADATA}
+    tails: list[int] = []
+    for number, item in enumerate(items):
+        entries.append(HeaderEntry(_unique(item.name, taken), item.kind, item.shape, item.nbytes))
+        position += item.nbytes
+        tail = 0
+        if number + 1 < len(items):
+            place = items[number + 1].place
+            tail = -position % ALIGN if place is None else (place - position) % PAGE
+        if tail:
+            entries.append(HeaderEntry(_unique(f"{PADDING}{number}", taken), "U8", (tail,), tail))
+        position += tail
+        tails.append(tail)
+    head = encode_header(entries, align=align, rest=first % align)
+    if len(head) > HEADER_LIMIT:
+        raise ShardingError(
+            f"{len(items)} keys need a header of {len(head)} bytes, readers accept {HEADER_LIMIT}: shorten the keys, "
+            "or pass a larger thread_count"
+        )
+    steps = (item.nbytes + tail for item, tail in zip(items, tails, strict=True))
+    starts = list(accumulate(steps, initial=len(head)))[:-1]
+    return FileLayout(head, starts, tails)
+
+
+def lay_out(items: LocalItems, objects: Mapping[str, Payload], rank: int, count: int) -> tuple[WritePlan, LocalPlan]:
+    """Assign the items to files by bytes, and give each a position.
+
+    Args:
+        items: The rank's tensors.
+        objects: Its objects as payloads, by unique key.
+        rank: The rank, for the names of the files.
+        count: How many files; more if one had too many items.
+
+    Returns:
+        What the rank writes, and the same as the main rank needs it.
+
+    Raises:
+        ShardingError: The format cannot hold a key or a dtype.
+    """
+    keys = [items.keys[number] for number in items.boxes.spec]
+    placed = [
+        Placed(name, "U8", (len(payload.data),), len(payload.data)) for name, payload in objects.items()
+    ] + _place_tensors(items)
+    for name in (*objects, *items.keys):
+        check_name(name)
+    count = max(count, -(-len(placed) // _MOST_ITEMS))
+    chosen = [0] * len(placed)
+    if count > 1:
+        chosen = assign_holders([tuple(range(count))] * len(placed), [item.nbytes for item in placed])
+    files: list[FilePlan] = []
+    starts = [0] * len(placed)
+    numbers = {bucket: number for number, bucket in enumerate(sorted(set(chosen)))}
+    for bucket in numbers:
+        here = [number for number, choice in enumerate(chosen) if choice == bucket]
+        layout = lay_out_file([placed[number] for number in here])
+        for number, start in zip(here, layout.starts, strict=True):
+            starts[number] = start
+        planned = [
+            PlannedItem(number - len(objects), placed[number].nbytes, tail)
+            for number, tail in zip(here, layout.tails, strict=True)
+        ]
+        files.append(FilePlan(f"rank_{rank}_{len(files)}.safetensors", layout.head, planned))
+
+    of_file = [numbers[bucket] for bucket in chosen]
+    codecs = [CODECS.index(payload.codec) for payload in objects.values()]
+    first = len(objects)
+    rows = [(of_file[n], starts[n], placed[n].nbytes, codec) for n, codec in enumerate(codecs)]
+    boxes = list(zip(of_file[first:], starts[first:], strict=True))
+    locations = pack_columns(
+        {
+            "files": [file.name for file in files],
+            "boxes": make_matrix(boxes, 2, 0),
+            "objects": make_matrix(rows, 4, 0),
+        }
+    )
+    stored = PackedShards.pack(items.keys, items.dtypes, items.shapes, items.boxes.table(), objects)
+    return WritePlan(files, items.tensors, keys, dict(objects), stored=stored), LocalPlan(stored, locations)
+
+
+def _place_tensors(items: LocalItems) -> list[Placed]:
+    """Return the tensors as items of files."""
+    for key, dtype in zip(items.keys, items.dtypes, strict=True):
+        dtype_name(key, dtype)
+    found = []
+    boxes = zip(items.boxes.spec, items.boxes.offsets, items.boxes.extents, items.tensors, strict=True)
+    for number, offset, extent, tensor in boxes:
+        dtype = items.dtypes[number]
+        nbytes = tensor.numel() * dtype.itemsize
+        name = piece_name(items.keys[number], offset, extent, items.shapes[number])
+        # direct writes take large payloads from where they are, if both places are equal modulo a page
+        found.append(Placed(name, *declare(dtype, extent), nbytes, page_offset(tensor) if nbytes >= LARGE else None))
+    return found
+
+
+def piece_name(key: str, offset: Ints, extent: Ints, shape: Ints) -> str:
+    """Return the name that a header has for a box of a tensor: with its range along each axis if it is not all."""
+    if extent == shape:
+        return key
+    return f"{key}[{','.join(f'{low}:{low + size}' for low, size in zip(offset, extent, strict=True))}]"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """Return a name that the header does not have yet: names in it are for people."""
+    found, number = name, 0
+    while found in taken:
+        number += 1
+        found = f"{name}~{number}"
+    taken.add(found)
+    return found

@@ -1,0 +1,93 @@
+"""Load (safetensors, 1): no pickle is read, and nothing of what is read is run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.strategy import LoadStrategy
+from shardckpt_safetensors.check import check_files, list_files
+from shardckpt_safetensors.index import COMMON_FILE, read_index
+from shardckpt_safetensors.load_plan import LoadPlan
+from shardckpt_safetensors.objects import decode_tree_file
+from shardckpt_safetensors.remove import plan_removal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardckpt.errors import CheckpointingException
+    from shardckpt.mapping import ShardedBase, StateDict
+    from shardckpt.storage import CheckpointReader
+    from shardckpt.strategy import LoadContext, Removal, StoredFile
+
+
+class SafetensorsLoadShardedStrategy(LoadStrategy):
+    """Reads what FORMAT.md specifies, by whichever program it was written."""
+
+    backend = "safetensors"
+    version = 1
+
+    def load(self, wanted: Sequence[ShardedBase], context: LoadContext) -> list[Any]:
+        """Collective: plan, and after all ranks have planned, read into the destinations.
+
+        Args:
+            wanted: This rank's shards; those with data are filled in place.
+            context: The checkpoint's files, and the ranks that load together.
+
+        Returns:
+            A tensor for each ShardedTensor and an object for each ShardedObject, in order.
+
+        Raises:
+            CheckpointReplacedError: The ranks have read different saves, because the checkpoint is being overwritten.
+            CheckpointingException: A shard does not match what is stored, or the checkpoint is damaged.
+        """
+        index = read_index(context.reader)
+        with context.comm.local_phase("planning the load"):
+            plan = LoadPlan(wanted, index, context.reader)
+        context.require_same_save(index.header.id.encode(), "index")
+        with context.comm.local_phase("reading shards"):
+            plan.read()
+        return [shard.data for shard in wanted]
+
+    def load_common(self, context: LoadContext) -> StateDict:
+        """Read the common state.
+
+        Args:
+            context: The checkpoint's files.
+
+        Returns:
+            The common state, with its tensors on the CPU.
+
+        Raises:
+            CorruptCheckpointError: It is damaged.
+            CheckpointingException: It has values of a codec that is not registered.
+        """
+        path = f"{context.reader.directory / COMMON_FILE}"
+        found = decode_tree_file(context.reader.read(COMMON_FILE), path)
+        if not isinstance(found, dict):
+            raise CorruptCheckpointError(f"{path} has a {type(found).__name__}, expected a dict")
+        return found
+
+    def load_index(self, context: LoadContext) -> list[ShardedBase]:
+        """Return the stored tensors without data, unsharded, by each of their names, and the stored objects."""
+        return read_index(context.reader).shards()
+
+    def remove(self, prefix: str, reader: CheckpointReader) -> Removal:
+        """Plan the removal of the tensors and objects whose keys begin with a prefix.
+
+        Args:
+            prefix: The prefix of their keys.
+            reader: The checkpoint's files.
+
+        Returns:
+            What changes in the directory; nothing is changed yet.
+        """
+        return plan_removal(prefix, reader)
+
+    def list_files(self, reader: CheckpointReader) -> list[StoredFile]:
+        """Return the files that the checkpoint must have."""
+        return list_files(reader)
+
+    def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
+        """Return the error of each listed file by name, or None, as far as a check without digests finds one."""
+        return check_files(reader)

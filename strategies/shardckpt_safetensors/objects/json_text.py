@@ -1,0 +1,81 @@
+"""Trees as JSON text: strict in what it reads, so that two readers cannot understand one text in two ways."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+#: Most arrays and objects of JSON, one in another.
+MOST_LEVELS = 500
+#: Digits of the longest integer that JSON holds here, -2^63 or 2^64 - 1, with the sign.
+_MOST_DIGITS = 20
+
+
+def dump_json(tree: Any) -> str:
+    """Return a tree as JSON, without spaces."""
+    return json.dumps(tree, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def parse_json(data: bytes | bytearray | memoryview | str) -> Any:
+    """Return the tree in a JSON text; ValueError if it is none, or nested too deeply."""
+    text = data if isinstance(data, str) else bytes(data).decode()
+    try:
+        tree = json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
+        )
+    except RecursionError as exc:
+        raise ValueError(f"JSON with more than {MOST_LEVELS} levels") from exc
+    check_levels(tree)
+    return tree
+
+
+def check_levels(tree: Any) -> None:
+    """Raise ValueError if a tree has more levels than readers accept."""
+    # level by level: a walk that recurses would need a frame a level
+    level = [tree] if type(tree) in (dict, list) else []
+    for _ in range(MOST_LEVELS):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if type(node) is dict else node)
+            if type(child) in (dict, list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"JSON with more than {MOST_LEVELS} levels")
+
+
+def show(value: Any) -> str:
+    """Return a value from JSON for an error: containers by their kind alone, since their text may be long and deep."""
+    if type(value) is dict:
+        return f"an object of {len(value)}"
+    return f"a list of {len(value)}" if type(value) is list else f"{value!r:.100}"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"an object has {twice!r:.100} twice")
+    return found
+
+
+def _integer(text: str) -> int:
+    # checked by length first: the time of int() grows with the square of the length
+    value = int(text) if len(text) <= _MOST_DIGITS else None
+    if value is None or not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"the integer {text:.40} has more than 64 bits")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text:.40} is no finite float")
+    return value
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")

@@ -1,0 +1,101 @@
+"""Payloads of objects: by the codec that is just able to hold a value, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError
+from shardckpt_safetensors.objects.decoder import decode_tree
+from shardckpt_safetensors.objects.encoder import encode_tree
+from shardckpt_safetensors.objects.json_text import dump_json, parse_json
+from shardckpt_safetensors.objects.tensor_file import pack_file, parse_file
+
+_RAW, _JSON, _SAFETENSORS = "raw", "json", "safetensors"
+
+
+def encode_object(value: Any, what: str) -> tuple[str, bytes]:
+    """Encode a value by the simplest codec that holds it.
+
+    Args:
+        value: Plain values, containers of them, tensors, numpy's arrays and scalars, argparse and simple namespaces,
+            and instances of classes with a codec (:func:`register_codec`).
+        what: What the value is, for errors: ``"object 'rng'"``.
+
+    Returns:
+        The codec, ``raw``, ``json`` or ``safetensors``, and the payload.
+
+    Raises:
+        ShardingError: It cannot be represented, or a load would refuse it: names the place, the class, and what to do.
+    """
+    if type(value) is bytes:
+        return _RAW, value
+    tree, tensors = encode_tree(value, what)
+    if tensors:
+        return _SAFETENSORS, pack_file(tree, tensors, what)
+    return _JSON, dump_json(tree).encode()
+
+
+def decode_object(codec: str, data: bytes | bytearray | memoryview, what: str) -> Any:
+    """Decode what :func:`encode_object` has encoded. The payload may be a stranger's: nothing in it is run.
+
+    Args:
+        codec: The codec.
+        data: The payload.
+        what: What the value is, for errors: ``"object 'rng'"``.
+
+    Returns:
+        The value; its tensors and arrays have memory of their own, on the CPU.
+
+    Raises:
+        CorruptCheckpointError: The payload is damaged.
+        CheckpointingException: The codec is unknown, or the value needs a registered codec, numpy, or a dtype that is
+            not here.
+    """
+    if codec == _RAW:
+        return bytes(data)
+    if codec == _SAFETENSORS:
+        return decode_tree_file(data, what)
+    if codec != _JSON:
+        raise CheckpointingException(
+            f"{what} has the codec {codec!r:.300}, which this release does not have (but raw, json, safetensors): "
+            "load it with the release or the program that wrote it"
+        )
+    try:
+        tree = parse_json(data)
+    except ValueError as exc:
+        raise CorruptCheckpointError(f"{what} is damaged: {exc}") from exc
+    return decode_tree(tree, {}, what)
+
+
+def encode_tree_file(value: Any, what: str) -> bytes:
+    """Encode a value by the codec ``safetensors``, also if it has no tensors.
+
+    Args:
+        value: As for :func:`encode_object`.
+        what: What the value is, for errors: ``"common state"``.
+
+    Returns:
+        The bytes of a safetensors file.
+
+    Raises:
+        ShardingError: As by :func:`encode_object`.
+    """
+    return pack_file(*encode_tree(value, what), what)
+
+
+def decode_tree_file(data: bytes | bytearray | memoryview, what: str) -> Any:
+    """Decode what :func:`encode_tree_file` has encoded, from anyone.
+
+    Args:
+        data: The bytes of a safetensors file.
+        what: What the value is, for errors.
+
+    Returns:
+        The value, as by :func:`decode_object`.
+
+    Raises:
+        CorruptCheckpointError: The file is damaged.
+        CheckpointingException: As by :func:`decode_object`.
+    """
+    tree, tensors = parse_file(memoryview(data).cast("B").toreadonly(), what)
+    return decode_tree(tree, tensors, what)

@@ -1,0 +1,23 @@
+"""The entry point of the plugin. It registers (safetensors, 1) without importing torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardckpt.plugins import hookimpl
+
+if TYPE_CHECKING:
+    from shardckpt.plugins import StrategyRegistry
+
+
+@hookimpl
+def shardckpt_register(registry: StrategyRegistry) -> None:
+    """Register the save and the load strategy."""
+    registry.add_lazy(
+        "safetensors",
+        1,
+        save="shardckpt_safetensors.save:SafetensorsSaveShardedStrategy",
+        load="shardckpt_safetensors.load:SafetensorsLoadShardedStrategy",
+        writes="safetensors files and an index of columns, without pickles",
+        reads="what it writes, and what others write by FORMAT.md",
+    )

@@ -1,0 +1,124 @@
+"""Remove keys from a stored checkpoint: plan a new index, and which payloads of the data files to keep."""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardckpt.chunks import MergedPlan
+from shardckpt.errors import CorruptCheckpointError
+from shardckpt.planning import make_column
+from shardckpt.strategy import KeptItem, Removal
+from shardckpt_safetensors.dtypes import declare
+from shardckpt_safetensors.index import CODECS, INDEX_FILE, encode_index, read_index
+from shardckpt_safetensors.layout import Placed, lay_out_file, piece_name
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from shardckpt.chunks import Item
+    from shardckpt.storage import CheckpointReader
+    from shardckpt_safetensors.index import StoredIndex
+
+
+def plan_removal(prefix: str, reader: CheckpointReader) -> Removal:
+    """Plan the removal of the tensors and objects whose keys begin with a prefix.
+
+    A tensor with several names goes when all of them are removed; until then it has the others.
+
+    Args:
+        prefix: The prefix of their keys.
+        reader: The checkpoint's files.
+
+    Returns:
+        The files to create, to delete and to rewrite; nothing is changed yet.
+
+    Raises:
+        CorruptCheckpointError: The index contradicts itself.
+    """
+    index = read_index(reader)
+    index.check()
+    keys = frozenset(name for name in (*index.numbers, *index.objects) if name.startswith(prefix))
+    if not keys:
+        return Removal(keys, {}, frozenset())
+    names: dict[int, list[str]] = {}
+    for name, number in index.numbers.items():
+        if name not in keys:
+            names.setdefault(number, []).append(name)
+    places = _place_items(index)
+    gone = {place.file for number, place, _ in places if _is_gone(number, names, keys)}
+    kept: dict[str, list[tuple[Item, Placed]]] = {}
+    for number, item, placed in places:
+        if not _is_gone(number, names, keys):
+            kept.setdefault(item.file, []).append((item, placed))
+    dropped = frozenset(gone - kept.keys())
+    rewritten: dict[str, list[KeptItem]] = {}
+    heads: dict[str, bytes] = {}
+    for file in sorted(gone & kept.keys()):
+        layout = lay_out_file([placed for _, placed in kept[file]])
+        heads[file] = layout.head
+        rewritten[file] = [
+            KeptItem(placed.name, item.offset, item.length, start)
+            for (item, placed), start in zip(kept[file], layout.starts, strict=True)
+        ]
+    renewed = {INDEX_FILE: _encode_rest(index, names, keys, rewritten)}
+    return Removal(keys, renewed, dropped, rewritten, heads)
+
+
+def _is_gone(owner: int | str, names: Mapping[int, list[str]], keys: Collection[str]) -> bool:
+    """Return whether a tensor, by its number, or an object, by its name, is removed."""
+    return owner in keys if isinstance(owner, str) else owner not in names
+
+
+def _place_items(index: StoredIndex) -> list[tuple[int | str, Item, Placed]]:
+    """Return all payloads in the order of the files: owner, location, and how a header declares it."""
+    found: list[tuple[int | str, Item, Placed]] = []
+    chunks, _ = index.take_chunks(torch.arange(len(index.keys), device="cpu"))
+    every = chunks.list(slice(None), chunks.box, index.files)
+    for number, chunk in zip(chunks.box.spec.tolist(), every, strict=True):
+        shape = index.shapes[number]
+        offset, extent = chunk.box.offset[: len(shape)], chunk.box.shape[: len(shape)]
+        name = piece_name(index.keys[number], offset, extent, shape)
+        found.append((number, chunk.item, Placed(name, *declare(index.dtypes[number], extent), chunk.item.length)))
+    for name, stored in index.objects.items():
+        found.append((name, stored.item, Placed(name, "U8", (stored.item.length,), stored.item.length)))
+    return sorted(found, key=lambda entry: entry[1])
+
+
+def _encode_rest(
+    index: StoredIndex, names: Mapping[int, list[str]], keys: Collection[str], rewritten: Mapping[str, list[KeptItem]]
+) -> bytes:
+    """Return the index of what stays."""
+    offsets = {(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
+    stays = sorted(names)
+    chunks, bounds = index.take_chunks(make_column(stays))
+    rows = zip(chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True)
+    starts = [offsets.get((index.files[file], start, length), start) for file, start, length in rows]
+    objects: dict[str, list[int]] = {}
+    used = set(chunks.file.tolist())
+    for name, stored in index.objects.items():
+        if name not in keys:
+            file = index.files.index(stored.item.file)
+            start = offsets.get(tuple(stored.item), stored.item.offset)
+            objects[name] = [file, start, stored.item.length, CODECS.index(stored.codec)]
+            used.add(file)
+    files = [number in used for number in range(len(index.files))]
+    anew = make_column([int(used) for used in files]).cumsum(0) - 1  # files are numbered anew
+    for row in objects.values():
+        row[0] = int(anew[row[0]])
+    plan = MergedPlan(
+        [names[number][0] for number in stays],
+        [index.dtypes[number] for number in stays],
+        [index.shapes[number] for number in stays],
+        bounds,
+        chunks.box,
+        torch.stack([anew[chunks.file], make_column(starts)], 1),
+        list(compress(index.files, files)),
+        objects,
+    )
+    aliases = {name: place for place, number in enumerate(stays) for name in names[number][1:]}
+    if unknown := {stored.codec for stored in index.objects.values()} - set(CODECS):
+        raise CorruptCheckpointError(f"objects have codecs that this release does not know: {sorted(unknown)}")
+    return encode_index(plan, index.header, aliases)
