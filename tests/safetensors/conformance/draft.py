@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 INDEX, COMMON, MARKER, RECORD = "index.safetensors", "common.safetensors", "metadata.json", "shardckpt.json"
 SAVE_ID = "0123456789abcdef" * 2
@@ -25,7 +25,8 @@ BITS = {
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
     **dict.fromkeys(("I32", "U32", "F32", "C32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-    **{"C128": 128, "F4_E2M1_X2": 8},
+    "C128": 128,
+    "F4_E2M1_X2": 8,
 }
 #: zlib's own compression of 40 lengths of 100 bytes: what it writes must not depend on its release.
 LENGTHS_OF_100 = bytes.fromhex("789c4b6160604819c41800022b0fa1")
@@ -170,7 +171,9 @@ class Draft:
     files: Files = field(default_factory=dict)
     lengths: dict[str, list[int]] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
-    marker: dict[str, Any] = field(default_factory=lambda: {"sharded_backend": "safetensors", "sharded_backend_version": 1})
+    marker: dict[str, Any] = field(
+        default_factory=lambda: {"sharded_backend": "safetensors", "sharded_backend_version": 1}
+    )
 
     def add_content(self, tensors: list[Tensor], objects: list[Saved], aliases: dict[str, str]) -> None:
         """Write the data files, the index's JSON and columns."""
@@ -237,8 +240,15 @@ class Draft:
         }
         self.set_text([text.encode() for text in strings])
         self.about = {
-            **{"format": "1.0", "required_features": [], "optional_features": [], "id": SAVE_ID, "parent": None},
-            **{"step": 100, "created_by": "make_corpus.py", "dtypes": dtypes, "codecs": codecs},
+            "format": "1.0",
+            "required_features": [],
+            "optional_features": [],
+            "id": SAVE_ID,
+            "parent": None,
+            "step": 100,
+            "created_by": "make_corpus.py",
+            "dtypes": dtypes,
+            "codecs": codecs,
         }
 
     def get_text(self) -> list[bytes]:
@@ -260,7 +270,9 @@ class Draft:
         """Write the index and the common state."""
         dtypes = {name: self.dtypes.get(name, narrow(values)) for name, values in self.columns.items()}
         order = sorted(dtypes, key=lambda name: -np.dtype(WIDTHS[dtypes[name]]).itemsize)  # aligned without gaps
-        entries = [(n, dtypes[n], v.shape, v.astype(WIDTHS[dtypes[n]]).tobytes()) for n in order for v in [self.columns[n]]]
+        entries = [
+            (n, dtypes[n], v.shape, v.astype(WIDTHS[dtypes[n]]).tobytes()) for n in order for v in [self.columns[n]]
+        ]
         self.files[INDEX] = pack_safetensors(entries, {"shardckpt": json.dumps(self.about)})
         self.files[COMMON] = pack_safetensors([], {"tree": json.dumps({"step": 100, "lr": 0.5})})
 
@@ -276,9 +288,15 @@ class Draft:
             row = {"name": name, "size": len(data), "rank": 0, "keys": 1, "digest": digest, "segments": segments}
             rows.append(row)
         self.record = {
-            **{"format": 2 if any("/" in name for name in self.files) else 1, "save_id": SAVE_ID},
-            **{"backend": "safetensors", "version": 1, "reader": "shardckpt 0.9", "writer": {"shardckpt": "0.9"}},
-            **{"world_size": 1, "digest_algorithm": algorithm, "files": rows},
+            "format": 2 if any("/" in name for name in self.files) else 1,
+            "save_id": SAVE_ID,
+            "backend": "safetensors",
+            "version": 1,
+            "reader": "shardckpt 0.9",
+            "writer": {"shardckpt": "0.9"},
+            "world_size": 1,
+            "digest_algorithm": algorithm,
+            "files": rows,
         }
 
     def seal(self) -> None:

@@ -108,11 +108,11 @@ def draw_hostile(seed: int) -> Iterator[tuple[str, Callable[[Draft], None]]]:
     yield "shape_of_100000_axes", _with_entry(INDEX, "box_offset", shape=[1] * 100_000)
 
 
-def write_hostile(folder: Path, seed: int, *, large: bool = True) -> None:
-    """Write a directory for each hostile header, those of 100 MB only if asked."""
+def write_hostile(folder: Path, seed: int, names: set[str] | None = None) -> None:
+    """Write a directory for each hostile header, or for those with these names."""
     tensors = [Tensor("w", (4, 3), boxes=cut((4, 3), [2], [], files=2))]
     for name, change in draw_hostile(seed):
-        if "100_mb" in name and not large:
+        if names is not None and name not in names:
             continue
         (folder / name).mkdir(parents=True)
         for file, data in make(tensors, [Saved("o", "raw", b"object")], {"tied": "w"}, files=change).items():

@@ -16,7 +16,7 @@ def read_file(place, name, limit=2**53):
     return need(path.stat().st_size <= limit, f"{name} has more than {limit} bytes") or path.read_bytes()
 def read_files(place):  # the record's save_id, and the bytes of each file by name
     marker, raw = parse_json(read_file(place, "metadata.json", 1 << 20)), read_file(place, "shardckpt.json", 1 << 31)
-    root, record = (record := parse_json(raw))["self_digest"], record
+    root = (record := parse_json(raw))["self_digest"]
     backend = [marker["sharded_backend"], marker["sharded_backend_version"], record["backend"], record["version"]]
     need(json.dumps(backend) == '["safetensors", 1, "safetensors", 1]', f"backend and version are {backend}")
     need(hashlib.sha256((b"0" * 64).join(raw.rsplit(root.encode(), 1))).hexdigest() == root, "self_digest differs")

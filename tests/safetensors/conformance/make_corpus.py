@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import stat
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,68 +80,178 @@ def list_valid() -> list[Entry]:
         draft.files |= {"config.json": b'{"model_type": "llama"}', "empty.txt": b"", "model.safetensors": _plain()}
 
     return [
-        valid("axes_0_and_64", "A tensor without axes has one element; one with 64 axes is allowed.", [
-            Tensor("step", (), "I64"), Tensor("deep", (1,) * 62 + (2, 3), "U8"), w]),
+        valid(
+            "axes_0_and_64",
+            "A tensor without axes has one element; one with 64 axes is allowed.",
+            [Tensor("step", (), "I64"), Tensor("deep", (1,) * 62 + (2, 3), "U8"), w],
+        ),
         valid("rows_even", "A matrix in two boxes of rows, one in each file.", [rows, b]),
-        valid("rows_uneven", "Rows of 3 ranks: 2, 2 and 1.", [Tensor("w", (5, 3), boxes=cut((5, 3), [2, 4], [], files=3))]),
-        valid("columns", "A matrix cut along its second axis, unevenly.", [
-            Tensor("w", (4, 7), "F16", cut((4, 7), [], [3], files=2)), b]),
-        valid("blocks_3d", "A grid of 2 x 2 x 2 uneven blocks.", [
-            Tensor("experts", (3, 4, 5), "BF16", cut((3, 4, 5), [2], [1], [3], files=4))]),
-        valid("boxes_of_no_grid", "Boxes of different sizes that no regular grid has, several in one file.", [
-            Tensor("w", (4, 4), "F32", [Box([0, 0], [1, 4]), Box([1, 0], [3, 1]), Box([1, 1], [1, 3]), Box([2, 1], [2, 3])])]),
+        valid(
+            "rows_uneven", "Rows of 3 ranks: 2, 2 and 1.", [Tensor("w", (5, 3), boxes=cut((5, 3), [2, 4], [], files=3))]
+        ),
+        valid(
+            "columns",
+            "A matrix cut along its second axis, unevenly.",
+            [Tensor("w", (4, 7), "F16", cut((4, 7), [], [3], files=2)), b],
+        ),
+        valid(
+            "blocks_3d",
+            "A grid of 2 x 2 x 2 uneven blocks.",
+            [Tensor("experts", (3, 4, 5), "BF16", cut((3, 4, 5), [2], [1], [3], files=4))],
+        ),
+        valid(
+            "boxes_of_no_grid",
+            "Boxes of different sizes that no regular grid has, several in one file.",
+            [
+                Tensor(
+                    "w",
+                    (4, 4),
+                    "F32",
+                    [Box([0, 0], [1, 4]), Box([1, 0], [3, 1]), Box([1, 1], [1, 3]), Box([2, 1], [2, 3])],
+                )
+            ],
+        ),
         valid("many_files", "A row in each of 24 files.", [Tensor("w", (24, 2), boxes=many)]),
-        valid("folders", "Files in folders: the record has format 2.", [
-            Tensor("w", (4, 3), boxes=cut((4, 3), [2], [], files=2, folder="ranks/of.node-0/"))]),
-        valid("empty_tensor_without_boxes", "A tensor without elements need not have a box.", [Tensor("none", (0, 5)), w]),
-        valid("empty_tensor_with_boxes", "A tensor without elements may have boxes, which are empty.", [
-            Tensor("none", (0, 5), boxes=[Box([0, 0], [0, 2]), Box([0, 2], [0, 3])]), w]),
-        valid("empty_boxes", "Empty boxes beside others: ranks that hold no row of a small tensor.", [
-            Tensor("w", (2, 3), boxes=[Box([0, 0], [1, 3]), Box([1, 0], [1, 3]), Box([2, 0], [0, 3]), Box([2, 0], [0, 3])]),
-            w]),
-        valid("integers", "Every dtype of integers, and booleans.", [
-            Tensor(f"t.{d}", (3, 2), d) for d in ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")]),
-        valid("floats", "Every dtype of floats of 16 bits and more.", [
-            Tensor(f"t.{d}", (3, 2), d, cut((3, 2), [1], [], files=2)) for d in ("F16", "BF16", "F32", "F64")]),
-        valid("floats_of_8_bits", "Every dtype of floats of 8 bits.", [Tensor(f"t.{d}", (9,), d) for d in (
-            "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")]),
-        valid("floats_of_4_bits", "Two elements a byte: shapes and boxes count the pairs.", [
-            Tensor("w", (4, 8), "F4_E2M1_X2", cut((4, 8), [], [5], files=2))]),
-        valid("complex", "Every dtype of complex numbers.", [Tensor(f"t.{d}", (3, 2), d) for d in ("C32", "C64", "C128")]),
-        valid("aliases", "Tied tensors: two further names of one tensor.", [w, b], None,
-              {"lm_head.weight": w.name, "tied": w.name}),
-        valid("extensions", "Fields that others own, in the index's JSON, in its metadata and in the record.", [w],
-              content=lambda d: d.about.update({"org.example": {"shards": [1, 2]}}),
-              files=lambda d: _rewrite_header(d, INDEX, lambda h: h["__metadata__"].update({"format": "pt"})),
-              record=lambda d: d.record.update({"content_metadata": {"run": 7}, "org.example": None})),
-        valid("optional_feature", "An optional feature that no reader knows is ignored.", [w],
-              content=lambda d: d.about.update({"optional_features": ["org.example.colors"]})),
-        valid("later_minor", "A later minor version, with a field, a feature and a column that 1.0 does not have.", [w, b],
-              content=later),
+        valid(
+            "folders",
+            "Files in folders: the record has format 2.",
+            [Tensor("w", (4, 3), boxes=cut((4, 3), [2], [], files=2, folder="ranks/of.node-0/"))],
+        ),
+        valid(
+            "empty_tensor_without_boxes", "A tensor without elements need not have a box.", [Tensor("none", (0, 5)), w]
+        ),
+        valid(
+            "empty_tensor_with_boxes",
+            "A tensor without elements may have boxes, which are empty.",
+            [Tensor("none", (0, 5), boxes=[Box([0, 0], [0, 2]), Box([0, 2], [0, 3])]), w],
+        ),
+        valid(
+            "empty_boxes",
+            "Empty boxes beside others: ranks that hold no row of a small tensor.",
+            [
+                Tensor(
+                    "w",
+                    (2, 3),
+                    boxes=[Box([0, 0], [1, 3]), Box([1, 0], [1, 3]), Box([2, 0], [0, 3]), Box([2, 0], [0, 3])],
+                ),
+                w,
+            ],
+        ),
+        valid(
+            "integers",
+            "Every dtype of integers, and booleans.",
+            [Tensor(f"t.{d}", (3, 2), d) for d in ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")],
+        ),
+        valid(
+            "floats",
+            "Every dtype of floats of 16 bits and more.",
+            [Tensor(f"t.{d}", (3, 2), d, cut((3, 2), [1], [], files=2)) for d in ("F16", "BF16", "F32", "F64")],
+        ),
+        valid(
+            "floats_of_8_bits",
+            "Every dtype of floats of 8 bits.",
+            [Tensor(f"t.{d}", (9,), d) for d in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")],
+        ),
+        valid(
+            "floats_of_4_bits",
+            "Two elements a byte: shapes and boxes count the pairs.",
+            [Tensor("w", (4, 8), "F4_E2M1_X2", cut((4, 8), [], [5], files=2))],
+        ),
+        valid(
+            "complex", "Every dtype of complex numbers.", [Tensor(f"t.{d}", (3, 2), d) for d in ("C32", "C64", "C128")]
+        ),
+        valid(
+            "aliases",
+            "Tied tensors: two further names of one tensor.",
+            [w, b],
+            None,
+            {"lm_head.weight": w.name, "tied": w.name},
+        ),
+        valid(
+            "extensions",
+            "Fields that others own, in the index's JSON, in its metadata and in the record.",
+            [w],
+            content=lambda d: d.about.update({"org.example": {"shards": [1, 2]}}),
+            files=lambda d: _rewrite_header(d, INDEX, lambda h: h["__metadata__"].update({"format": "pt"})),
+            record=lambda d: d.record.update({"content_metadata": {"run": 7}, "org.example": None}),
+        ),
+        valid(
+            "optional_feature",
+            "An optional feature that no reader knows is ignored.",
+            [w],
+            content=lambda d: d.about.update({"optional_features": ["org.example.colors"]}),
+        ),
+        valid(
+            "later_minor",
+            "A later minor version, with a field, a feature and a column that 1.0 does not have.",
+            [w, b],
+            content=later,
+        ),
         valid("objects", "An object of each codec, and an empty one.", [w], objects),
-        valid("unknown_codec", "An object of a codec that somebody has registered: all else can be read.", [w],
-              [*objects, Saved("state.loader", "org.example.loader", b"\x80\x04loader")]),
-        valid("wide_columns", "Columns may be wider than their values need.", [rows, b], objects, {"tied": "w"},
-              content=widen),
-        valid("narrow_columns", "Values of 128 to 70,000 lie in the narrowest columns that have them.", [
-            Tensor("a", (127,), "U8"), Tensor("b", (255,), "U8"), Tensor("c", (256,), "U8"), Tensor("d", (32768,), "U8"),
-            Tensor("e", (70000,), "U8")], content=lambda d: d.dtypes.update({"tensor_axes": "I16", "box_file": "I32"})),
-        valid("names", "Names in other scripts, with spaces and quotes, and one of 4,096 bytes.", [
-            Tensor("poids.été"), Tensor("重み.0"), Tensor('a "b" \\ c/../d'), Tensor("🙂"), Tensor("é" * 2048)]),
-        valid("large_payload", "A payload of 1.5 MiB in several segments between two small ones; lengths that zlib compressed.", [
-            Tensor("small", (3,), "I16"), Tensor("large", (3 << 19,), "U8"), Tensor("small_too", (3,), "I16")],
-            files=hundreds_by_zlib),
+        valid(
+            "unknown_codec",
+            "An object of a codec that somebody has registered: all else can be read.",
+            [w],
+            [*objects, Saved("state.loader", "org.example.loader", b"\x80\x04loader")],
+        ),
+        valid(
+            "wide_columns",
+            "Columns may be wider than their values need.",
+            [rows, b],
+            objects,
+            {"tied": "w"},
+            content=widen,
+        ),
+        valid(
+            "narrow_columns",
+            "Values of 128 to 70,000 lie in the narrowest columns that have them.",
+            [
+                Tensor("a", (127,), "U8"),
+                Tensor("b", (255,), "U8"),
+                Tensor("c", (256,), "U8"),
+                Tensor("d", (32768,), "U8"),
+                Tensor("e", (70000,), "U8"),
+            ],
+            content=lambda d: d.dtypes.update({"tensor_axes": "I16", "box_file": "I32"}),
+        ),
+        valid(
+            "names",
+            "Names in other scripts, with spaces and quotes, and one of 4,096 bytes.",
+            [Tensor("poids.été"), Tensor("重み.0"), Tensor('a "b" \\ c/../d'), Tensor("🙂"), Tensor("é" * 2048)],
+        ),
+        valid(
+            "large_payload",
+            "A payload of 1.5 MiB in several segments between two small ones; lengths that zlib compressed.",
+            [Tensor("small", (3,), "I16"), Tensor("large", (3 << 19,), "U8"), Tensor("small_too", (3,), "I16")],
+            files=hundreds_by_zlib,
+        ),
         valid("no_tensors", "A checkpoint of the common state alone: no tensor and no data file.", []),
-        valid("block_scales", "A packed tensor and the tensor of its scales, one for 16 elements.", [
-            Tensor("w", (4, 16), "F4_E2M1_X2"), Tensor("w_scale", (4, 2), "F8_E4M3")], content=scales),
-        valid("other_files", "Files for other tools, which the record names; and one that it does not name.", [w],
-              files=beside, after=lambda d: d.files.update({"README.txt": b"not of the checkpoint"})),
-        valid("xxh3_64", "Digests of 64 bits, which a reader may lack.", [rows, b], objects, needs="xxh3_64",
-              record=None, files=lambda d: d.record.update({"algorithm": "xxh3_64"})),
+        valid(
+            "block_scales",
+            "A packed tensor and the tensor of its scales, one for 16 elements.",
+            [Tensor("w", (4, 16), "F4_E2M1_X2"), Tensor("w_scale", (4, 2), "F8_E4M3")],
+            content=scales,
+        ),
+        valid(
+            "other_files",
+            "Files for other tools, which the record names; and one that it does not name.",
+            [w],
+            files=beside,
+            after=lambda d: d.files.update({"README.txt": b"not of the checkpoint"}),
+        ),
+        valid(
+            "xxh3_64",
+            "Digests of 64 bits, which a reader may lack.",
+            [rows, b],
+            objects,
+            needs="xxh3_64",
+            record=None,
+            files=lambda d: d.record.update({"algorithm": "xxh3_64"}),
+        ),
     ]
 
 
-def list_invalid() -> list[Entry]:
+def list_invalid() -> list[Entry]:  # noqa: PLR0915 -- a statement an entry
     """Return the invalid entries: each is a valid one with one fault, and digests that fit what is there."""
     w, b = Tensor("a.w", (4, 3), boxes=cut((4, 3), [2], [], files=2)), Tensor("a.b", (6,), "I16")
     tensors, objects = [w, b], [Saved("o", "raw", b"object")]
@@ -162,38 +275,65 @@ def list_invalid() -> list[Entry]:
     # boxes
     add("hole", "Row 3 is in no box.", boxed(([0, 0], [2, 3]), ([2, 0], [1, 3])))
     add("overlap", "Row 1 is in two boxes.", boxed(([0, 0], [2, 3]), ([1, 0], [3, 3])))
-    add("overlap_and_hole", "Row 1 is in two boxes and row 3 in none: the number of elements is right.",
-        boxed(([0, 0], [2, 3]), ([1, 0], [2, 3])))
+    add(
+        "overlap_and_hole",
+        "Row 1 is in two boxes and row 3 in none: the number of elements is right.",
+        boxed(([0, 0], [2, 3]), ([1, 0], [2, 3])),
+    )
     add("box_outside", "A box lies one row further down than the tensor goes.", content=column("box_offset", (1, 0), 3))
     add("box_far_outside", "The end of a box is beyond 2^63.", content=column("box_offset", (1, 0), (1 << 63) - 1))
     add("shape_beyond_file", "A tensor claims 2^42 elements; all of its files have 1 KiB.", content=_claim_all)
-    add("shape_too_large", "A tensor without elements has an axis of 2^62.", [*tensors, Tensor("z", (0, 2))],
-        content=column("tensor_shape", (2, 1), 1 << 62))
+    add(
+        "shape_too_large",
+        "A tensor without elements has an axis of 2^62.",
+        [*tensors, Tensor("z", (0, 2))],
+        content=column("tensor_shape", (2, 1), 1 << 62),
+    )
     add("unsorted_rows", "The boxes of a tensor are not sorted.", content=_swap_boxes)
     add("size_of_no_axis", "A tensor with one axis has a size other than 1 along the second.", content=_size_of_no_axis)
     # payloads
     add("payload_behind_the_end", "A payload ends behind the end of its file.", content=lambda d: _shift(d, 1 << 20))
-    add("payload_misaligned", "A payload begins at a multiple of 32 bytes, not of 64.", content=lambda d: _shift(d, -32))
+    add(
+        "payload_misaligned", "A payload begins at a multiple of 32 bytes, not of 64.", content=lambda d: _shift(d, -32)
+    )
     add("payloads_share_bytes", "Two tensors have the same payload.", content=_share)
     add("object_shares_bytes", "An object lies in the payload of a tensor.", content=_share_with_object)
     add("payload_in_header", "A payload lies in the header of its file.", content=column("box_start", 0, 64))
     add("payload_start_negative", "A payload begins before its file.", content=column("box_start", 0, -64))
-    add("shape_negative", "A tensor has the shape -2 x -3, whose product is right.",
-        boxed(([0, 0], [4, 3])), content=lambda d: d.columns["tensor_shape"].__setitem__((0,), [-4, -3]))
+    add(
+        "shape_negative",
+        "A tensor has the shape -2 x -3, whose product is right.",
+        boxed(([0, 0], [4, 3])),
+        content=lambda d: d.columns["tensor_shape"].__setitem__((0,), [-4, -3]),
+    )
     # columns
-    add("tensor_end_decreases", "The boxes of the second tensor end before they begin.", content=column("tensor_end", 0, 5))
+    add(
+        "tensor_end_decreases",
+        "The boxes of the second tensor end before they begin.",
+        content=column("tensor_end", 0, 5),
+    )
     add("text_end_decreases", "A string ends before it begins.", content=column("text_end", 1, 100_000))
-    add("tensor_name_of_no_string", "A name is made of a string that is not there.", content=column("tensor", (0, 0), 99))
+    add(
+        "tensor_name_of_no_string",
+        "A name is made of a string that is not there.",
+        content=column("tensor", (0, 0), 99),
+    )
     add("dtype_unknown", "A dtype that 1.0 does not have.", content=about(dtypes=["F32", "F6_E2M3"]))
     add("codec_out_of_range", "An object has the second of one codec.", content=column("object_codec", 0, 1))
     add("alias_of_no_tensor", "An alias of the ninth of two tensors.", content=column("alias_tensor", 0, 8))
     add("axes_65", "A tensor has 65 axes.", [Tensor("deep", (1,) * 64), *tensors], content=_one_more_axis)
     add("column_of_another_shape", "The names of tensors are rows of three strings.", content=_three_strings)
-    add("column_of_another_dtype", "Offsets are floating-point numbers.", files=lambda d: _rewrite_header(
-        d, INDEX, lambda h: h["box_offset"].update({"dtype": "F8_E4M3"})))
+    add(
+        "column_of_another_dtype",
+        "Offsets are floating-point numbers.",
+        files=lambda d: _rewrite_header(d, INDEX, lambda h: h["box_offset"].update({"dtype": "F8_E4M3"})),
+    )
     add("column_missing", "There is no column of aliases.", content=lambda d: d.columns.pop("alias_tensor"))
-    add("count_beyond_file", "A column claims 2^40 rows of a file of 2 KiB.", files=lambda d: _rewrite_header(
-        d, INDEX, lambda h: h["box_start"].update({"shape": [1 << 40]})))
+    add(
+        "count_beyond_file",
+        "A column claims 2^40 rows of a file of 2 KiB.",
+        files=lambda d: _rewrite_header(d, INDEX, lambda h: h["box_start"].update({"shape": [1 << 40]})),
+    )
     # names
     add("name_twice", "Two tensors have one name.", content=lambda d: d.rename(b"b", b"w"))
     add("alias_named_as_object", "An alias has the name of an object.", content=lambda d: d.rename(b"tied", b"o"))
@@ -201,46 +341,90 @@ def list_invalid() -> list[Entry]:
     add("name_too_long", "A name has 4,097 bytes.", content=lambda d: d.rename(b"o", b"x" * 4097))
     add("name_with_nul", "A name has a NUL in it.", content=lambda d: d.rename(b"o", b"a\x00b"))
     add("name_not_utf8", "A name is not UTF-8.", content=lambda d: d.rename(b"o", b"\xc3("))
-    add("file_of_no_record", "The index names a file that the record does not name.",
-        content=lambda d: d.rename(b"rank_1.safetensors", b"rank_7.safetensors"))
-    add("file_is_the_index", "A payload lies in the index itself.",
-        content=lambda d: d.rename(b"rank_1.safetensors", INDEX.encode()))
+    add(
+        "file_of_no_record",
+        "The index names a file that the record does not name.",
+        content=lambda d: d.rename(b"rank_1.safetensors", b"rank_7.safetensors"),
+    )
+    add(
+        "file_is_the_index",
+        "A payload lies in the index itself.",
+        content=lambda d: d.rename(b"rank_1.safetensors", INDEX.encode()),
+    )
     # versions
-    add("required_feature", "A required feature that nobody knows.", content=about(required_features=["org.example.delta"]))
+    add(
+        "required_feature",
+        "A required feature that nobody knows.",
+        content=about(required_features=["org.example.delta"]),
+    )
     add("later_major", "Version 2.0 of the index.", content=about(format="2.0"))
     add("id_of_another_save", "The index is of another save.", content=about(id="f" * 32))
-    add("backend_of_another", "metadata.json names another backend.",
-        files=lambda d: d.marker.update({"sharded_backend": "torch_dist"}))
+    add(
+        "backend_of_another",
+        "metadata.json names another backend.",
+        files=lambda d: d.marker.update({"sharded_backend": "torch_dist"}),
+    )
     add("version_2", "metadata.json names version 2.", files=lambda d: d.marker.update({"sharded_backend_version": 2}))
-    add("record_format_3", "The record has a format that is not known.", record=lambda d: d.record.update({"format": 3}))
+    add(
+        "record_format_3", "The record has a format that is not known.", record=lambda d: d.record.update({"format": 3})
+    )
     # headers
     add("header_key_twice", "A column is there twice.", files=_column_twice)
-    add("index_field_twice", "A field of the index's JSON is there twice.", files=lambda d: _rewrite_header(
-        d, INDEX, lambda h: h["__metadata__"].update({"shardckpt": h["__metadata__"]["shardckpt"][:-1] + ', "step": 1}'})))
+    add(
+        "index_field_twice",
+        "A field of the index's JSON is there twice.",
+        files=lambda d: _rewrite_header(
+            d,
+            INDEX,
+            lambda h: h["__metadata__"].update({"shardckpt": h["__metadata__"]["shardckpt"][:-1] + ', "step": 1}'}),
+        ),
+    )
     add("nested_too_deep", "An extension has 600 lists in one another.", content=about(**{"org.example": _nested(600)}))
     add("header_overlap", "Two columns share bytes of the index.", files=lambda d: _rewrite_header(d, INDEX, _overlap))
-    add("header_hole", "Eight bytes of the index belong to no column.", files=lambda d: d.files.update(
-        {INDEX: d.files[INDEX] + bytes(8)}))
-    add("header_longer_than_file", "The index says that its header has 2^63 bytes.", files=lambda d: d.files.update(
-        {INDEX: struct.pack("<Q", 1 << 63) + d.files[INDEX][8:]}))
+    add(
+        "header_hole",
+        "Eight bytes of the index belong to no column.",
+        files=lambda d: d.files.update({INDEX: d.files[INDEX] + bytes(8)}),
+    )
+    add(
+        "header_longer_than_file",
+        "The index says that its header has 2^63 bytes.",
+        files=lambda d: d.files.update({INDEX: struct.pack("<Q", 1 << 63) + d.files[INDEX][8:]}),
+    )
     # the record, digests, files
     add("no_marker", "There is no metadata.json.", after=lambda d: d.files.pop(MARKER))
-    add("record_changed", "A byte of the record is not that of its digest.", after=lambda d: d.files.update(
-        {RECORD: d.files[RECORD].replace(b'"world_size": 1', b'"world_size": 2')}))
+    add(
+        "record_changed",
+        "A byte of the record is not that of its digest.",
+        after=lambda d: d.files.update({RECORD: d.files[RECORD].replace(b'"world_size": 1', b'"world_size": 2')}),
+    )
     add("digest_of_data_differs", "A byte of a tensor has changed.", after=lambda d: _flip(d, FILE))
     add("digest_of_index_differs", "A byte of the index has changed.", after=lambda d: _flip(d, INDEX))
     add("digest_of_table_differs", "A file's segments are not those of its digest.", record=_other_table)
     add("lengths_inflate", "A table of 3 KB inflates to 2 MB of lengths.", record=_bomb)
     add("file_missing", "A file that the record names is not there.", after=lambda d: d.files.pop("rank_1.safetensors"))
-    add("file_truncated", "The last byte of a file is missing.", after=lambda d: d.files.update({FILE: d.files[FILE][:-1]}))
-    add("file_longer", "A file has a byte more than the record says.", after=lambda d: d.files.update(
-        {FILE: d.files[FILE] + b" "}))
+    add(
+        "file_truncated",
+        "The last byte of a file is missing.",
+        after=lambda d: d.files.update({FILE: d.files[FILE][:-1]}),
+    )
+    add(
+        "file_longer",
+        "A file has a byte more than the record says.",
+        after=lambda d: d.files.update({FILE: d.files[FILE] + b" "}),
+    )
     add("index_missing", "There is no index, and the record names none.", files=lambda d: d.files.pop(INDEX))
     add("common_missing", "There is no common state, and the record names none.", files=lambda d: d.files.pop(COMMON))
-    add("file_is_a_link", "A file is a link to one with the same bytes.", after=lambda d: d.files.update(
-        {"elsewhere.bin": d.files[FILE], FILE: Link("elsewhere.bin")}))
-    add("file_name_leaves", "A file is named ../NAME/rank_0.safetensors.", record=lambda d: d.record["files"][2].update(
-        {"name": f"../file_name_leaves/{FILE}"}))
+    add(
+        "file_is_a_link",
+        "A file is a link to one with the same bytes.",
+        after=lambda d: d.files.update({"elsewhere.bin": d.files[FILE], FILE: Link("elsewhere.bin")}),
+    )
+    add(
+        "file_name_leaves",
+        "A file is named ../NAME/rank_0.safetensors.",
+        record=lambda d: d.record["files"][2].update({"name": f"../file_name_leaves/{FILE}"}),
+    )
     return entries
 
 
@@ -331,10 +515,6 @@ def _other_table(draft: Draft) -> None:
 
 
 def _bomb(draft: Draft) -> None:
-    import base64
-    import hashlib
-    import zlib
-
     lengths = bytes(2 << 20)
     row = draft.record["files"][2]
     row["segments"] = base64.b64encode(zlib.compress(lengths, 9)).decode()

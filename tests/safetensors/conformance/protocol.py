@@ -23,16 +23,17 @@ class Content(NamedTuple):
     objects: dict[str, tuple[str, bytes]] | None = None
 
 
-def describe(read: Callable[[str], Content], directory: str) -> dict[str, Any]:
+def describe(read: Callable[[str], Content], directory: str, refusal: type[Exception] = Exception) -> dict[str, Any]:
     """Return the verdict of a reader on a directory, as it is printed.
 
     Args:
-        read: Returns what is in a valid checkpoint; raises any Exception for an invalid one.
+        read: Returns what is in a valid checkpoint; raises an exception for an invalid one.
         directory: The checkpoint.
+        refusal: What it raises for an invalid one; any other exception is a fault of the reader.
     """
     try:
         content = read(directory)
-    except Exception as error:  # noqa: BLE001: whatever it is, the checkpoint is refused
+    except refusal as error:
         return {"verdict": "invalid", "why": f"{type(error).__name__}: {error!s:.300}"}
     tensors = {name: [dtype, shape, _sha256(data)] for name, (dtype, shape, data) in content.tensors.items()}
     line: dict[str, Any] = {"verdict": "valid", "tensors": tensors}
@@ -41,9 +42,9 @@ def describe(read: Callable[[str], Content], directory: str) -> dict[str, Any]:
     return line
 
 
-def run_reader(read: Callable[[str], Content]) -> None:
+def run_reader(read: Callable[[str], Content], refusal: type[Exception] = Exception) -> None:
     """Print a line for each directory of the command line, and exit: 0 if all are valid, else 1."""
-    lines = [describe(read, directory) for directory in sys.argv[1:]]
+    lines = [describe(read, directory, refusal) for directory in sys.argv[1:]]
     for line in lines:
         sys.stdout.write(json.dumps(line) + "\n")
     sys.exit(any(line["verdict"] != "valid" for line in lines))

@@ -1,4 +1,4 @@
-"""JSON and headers of safetensors files, as strict as FORMAT.md asks: no key twice, no NaN, no deep nesting, no holes."""
+"""JSON and headers of safetensors files, as strict as FORMAT.md asks: no key twice, no deep nesting, no holes."""
 
 from __future__ import annotations
 

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jsonschema
 import pytest
 
+from shardckpt.errors import CheckpointingException
+from tests.safetensors.conformance import ours
 from tests.safetensors.conformance.corpus import HERE, Case, find_fault, read_cases, unpack_corpus
 from tests.safetensors.conformance.draft import Link
 from tests.safetensors.conformance.fuzz import draw_hostile, write_hostile
@@ -22,6 +24,9 @@ from tests.safetensors.conformance.make_corpus import describe_entry, list_entri
 from tests.safetensors.conformance.make_schemas import FOLDER as SCHEMAS
 from tests.safetensors.conformance.make_schemas import make_schemas
 from tests.safetensors.conformance.protocol import describe
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CASES = read_cases()
 NODE = shutil.which("node")
@@ -36,6 +41,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus")
     unpack_corpus(path)
     return path
+
+
+#: What our reader does not refuse yet.
+_MISSED = (*("shape_too_large", "payloads_share_bytes", "object_shares_bytes", "payload_in_header", "nested_too_deep"),)
+_MISSED_HEADERS = ("length_of_data_file_2_63", "length_of_data_file_wraps")
+_OUR_CASES = [
+    pytest.param(
+        case, marks=[pytest.mark.xfail(reason="our reader takes it")] if case.name in _MISSED else [], id=case.name
+    )
+    for case in CASES
+]
 
 
 def _ask_node(directories: list[Path], **environment: str) -> list[dict[str, object]]:
@@ -80,7 +96,9 @@ def test_the_readers_are_short() -> None:
 def test_the_independent_reader_needs_numpy_and_json_alone() -> None:
     """Neither it nor what it imports uses shardckpt, torch or safetensors."""
     code = "import sys, tests.safetensors.conformance.independent_reader; print(*sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], cwd=HERE.parents[2], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE.parents[2], capture_output=True, text=True, check=True
+    )
     packages = {name.split(".")[0] for name in printed.stdout.split()}
     assert "numpy" in packages
     assert not packages & {"shardckpt", "torch", "safetensors", "pydantic", "shardckpt_safetensors"}
@@ -90,6 +108,13 @@ def test_the_independent_reader_needs_numpy_and_json_alone() -> None:
 def test_the_independent_reader_is_right(case: Case, folder: Path) -> None:
     """The reader in Python gives the verdict of each entry, and finds the tensors and objects of the valid ones."""
     assert find_fault(case, describe(read_checkpoint, str(folder / case.name))) == ""
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("case", _OUR_CASES)
+def test_our_reader_is_right(case: Case, folder: Path) -> None:
+    """Our own reader, by verify and open_checkpoint, gives the verdict of each entry, and finds the same tensors."""
+    assert find_fault(case, describe(ours.read_checkpoint, str(folder / case.name), CheckpointingException)) == ""
 
 
 @needs_node
@@ -115,12 +140,26 @@ def test_a_wrong_answer_is_found() -> None:
 
 def test_the_readers_refuse_hostile_headers(tmp_path: Path) -> None:
     """Headers drawn anew are refused by both readers; the slow test measures them."""
-    write_hostile(tmp_path, 5, large=False)
+    write_hostile(tmp_path, 5, {name for name, _ in draw_hostile(5) if "100_mb" not in name})
     directories = sorted(tmp_path.iterdir())
     lines = [describe(read_checkpoint, str(path)) for path in directories]
     lines += _ask_node(directories) if NODE else []
     assert len(directories) >= 25
     assert {line["verdict"] for line in lines} == {"invalid"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(reason="our reader takes it")] if name in _MISSED_HEADERS else [])
+        for name, _ in draw_hostile(5)
+        if "100_mb" not in name
+    ],
+)
+def test_our_reader_refuses_hostile_headers(name: str, tmp_path: Path) -> None:
+    """Our own reader refuses each hostile header, by one of its own errors."""
+    write_hostile(tmp_path, 5, {name})
+    assert describe(ours.read_checkpoint, str(tmp_path / name), CheckpointingException)["verdict"] == "invalid"
 
 
 def test_there_are_30_hostile_headers() -> None:
