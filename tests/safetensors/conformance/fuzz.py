@@ -9,6 +9,7 @@ import json
 import random
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,13 @@ def _split(data: bytes | Link) -> tuple[bytes, bytes]:
     return data[8:end], data[end:]
 
 
-def _with_header(name: str, header: bytes, *, length: int | None = None) -> Callable[[Draft], None]:
-    """Replace the header of a file; its length may lie."""
+def _with_header(name: str, make_header: Callable[[], bytes]) -> Callable[[Draft], None]:
+    """Replace the header of a file by one that is made when the file is written: it may be large."""
 
     def change(draft: Draft) -> None:
         _, payloads = _split(draft.files[name])
-        data = struct.pack("<Q", len(header) if length is None else length) + header + payloads
+        header = make_header()
+        data = struct.pack("<Q", len(header)) + header + payloads
         draft.files[name] = data
         draft.lengths[name] = [min(SEGMENT, len(data) - at) for at in range(0, len(data), SEGMENT)]
 
@@ -56,7 +58,7 @@ def _with_entry(name: str, column: str, **fields: Any) -> Callable[[Draft], None
     def change(draft: Draft) -> None:
         header = json.loads(_split(draft.files[name])[0])
         header[column] |= fields
-        _with_header(name, json.dumps(header).encode())(draft)
+        _with_header(name, json.dumps(header).encode)(draft)
 
     return change
 
@@ -82,22 +84,22 @@ def draw_hostile(seed: int) -> Iterator[tuple[str, Callable[[Draft], None]]]:
     yield "length_of_data_file_2_63", _with_length(FILE, 1 << 63)
     yield "length_of_data_file_wraps", _with_length(FILE, (1 << 64) - 8)
     yield "length_of_common_2_64", _with_length(COMMON, (1 << 64) - draw.randrange(1, 9))
-    yield "index_of_100_mb_of_spaces", _with_header(INDEX, _fill(b" ", HEADER_LIMIT, b"{}"))
-    yield "index_of_100_mb_of_brackets", _with_header(INDEX, _fill(b"[", HEADER_LIMIT))
-    yield "index_of_100_mb_of_entries", _with_header(INDEX, _fill(b'"a":{},', HEADER_LIMIT, b"{", b'"b":{}}'))
-    yield "common_of_100_mb_of_brackets", _with_header(COMMON, _fill(b"[", HEADER_LIMIT))
-    yield "data_file_header_over_100_mb", _with_header(FILE, _fill(b" ", HEADER_LIMIT + 1, b"{}"))
-    yield "nested_lists", _with_header(INDEX, _fill(b"[", INDEX_LIMIT))
-    yield "nested_objects", _with_header(INDEX, _fill(b'{"a":', INDEX_LIMIT))
-    yield "nested_behind_strings", _with_header(INDEX, _fill(b'["\\"]\\\\",', INDEX_LIMIT))
-    yield "flat_lists", _with_header(INDEX, _fill(b"[],", INDEX_LIMIT, b'{"a":[', b"[]]}"))
-    yield "many_keys", _with_header(INDEX, _keys(INDEX_LIMIT))
-    yield "one_key_again_and_again", _with_header(INDEX, _fill(b'"a":0,', INDEX_LIMIT, b"{", b'"a":0}'))
-    yield "one_long_key", _with_header(INDEX, _fill(b"k", INDEX_LIMIT, b'{"', b'":0}'))
-    yield "one_long_number", _with_header(INDEX, _fill(b"9", INDEX_LIMIT, b'{"a":', b"}"))
-    yield "backslashes", _with_header(INDEX, _fill(b"\\", INDEX_LIMIT, b'{"'))
-    yield "not_utf8", _with_header(INDEX, _fill(bytes([draw.randrange(0xF8, 0x100)]), some, b'{"', b'":0}'))
-    yield "byte_order_mark", _with_header(INDEX, _fill(b" ", some + 9, b"\xef\xbb\xbf{}"))
+    yield "index_of_100_mb_of_spaces", _with_header(INDEX, partial(_fill, b" ", HEADER_LIMIT, b"{}"))
+    yield "index_of_100_mb_of_brackets", _with_header(INDEX, partial(_fill, b"[", HEADER_LIMIT))
+    yield "index_of_100_mb_of_entries", _with_header(INDEX, partial(_fill, b'"a":{},', HEADER_LIMIT, b"{", b'"b":{}}'))
+    yield "common_of_100_mb_of_brackets", _with_header(COMMON, partial(_fill, b"[", HEADER_LIMIT))
+    yield "data_file_header_over_100_mb", _with_header(FILE, partial(_fill, b" ", HEADER_LIMIT + 1, b"{}"))
+    yield "nested_lists", _with_header(INDEX, partial(_fill, b"[", INDEX_LIMIT))
+    yield "nested_objects", _with_header(INDEX, partial(_fill, b'{"a":', INDEX_LIMIT))
+    yield "nested_behind_strings", _with_header(INDEX, partial(_fill, b'["\\"]\\\\",', INDEX_LIMIT))
+    yield "flat_lists", _with_header(INDEX, partial(_fill, b"[],", INDEX_LIMIT, b'{"a":[', b"[]]}"))
+    yield "many_keys", _with_header(INDEX, partial(_keys, INDEX_LIMIT))
+    yield "one_key_again_and_again", _with_header(INDEX, partial(_fill, b'"a":0,', INDEX_LIMIT, b"{", b'"a":0}'))
+    yield "one_long_key", _with_header(INDEX, partial(_fill, b"k", INDEX_LIMIT, b'{"', b'":0}'))
+    yield "one_long_number", _with_header(INDEX, partial(_fill, b"9", INDEX_LIMIT, b'{"a":', b"}"))
+    yield "backslashes", _with_header(INDEX, partial(_fill, b"\\", INDEX_LIMIT, b'{"'))
+    yield "not_utf8", _with_header(INDEX, partial(_fill, bytes([draw.randrange(0xF8, 0x100)]), some, b'{"', b'":0}'))
+    yield "byte_order_mark", _with_header(INDEX, partial(_fill, b" ", some + 9, b"\xef\xbb\xbf{}"))
     yield "not_a_number", _with_entry(INDEX, "box_start", shape=[float("nan")])
     yield "offsets_negative", _with_entry(INDEX, "box_start", data_offsets=[-some, some])
     yield "offsets_overlap", _with_entry(INDEX, "box_start", data_offsets=[0, some])
