@@ -15,6 +15,7 @@ import pytest
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.background.process import WorkerProcess, WorkerTraceback
 from shardckpt.errors import CheckpointingException, RankFailedError, StorageError
+from tests import programs
 from tests.background import calls
 
 if TYPE_CHECKING:
@@ -211,5 +212,4 @@ def _gone(pid: int) -> None:
 
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return programs.run(textwrap.dedent(program), cwd=programs.ROOT)
