@@ -7,7 +7,6 @@ imports is not: a test of that starts an interpreter of its own. pytest's proces
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import runpy
@@ -89,7 +88,8 @@ class Program:
         return texts[0], "".join(texts[1:])
 
     def _give_up(self, timeout: float) -> None:
-        os.kill(self.pid, signal.SIGKILL)  # nobody has reaped it: the number is still its own
+        # it leads a group of its own, and nobody has reaped it: the number is still its own
+        os.killpg(self.pid, signal.SIGKILL)
         raise subprocess.TimeoutExpired(str(self.pid), timeout)
 
 
@@ -184,6 +184,7 @@ def _serve(pipe: Connection[Any, Any]) -> Request | None:
         descriptors = [recv_handle(pipe) for _ in range(3)]
         pid = os.fork()
         if not pid:
+            os.setpgid(0, 0)
             for number, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, number)
         for descriptor in descriptors:
@@ -220,7 +221,8 @@ if __name__ == "__main__":
     for _name in PRELOADED:
         __import__(_name)
     gc.freeze()  # what is imported stays: a fork that ends must not look through it
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is for pytest
-        _request = _serve(Connection(int(sys.argv[1])))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
+    _request = _serve(Connection(int(sys.argv[1])))
     if _request is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         _become(_request)

@@ -12,7 +12,7 @@ from tests.faults.programs import ROOT, run_in_new_interpreter
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROOMS = ("shardckpt.dist_checkpointing", "shardckpt.adapters.state", "shardckpt_torch_dist", "shardckpt_ep")
+ROOMS = ("shardckpt.adapters.state", "shardckpt_torch_dist")
 #: What imports modules of torch that make functions with the default group, and packages that may.
 _LATE = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed._shard", "import transformers")
 
