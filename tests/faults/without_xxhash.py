@@ -1,4 +1,4 @@
-"""Program: one of several ranks, of which some have no xxhash, does something with a checkpoint; prints what came of it.
+"""Program: one of several ranks, of which some have no xxhash, uses a checkpoint, and prints what came of it.
 
 ``python -m tests.faults.without_xxhash VERBS DIRECTORY STORE RANK HAVE...``: verbs stand between commas and are done
 one after the other; a 1 or 0 for each rank says whether it has xxhash; one rank has no group.
