@@ -43,6 +43,13 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def releases_folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where releases of other libraries are installed: the pytest cache, or without it a folder of this session."""
+    cache = getattr(pytestconfig, "cache", None)  # there is none with -p no:cacheprovider
+    return tmp_path_factory.mktemp("releases") if cache is None else cache.mkdir("shardckpt-megatron")
+
+
+@pytest.fixture(scope="session")
 def many_ranks() -> Iterator[RankPool]:
     """Groups of up to 8 ranks, for slow tests."""
     pool = RankPool(8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import os
 import re
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from shardckpt import errors, settings
 from shardckpt.cli import main
 from shardckpt.compat import mindspeed
+from tests import programs
 from tests.readmes import BLOCKS, EXAMPLES, READMES, ROOT
 
 if TYPE_CHECKING:
@@ -91,15 +91,7 @@ def _plugin_python(folder: Path, modules: dict[str, str], code: str) -> str:
     (info / "entry_points.txt").write_text("\n".join(["[shardckpt]", *names, ""]))
     for module, text in modules.items():
         (folder / f"{module}.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = programs.run(code, cwd=folder, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

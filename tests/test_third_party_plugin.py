@@ -25,7 +25,7 @@ class Environment:
     """A virtual environment that sees the packages of this one, with a release of the plugin or without."""
 
     def __init__(self, path: Path) -> None:
-        venv.create(path, with_pip=True)
+        venv.create(path, with_pip=False)  # ours installs into it
         self._python = path / "bin" / "python"
         self._installed = ""
         site = Path(self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
@@ -58,10 +58,15 @@ class Environment:
         self._installed = "unknown"
         if release:
             options = ("--no-deps", "--no-build-isolation", "--no-index", "--force-reinstall", "--quiet")
-            self.run("-m", "pip", "install", *options, str(PLUGINS / release))
+            self._pip("install", *options, str(PLUGINS / release))
         else:
-            self.run("-m", "pip", "uninstall", "--yes", "--quiet", "shardckpt-npy")
+            self._pip("uninstall", "--yes", "--quiet", "shardckpt-npy")
         self._installed = release
+
+    def _pip(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "pip", "--python", str(self._python), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
 
     def damage(self, text: str) -> None:
         """Put a line at the top of the installed plugin's module, as a release that does not import has it."""
@@ -191,8 +196,8 @@ def test_migrate_rewrites_the_checkpoint(environment: Environment, old: Path, mi
     assert stored["bool.3"] == ["torch.bool", [12, 6]]
     assert json.loads((path / "shardckpt.json").read_text())["reader"] == "shardckpt-npy 2.0"
     assert json.loads((old / "metadata.json").read_text())["sharded_backend_version"] == 1
-    assert environment.shardckpt("verify", str(path)).returncode == 0
-    assert environment.shardckpt("migrate", str(path), str(path.with_name("again"))).returncode == 1
+    lines = (f"verify {path}", f"migrate {path} {path.with_name('again')}")
+    assert [code for code, _ in environment.session("commands", *lines)] == [0, 1]
 
 
 def test_version_2_stores_what_numpy_has_no_dtype_for(new: Path) -> None:
@@ -236,11 +241,11 @@ def test_a_broken_release_is_named_and_breaks_nothing_else(environment: Environm
     assert refusal["kind"] == "BrokenPluginError"
     assert refusal["builtin"]
     assert f"npy of shardckpt-npy 1.0: {fault}" in refusal["message"]
-    listing = environment.shardckpt("strategies")
-    assert listing.returncode == 0, listing.stderr
-    assert f"not working: npy (shardckpt_npy.plugin) of shardckpt-npy 1.0: {fault}" in listing.stdout
-    assert not _rows(listing.stdout)
-    assert "torch_dist" in listing.stdout
+    [(code, listing)] = environment.session("commands", "strategies")
+    assert code == 0
+    assert f"not working: npy (shardckpt_npy.plugin) of shardckpt-npy 1.0: {fault}" in listing
+    assert not _rows(listing)
+    assert "torch_dist" in listing
 
 
 def test_after_uninstalling_the_error_says_what_to_install(environment: Environment, old: Path) -> None:

@@ -15,6 +15,12 @@ def wait(seconds: float, result: Any = None) -> Any:
     return result
 
 
+def wait_for(path: str) -> None:
+    """A writer that is busy until a file is there."""
+    while not os.path.exists(path):  # noqa: PTH110 - as often as it can
+        time.sleep(0.01)
+
+
 def length(data: bytes, _: Any = None) -> int:
     """A writer with much to write."""
     return len(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import signal
 import threading
@@ -179,22 +180,24 @@ def out_of_step(path: str) -> str:
     return message
 
 
-def sleeping(seconds: float, _: Any) -> float:
+def sleeping(seconds: float, _: Any = None) -> float:
     """A slow writer."""
     time.sleep(seconds)
     return seconds
 
 
-def waits_at_most(persistent: bool) -> None:
+def waits_at_most() -> None:
     """A slow rank: others wait with it, and no longer than they are told to."""
     rank, _ = whereabouts()
     done: list[int] = []
-    queue = AsyncCallsQueue(persistent)
-    slow = 3.0 if rank == 1 else 0.0
-    queue.schedule_async_request(AsyncRequest(sleeping, (slow, None), [lambda: done.append(1)]))
+    written = threading.Event()
+    queue = AsyncCallsQueue()
+    write = (lambda: written.wait(30)) if rank == 1 else None
+    queue.schedule_async_request(AsyncRequest(write, (), [lambda: done.append(1)]))
     assert queue.maybe_finalize_async_calls() == []
     assert queue.maybe_finalize_async_calls(blocking=True, timeout=0.3) == []
     assert not done
+    written.set()
     assert queue.maybe_finalize_async_calls(blocking=True) == [1]
     assert done == [1]
     queue.close()
@@ -246,9 +249,10 @@ def closed_out_of_step() -> str:
 def left_by_an_error(path: str) -> None:
     """The training fails on one rank, which leaves its queue; the others learn of it when they finalize."""
     rank, _ = whereabouts()
+    group = dist.new_group(timeout=dt.timedelta(seconds=3))  # less to wait for than the pool's groups have
     try:
-        with AsyncCallsQueue() as queue:
-            request = dc.save(state(1.0), path, async_sharded_save=True)
+        with AsyncCallsQueue(process_group=group) as queue:
+            request = dc.save(state(1.0), path, async_sharded_save=True, process_group=group)
             assert request is not None
             queue.schedule_async_request(request)
             if rank == 0:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 PERSISTENT = pytest.mark.parametrize("persistent", [False, True], ids=["thread", "process"])
 
 
-@pytest.mark.parametrize(("world_size", "persistent"), [(0, True), (0, False), (1, False), (2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("world_size", "persistent"),
+    [pytest.param(0, True, marks=pytest.mark.slow), (0, False), (1, False), (2, True), (4, False)],
+)
 def test_the_state_at_the_moment_of_scheduling_is_saved(
     ranks: RankPool, tmp_path: Path, world_size: int, persistent: bool
 ) -> None:
@@ -84,7 +87,7 @@ def test_ranks_may_add_different_finalize_functions(ranks: RankPool, tmp_path: P
 
 def test_ranks_wait_together_and_at_most_as_long_as_told(ranks: RankPool) -> None:
     """Polling and a bounded wait leave a request scheduled on all ranks as long as one rank writes."""
-    ranks.run(3, jobs.waits_at_most, False)
+    ranks.run(3, jobs.waits_at_most)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardckpt import dist_checkpointing as dc
+from tests import programs
 from tests.background import jobs
 
 if TYPE_CHECKING:
@@ -47,20 +48,24 @@ TOGETHER = """
 """
 
 
-def _start(program: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def _script(program: str, folder: Path) -> str:
     script = folder / "train.py"
     script.write_text(textwrap.dedent(program))
-    command = [sys.executable, "-W", "error", str(script), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return str(script)
+
+
+def _start(program: str, folder: Path, *arguments: str) -> programs.Program:
+    script = _script(program, folder)
+    return programs.start("", *arguments, file=script, warnings_are_errors=True, one_output=True)
 
 
 @PERSISTENT
 def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, persistent: bool) -> None:
     """A program that ends right after scheduling leaves a whole checkpoint; it needs no __main__ guard."""
-    process = _start(ALONE.format(persistent=persistent), tmp_path, str(tmp_path / "c"))
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    assert not output
+    script = _script(ALONE.format(persistent=persistent), tmp_path)
+    command = [sys.executable, "-W", "error", script, str(tmp_path / "c")]  # no fork: as users have it
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
     loaded = dc.load_plain_tensors(tmp_path / "c")
     assert loaded["w"].min() == 1
     assert dc.load_common_state_dict(tmp_path / "c")["iteration"] == 3

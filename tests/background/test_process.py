@@ -15,6 +15,7 @@ import pytest
 from shardckpt.async_save import AsyncCallsQueue, AsyncRequest
 from shardckpt.background.process import WorkerProcess, WorkerTraceback
 from shardckpt.errors import CheckpointingException, RankFailedError, StorageError
+from tests import programs
 from tests.background import calls
 
 if TYPE_CHECKING:
@@ -87,11 +88,12 @@ def test_functions_of_the_program_itself_are_explained(worker: WorkerProcess) ->
     assert "persistent=False" in done.stdout
 
 
-def test_scheduling_does_not_wait_for_a_busy_process(worker: WorkerProcess) -> None:
+def test_scheduling_does_not_wait_for_a_busy_process(worker: WorkerProcess, tmp_path: Path) -> None:
     """Calls larger than any pipe are taken at once, while the process works on another; all end in order."""
-    busy = worker.submit(AsyncRequest(calls.wait, (1.0,), []))
+    busy = worker.submit(AsyncRequest(calls.wait_for, (str(tmp_path / "go on"),), []))
     large = [worker.submit(AsyncRequest(calls.length, (bytes(n << 20),), [])) for n in (8, 4)]
     assert not busy.done()
+    (tmp_path / "go on").touch()
     assert [future.result(30) for future in large] == [8 << 20, 4 << 20]
     assert busy.done()
 
@@ -211,5 +213,4 @@ def _gone(pid: int) -> None:
 
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return programs.run(textwrap.dedent(program), cwd=programs.ROOT)

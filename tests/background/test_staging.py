@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ from shardckpt.background import staging_buffer
 from shardckpt.background.staging import release_memory, stage
 from shardckpt.background.staging_buffer import StagingBufferPool
 from shardckpt.errors import ShardingError
+from tests import programs
 from tests.background import jobs
 
 if TYPE_CHECKING:
@@ -130,7 +129,5 @@ def test_staged_memory_is_not_shared_with_forks() -> None:
         with again.open() as work:
             assert work.tensors[0].eq(4).all()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], check=False, capture_output=True, text=True, timeout=60
-    )
+    done = programs.run(textwrap.dedent(program))
     assert done.returncode == 0, done.stderr

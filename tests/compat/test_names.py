@@ -197,10 +197,9 @@ def test_modules_are_attributes() -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_public_name_of_a_release_is_known(pytestconfig: pytest.Config, release: str) -> None:
+def test_every_public_name_of_a_release_is_known(releases_folder: Path, release: str) -> None:
     """Each public top-level name in the release's own source resolves here, or is refused with what to use instead."""
-    root = pytestconfig.cache.mkdir("shardckpt-megatron")
-    site = installed(f"megatron-core-{release}", [f"megatron-core=={release}"], root)
+    site = installed(f"megatron-core-{release}", [f"megatron-core=={release}"], releases_folder)
     source = site / "megatron" / "core" / "dist_checkpointing"
     unknown = []
     for file in sorted(source.rglob("*.py")):
@@ -244,10 +243,12 @@ def _private_and_imported(file: Path, package: Path) -> set[str]:
     return {name.removeprefix("_ ") for name in names if name.startswith("_")}
 
 
-def test_private_and_imported_names_resolve_or_say_why_not(pytestconfig: pytest.Config) -> None:
+def test_private_and_imported_names_resolve_or_say_why_not(releases_folder: Path) -> None:
     """Megatron's trainer and tests import such names, too, from any module that has them: no bare AttributeError."""
-    root = pytestconfig.cache.mkdir("shardckpt-megatron")
-    source = installed("megatron-core-0.16.1", ["megatron-core==0.16.1"], root) / "megatron/core/dist_checkpointing"
+    source = (
+        installed("megatron-core-0.16.1", ["megatron-core==0.16.1"], releases_folder)
+        / "megatron/core/dist_checkpointing"
+    )
     unknown, found = [], 0
     for file in sorted(source.rglob("*.py")):
         path = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix("__init__").rstrip(".")
@@ -269,10 +270,9 @@ def _is_internal(value: Any) -> bool:
     return name in ("getLogger", "TypeVar")
 
 
-def test_the_source_is_read(pytestconfig: pytest.Config) -> None:
+def test_the_source_is_read(releases_folder: Path) -> None:
     """The reading of a release's source finds what is known to be there, and nothing internal."""
-    root = pytestconfig.cache.mkdir("shardckpt-megatron")
-    site = installed("megatron-core-0.16.1", ["megatron-core==0.16.1"], root)
+    site = installed("megatron-core-0.16.1", ["megatron-core==0.16.1"], releases_folder)
     found = _public(site / "megatron" / "core" / "dist_checkpointing" / "optimizer.py")
     assert found == set(NAMES["optimizer"].split())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +26,7 @@ from shardckpt.compat.torchtitan import (
     ModelWrapper,
 )
 from shardckpt.errors import CheckpointingException
+from tests import programs
 from tests.integrations import small, titan
 from tests.manager.folders import steps_of
 
@@ -255,13 +254,6 @@ gc.collect()
 
 def test_a_dropped_manager_has_saved(tmp_path: Path) -> None:
     """Without ``close``, the save in the background is committed when the program ends, as the original's was."""
-    done = subprocess.run(
-        [sys.executable, "-c", _DROPPED, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = programs.run(_DROPPED, str(tmp_path), cwd=programs.ROOT, timeout=100)
     assert done.returncode == 0, done.stderr
     assert [step.step for step in steps_of(tmp_path / "checkpoint").committed()] == [1, 2, 4]

@@ -179,7 +179,7 @@ def _started(place: Path) -> tuple[subprocess.Popen[str], list[int]]:
         _command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(place)}
     )
     children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children")
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     while len(found := children.read_text().split()) < 4:
         assert demo.poll() is None, demo.communicate()
         assert time.monotonic() < limit, found

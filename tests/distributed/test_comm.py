@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import threading
-import time
 import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -412,12 +411,18 @@ def _waits_and_is_interrupted(who: int) -> list[Any]:
     rank, slow = dist.get_rank(), dist.get_world_size() - 1
     comm, before = Comm(), signal.signal(signal.SIGINT, signal.default_int_handler)
     heard: list[Any] = []
+    store: Any = dist.distributed_c10d._get_default_store()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        store.set("interrupted", b"1")
+
     try:
         with comm.local_phase("waiting"):
             if rank == who:
-                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+                threading.Timer(0.2, interrupt).start()
             if rank == slow:
-                time.sleep(1)
+                store.wait(["interrupted"])
             comm.sync_errors()
         comm.sync_errors()
     except (KeyboardInterrupt, RankFailedError) as exc:

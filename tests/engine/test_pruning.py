@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from shardckpt.engine.pruning import prune_leftovers, prune_spools
 from shardckpt.errors import CheckpointingException, IncompleteCheckpointError, StorageError
 from shardckpt.huggingface import dcp_to_torch_save, export_to_huggingface
 from shardckpt.maintenance.migrate import migrate_checkpoint
+from tests import programs
 from tests.commit import owners
 from tests.faults import samples
 from tests.faults.test_overwrite import Interruption, add_foreign
@@ -115,9 +114,8 @@ def test_a_background_save_keeps_its_directory(tmp_path: Path) -> None:
         program = (
             "import sys\nfrom shardckpt.cli import main\nsys.exit(main(['prune', sys.argv[1], '--older-than', '0']))"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
-        )
+        done = programs.run(program, str(tmp_path))
+        assert done.returncode == 0, done.stderr
         assert f"kept: process {os.getpid()} of this host is alive" in done.stdout
         assert prune_leftovers(tmp_path)[0].kept
         assert _names(tmp_path) == sorted(["ckpt", staging.name])
@@ -153,7 +151,6 @@ def test_the_save_after_one_that_failed_in_this_process(
 
 def _dying_overwrite(target: Path) -> Path:
     """Let a process die between the two renames of an overwrite, where there is no exchange; what it moved aside."""
-    root = Path(__file__).parents[2]
     program = (
         "import os, sys\nfrom pathlib import Path\n"
         "from shardckpt.commit import commit\nfrom tests.engine import test_pruning\n"
@@ -162,15 +159,7 @@ def _dying_overwrite(target: Path) -> Path:
         "commit.exchange, os.rename = lambda *_: False, die\n"
         "test_pruning._save(target)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(target)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), settings.IO_THREADS: "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = programs.run(program, str(target), cwd=programs.ROOT, environment={settings.IO_THREADS: "1"})
     assert done.returncode == 9, done.stderr
     (aside,) = target.parent.glob("*shardckpt-replaced*")
     return aside

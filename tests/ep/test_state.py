@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,6 +28,7 @@ from shardckpt_ep import (
     expert_sharded_state_dict,
 )
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy
+from tests import programs
 from tests.ep.checkpoints import store
 from tests.ep.live import FQN, Case, Meshes, check, expected, layout, mesh_of, order, state, whole
 
@@ -354,12 +352,5 @@ def test_torch_dist_reads_what_ep_wrote_without_ep(ranks: RankPool, tmp_path: Pa
         f"wanted = {{'w': ShardedTensor.from_rank_offsets('model.{FQN}', torch.zeros(8, 6, 3))}}\n"
         "assert dc.load(wanted, sys.argv[1], TorchDistLoadShardedStrategy())['w'].any()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "ckpt")],
-        env=os.environ | {"SHARDCKPT_DISABLED_PLUGINS": "ep"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = programs.run(code, str(tmp_path / "ckpt"), environment={"SHARDCKPT_DISABLED_PLUGINS": "ep"})
     assert done.returncode == 0, done.stderr

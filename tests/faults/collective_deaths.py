@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from shardckpt.distributed.comm import Comm
 from shardckpt.errors import CommunicationError
-from tests.faults.forks import fork, wait
+from tests.faults.forks import fork, report_all, wait
 
 GROUP_TIMEOUT = 6.0
 TIMEOUT = dt.timedelta(seconds=GROUP_TIMEOUT)
@@ -80,12 +81,11 @@ def _run(folder: Path, scenario: Scenario) -> dict[str, Any]:
 def main() -> None:
     """Print the report."""
     torch.set_num_threads(1)
-    reports = []
+    folder, runs = Path(sys.argv[1]), []
     for number, scenario in enumerate(json.load(sys.stdin)):
-        folder = Path(sys.argv[1]) / str(number)
-        folder.mkdir()
-        reports.append(_run(folder, scenario))
-    json.dump(reports, sys.stdout)
+        (folder / str(number)).mkdir()
+        runs.append(partial(_run, folder / str(number), scenario))
+    json.dump(report_all(runs, folder, len(runs)), sys.stdout)  # all at a time: they wait, and save nothing
 
 
 if __name__ == "__main__":

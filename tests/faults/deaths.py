@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from shardckpt import dist_checkpointing, hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from tests.faults import samples
-from tests.faults.forks import fork, wait
+from tests.faults.forks import fork, report_all, wait
 
 GROUP_TIMEOUT = 3.0
 #: The group's timeout, the 2 s that the promise adds, and as much again for a loaded machine.
@@ -154,12 +155,17 @@ def main() -> None:
     scratch = Path(sys.argv[1]) / "warm"
     dist_checkpointing.save(samples.state_dict(OLD), scratch)
     samples.load(scratch)
-    reports = []
-    for number, scenario in enumerate(json.load(sys.stdin)):
-        folder = Path(sys.argv[1]) / str(number)
-        (folder / "root").mkdir(parents=True)
-        reports.append(_run(folder, scenario))
-    json.dump(reports, sys.stdout)
+    folder, scenarios = Path(sys.argv[1]), json.load(sys.stdin)
+    for number in range(len(scenarios)):
+        (folder / str(number) / "root").mkdir(parents=True)
+    runs = [partial(_run, folder / str(number), scenario) for number, scenario in enumerate(scenarios)]
+    # who waits for a stopped rank leaves the cores to others; where a rank dies all are busy up to the end
+    reports: dict[int, Any] = {}
+    for stops, at_a_time in ((True, 4), (False, 1)):
+        numbers = [number for number, scenario in enumerate(scenarios) if (scenario["how"] == "stop") is stops]
+        found = report_all([runs[number] for number in numbers], folder, at_a_time)
+        reports.update(zip(numbers, found, strict=True))
+    json.dump([reports[number] for number in range(len(scenarios))], sys.stdout)
 
 
 if __name__ == "__main__":

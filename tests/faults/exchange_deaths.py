@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -22,7 +23,7 @@ from shardckpt import dist_checkpointing
 from shardckpt.distributed.comm import Comm
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel.load import FullyParallelLoadStrategyWrapper
-from tests.faults.forks import fork, wait
+from tests.faults.forks import fork, report_all, wait
 
 GROUP_TIMEOUT = 8.0
 TIMEOUT = dt.timedelta(seconds=GROUP_TIMEOUT)
@@ -112,12 +113,11 @@ def main() -> None:
     base = Path(sys.argv[1])
     dist_checkpointing.save(_state(), base / "ckpt")
     dist_checkpointing.load(_state(), base / "ckpt")
-    reports = []
+    runs = []
     for number, scenario in enumerate(json.load(sys.stdin)):
-        folder = base / str(number)
-        folder.mkdir()
-        reports.append(_run(folder, scenario))
-    json.dump(reports, sys.stdout)
+        (base / str(number)).mkdir()
+        runs.append(partial(_run, base / str(number), scenario))
+    json.dump(report_all(runs, base, 2), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,17 @@ Only programs that pytest starts fork: pytest's own process has threads.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
 
 def fork(function: Callable[[], None], *, stopped: bool = False) -> int:
@@ -43,6 +45,34 @@ def wait(pids: Iterable[int], seconds: float) -> dict[int, int | None]:
         os.waitpid(pid, 0)
         found[pid] = None
     return found
+
+
+def report_all(functions: Sequence[Callable[[], Any]], folder: Path, at_a_time: int) -> list[Any]:
+    """What each of the functions returns, so many of them at a time, each in a child: most of their time is waiting.
+
+    Args:
+        functions: What they return is JSON.
+        folder: Takes the results on their way.
+        at_a_time: Number of children.
+    """
+    numbers: dict[int, int] = {}
+    for number, function in enumerate(functions):
+        if len(numbers) == at_a_time:
+            _end_one(numbers)
+        report = folder / f"report{number}"
+        pid = fork(lambda report=report, function=function: report.write_text(json.dumps(function())) and None)  # type: ignore[misc]
+        numbers[pid] = number
+    while numbers:
+        _end_one(numbers)
+    return [json.loads((folder / f"report{number}").read_text()) for number in range(len(functions))]
+
+
+def _end_one(numbers: dict[int, int]) -> None:
+    """Wait for one of the children, and take it from their numbers."""
+    pid, status = os.wait()
+    number = numbers.pop(pid)
+    if status:
+        raise ChildProcessError(f"the child of number {number} ended with status {status}: see above")
 
 
 def _run(function: Callable[[], None], *, stopped: bool) -> None:

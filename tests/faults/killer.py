@@ -265,9 +265,10 @@ def sample(points: Sequence[Point], count: int) -> list[Point]:
 
 
 def _spread(points: list[Point], count: int) -> list[Point]:
+    """So many of the points, the first and the last among them."""
     if len(points) <= count:
         return points
-    return [points[index * len(points) // count] for index in range(count)]
+    return [points[index * (len(points) - 1) // max(1, count - 1)] for index in range(count)]
 
 
 def main(kind: type[Killer] = Killer) -> None:

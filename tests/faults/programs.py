@@ -5,30 +5,40 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).parents[2]
+from tests import programs
+from tests.programs import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ONE_THREAD = {"SHARDCKPT_IO_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run_program(
-    name: str, *arguments: str, text: str = "", cwd: Path = ROOT, timeout: float = 240
-) -> subprocess.CompletedProcess[str]:
-    """Run ``tests.faults.<name>`` with one thread for everything.
+def run_program(name: str, *arguments: str, text: str = "", timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run ``tests.faults.<name>`` with one thread for everything, in a fork of what has imported torch.
 
     Args:
         name: The module.
         *arguments: Its arguments.
         text: Its standard input.
-        cwd: Its working directory.
         timeout: Seconds after which it is killed, and the test fails.
     """
+    module = f"tests.faults.{name}"
+    return programs.run("", *arguments, module=module, text=text, cwd=ROOT, environment=_ONE_THREAD, timeout=timeout)
+
+
+def run_in_new_interpreter(
+    name: str, *arguments: str, text: str = "", cwd: Path = ROOT, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run it as :func:`run_program` does, where it matters what has been imported, and when."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    threads = {"SHARDCKPT_IO_THREADS": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", f"tests.faults.{name}", *arguments],
         input=text,
         cwd=cwd,
-        env={**os.environ, **threads, "PYTHONPATH": path},
+        env={**os.environ, **_ONE_THREAD, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,7 @@ class At:
         self._number = number
         self._call = call or scene.replace
         self._busy = False
+        self._lock = threading.Lock()
         self.opened = 0
         self._open = os.open
 
@@ -77,9 +79,11 @@ class At:
 
     def _watched(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         if not self._busy and not flags & os.O_CREAT and Path(path).name in self._names:
-            self.opened += 1
-            if self._number in (self.opened, -1):
-                self._busy = True
+            with self._lock:  # a load opens files in several threads
+                self.opened += 1
+                comes_now = not self._busy and self._number in (self.opened, -1)
+                self._busy = self._busy or comes_now
+            if comes_now:
                 try:
                     self._call()
                 finally:

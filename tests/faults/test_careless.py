@@ -60,7 +60,7 @@ def _all_in_the_foreground(folder: str) -> dict[str, tuple[str, str]]:
     return _refusals(folder, makes, KEYS)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_shard_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path, world: int) -> None:
     """A strategy that loses a shard on one rank, of any kind and in any way, fails the save, and leaves nothing."""
     outcomes = ranks.run(world, _all_in_the_foreground, str(tmp_path))
@@ -73,11 +73,23 @@ def test_a_shard_that_is_not_stored_is_named(ranks: RankPool, tmp_path: Path, wo
         assert not [other for other in others if f"{other!r}" in message], (case, message)
 
 
-@pytest.mark.parametrize("way", ["thread", "process"])
-def test_a_shard_that_is_not_stored_behind_the_training_is_named(ranks: RankPool, tmp_path: Path, way: str) -> None:
+_LOST = (("object", DropsWork), ("whole", DropsWork), ("split", Drops), ("split", DropsWork))
+
+
+@pytest.mark.parametrize(
+    ("way", "cases"),
+    [
+        ("thread", _LOST),
+        ("process", _LOST[:1]),  # a process takes seconds to start
+        pytest.param("process", _LOST[1:], marks=pytest.mark.slow),
+    ],
+    ids=["thread", "process", "process, more"],
+)
+def test_a_shard_that_is_not_stored_behind_the_training_is_named(
+    ranks: RankPool, tmp_path: Path, way: str, cases: tuple[tuple[str, Any], ...]
+) -> None:
     """In the background, too, what another thread or process did not write is an error on all ranks."""
-    cases = [("whole", DropsWork), ("object", DropsWork), ("split", Drops), ("split", DropsWork)]
-    for number, (key, make) in enumerate(cases[: 2 if way == "process" else 4]):  # a process takes seconds to start
+    for number, (key, make) in enumerate(cases):
         kind, message = _one(ranks.run(2, careless.refusal, way, _new(tmp_path, number), make, key))
         assert kind in ("PluginError", "ShardingError")
         assert f"{key!r}" in message

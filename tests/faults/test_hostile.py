@@ -22,7 +22,7 @@ from shardckpt.dist_checkpointing import ShardedObject
 from shardckpt.errors import UnsafePickleError
 from tests.faults import samples
 from tests.faults.hostile import DATA_FILE, MARK, OBJECT_KEY, Foreign, archive, build_on, call, named
-from tests.faults.programs import run_program
+from tests.faults.programs import run_in_new_interpreter
 
 UNSAFE, CORRUPT, STORAGE = "UnsafePickleError", "CorruptCheckpointError", "StorageError"
 COMMAND = f"touch {MARK}"
@@ -598,7 +598,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     work = root / "work"
     work.mkdir()
     asked = json.dumps([str(base), *map(str, directories.values())])
-    done = run_program("hostile", text=asked, cwd=work)
+    done = run_in_new_interpreter("hostile", text=asked, cwd=work)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
     honest = report["reports"][str(base)]

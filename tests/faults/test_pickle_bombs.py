@@ -20,7 +20,7 @@ from shardckpt.storage.opcodes import check_pickle
 from tests.faults import samples
 from tests.faults.bombs import ANYWHERE, METADATA, OBJECTS, VIEWS
 from tests.faults.hostile import OBJECT_KEY, Foreign, archive
-from tests.faults.programs import run_program
+from tests.faults.programs import run_in_new_interpreter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any
     directories = {case: root / str(number) for number, case in enumerate(cases)}
     for (place, name), directory in directories.items():
         _put(Foreign(root / "base", directory), place, name)
-    done = run_program("bombs", text=json.dumps([str(root / "base"), *map(str, directories.values())]))
+    done = run_in_new_interpreter("bombs", text=json.dumps([str(root / "base"), *map(str, directories.values())]))
     assert done.returncode == 0, done.stderr[-4000:]
     reports = json.loads(done.stdout)
     assert reports[str(root / "base")]["kind"] == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,14 @@ from shardckpt import dist_checkpointing
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import Record
 from shardckpt.storage.digest import CRC32, XXH3
+from tests import programs
 from tests.faults import samples
-from tests.faults.programs import run_program
 from tests.names import RECORD
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
 
+MODULE = "tests.faults.without_xxhash"
 HINT = "pip install 'shardckpt[xxhash]'"
 
 pytest.importorskip("xxhash")
@@ -28,9 +30,16 @@ pytest.importorskip("xxhash")
 
 def outcomes(verb: str, target: Path, *have: int) -> list[dict[str, Any]]:
     """What every rank reports; ``have`` says which of them have xxhash."""
-    done = run_program("without_xxhash", verb, str(target), *map(str, have))
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            programs.start(
+                "", verb, str(target), f"{folder}/group", str(rank), *map(str, have), module=MODULE, cwd=programs.ROOT
+            )
+            for rank in range(len(have))
+        ]
+        ended = [program.communicate(60) for program in started]
+    assert [program.returncode for program in started] == [0] * len(have), ended
+    found: list[dict[str, Any]] = [json.loads(out) for out, _ in ended]
     assert all(outcome["family"] for outcome in found), found
     return found
 

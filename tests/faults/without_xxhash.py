@@ -1,17 +1,14 @@
-"""Program: ranks of which some have no xxhash do something with a checkpoint, and print what came of it as JSON.
+"""Program: one of several ranks, of which some have no xxhash, uses a checkpoint, and prints what came of it.
 
-``python -m tests.faults.without_xxhash VERBS DIRECTORY HAVE...``: verbs stand between commas and are done one after the
-other; a 1 or 0 for each rank says whether it has xxhash; one rank has no group. The ranks are processes that this one
-starts, each with a fresh Python.
+``python -m tests.faults.without_xxhash VERBS DIRECTORY STORE RANK HAVE...``: verbs stand between commas and are done
+one after the other; a 1 or 0 for each rank says whether it has xxhash; one rank has no group.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +17,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _GROUP_TIMEOUT = 8.0
-_RUN_TIMEOUT = 60.0
 
 
 def _save(target: Path, rank: int, world: int) -> None:
@@ -93,30 +89,14 @@ def _rank(verbs: str, target: Path, store: str, rank: int, world: int) -> dict[s
     return {"error": error, "family": family, "has it": sys.modules.get("xxhash") is not None}
 
 
-def _start(verb: str, target: str, store: str, have: list[str]) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.faults.without_xxhash", "--rank"]
-    return [
-        subprocess.Popen([*command, verb, target, store, str(rank), *have], stdout=subprocess.PIPE, text=True)
-        for rank in range(len(have))
-    ]
-
-
 def main() -> None:
-    """Start the ranks, or be one."""
-    if sys.argv[1] == "--rank":
-        verb, target, store, rank, *have = sys.argv[2:]
-        if have[int(rank)] == "0":
-            sys.modules["xxhash"] = None  # type: ignore[assignment] # as if it were not installed
-        json.dump(_rank(verb, Path(target), store, int(rank), len(have)), sys.stdout)
-        return
-    verb, target, *have = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = _start(verb, target, f"{folder}/group", have)
-        try:
-            json.dump([json.loads(rank.communicate(timeout=_RUN_TIMEOUT)[0]) for rank in ranks], sys.stdout)
-        finally:
-            for rank in ranks:
-                rank.kill()
+    """Be a rank, and print what came of it."""
+    verbs, target, store, rank, *have = sys.argv[1:]
+    if "xxhash" in sys.modules:
+        raise SystemExit("xxhash is imported already: that it is missing would not be noticed")
+    if have[int(rank)] == "0":
+        sys.modules["xxhash"] = None  # type: ignore[assignment] # as if it were not installed
+    json.dump(_rank(verbs, Path(target), store, int(rank), len(have)), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from shardckpt.errors import (
 from shardckpt.huggingface import Rule, RuleMapping, export_to_huggingface, huggingface_index, save_state_dict
 from shardckpt.huggingface.safetensors_file import BLOCK_BYTES
 from shardckpt.mapping import ShardedObject, ShardedTensor
+from tests import programs
 from tests.huggingface.samples import global_tensors, read, same, save, sharded_state
 
 if TYPE_CHECKING:
@@ -208,8 +209,7 @@ export_to_huggingface(sys.argv[1], sys.argv[2], max_shard_size=150, overwrite=Tr
 
 
 def _kill(checkpoint: Path, target: Path, phase: str) -> None:
-    command = [sys.executable, "-c", KILLED, str(checkpoint), str(target), phase]
-    assert subprocess.run(command, timeout=60, check=False).returncode == -9
+    assert programs.run(KILLED, str(checkpoint), str(target), phase).returncode == -9
 
 
 def test_a_kill_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def resume(trainer: Trainer, step: int = -1) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("crashed", "options"),
     [
-        (10, {}),  # in an epoch
         (13, {}),  # after an epoch's last step was saved
         (4, {"gradient_accumulation_steps": 2}),
-        (10, {"lr_scheduler_type": "cosine", "warmup_steps": 4}),
+        pytest.param(10, {}, marks=pytest.mark.slow),  # in an epoch
+        pytest.param(10, {"lr_scheduler_type": "cosine", "warmup_steps": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_training_is_the_uninterrupted_one(crashed: int, options: dict[str, Any], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tests.interop.runner import Megatron
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.ranks import RankPool
 
@@ -18,15 +19,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def megatron(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Releases]:
+def megatron(releases_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Releases]:
     """A release of megatron-core by its version, started once: ``megatron("0.16.1").run(4, "save", path)``."""
     running: dict[str, Megatron] = {}
 
     def start(release: str) -> Megatron:
         if release not in running:
-            root = pytestconfig.cache.mkdir("shardckpt-megatron")
             log = tmp_path_factory.mktemp("megatron") / f"{release}.log"
-            running[release] = Megatron(release, root, log)
+            running[release] = Megatron(release, releases_folder, log)
         return running[release]
 
     yield start

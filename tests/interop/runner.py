@@ -1,4 +1,4 @@
-"""Releases of megatron-core, each in a folder of the pytest cache and in processes of its own."""
+"""Releases of megatron-core, each in a folder and in processes of its own."""
 
 from __future__ import annotations
 

@@ -16,8 +16,6 @@ from tests.interop.runner import installed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
-
     from tests.ranks import RankPool
 
 #: The oldest release that needs nothing but torch for its local checkpoints.
@@ -61,12 +59,9 @@ def _save_and_find(site: str, folder: str) -> None:
         sys.path.remove(site)
 
 
-def test_local_checkpoints_are_saved_behind_training(
-    ranks: RankPool, pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
+def test_local_checkpoints_are_saved_behind_training(ranks: RankPool, releases_folder: Path, tmp_path: Path) -> None:
     """The package's requests go through our queue, and its files hold state dicts that load."""
-    root = pytestconfig.cache.mkdir("shardckpt-megatron")
-    site = installed(f"nvrx-{RELEASE}", [f"nvidia-resiliency-ext=={RELEASE}"], root)
+    site = installed(f"nvrx-{RELEASE}", [f"nvidia-resiliency-ext=={RELEASE}"], releases_folder)
     ranks.run(2, _save_and_find, str(site), str(tmp_path))
     assert sorted(path.name for path in tmp_path.rglob("iter_0000002*")) == [
         "iter_0000002_0_local.pt",

@@ -27,9 +27,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def site(pytestconfig: pytest.Config) -> Path:
+def site(releases_folder: Path) -> Path:
     """The folder that has torchtitan, from PyPI unless it was installed before."""
-    return installed("torchtitan-0.3.0", NEEDS, pytestconfig.cache.mkdir("shardckpt-torchtitan"))
+    return installed("torchtitan-0.3.0", NEEDS, releases_folder)
 
 
 def run(site: Path, *arguments: str) -> None:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import programs
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.slow
 def test_a_killed_rank_leaves_a_whole_step(tmp_path: Path) -> None:
     """Wherever in a save a rank is killed, all find the same step, old or new, load its values, and save the next."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.local.crashes", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "SHARDCKPT_IO_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    done = programs.run(
+        "", str(tmp_path), module="tests.local.crashes", environment={"SHARDCKPT_IO_THREADS": "1"}, timeout=240
     )
     assert done.returncode == 0, done.stderr[-4000:]
     reports = json.loads(done.stdout)

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,8 +14,11 @@ from shardckpt.errors import VersionTooOldError
 from shardckpt.maintenance import migrate_checkpoint
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
+from tests import programs
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from shardckpt import LoadContext, SaveContext
 
 
@@ -145,10 +145,7 @@ def test_a_kill_leaves_what_was_there(old: Path) -> None:
     before = content(old)
     arguments = ["migrate", "--overwrite", str(old), str(old)]
     code = f"from {__name__} import main, register; register(); main({arguments!r})"
-    command = [sys.executable, "-c", code]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "MIGRATION": "die"}
-    assert subprocess.run(command, env=environment, cwd=root, timeout=120, check=False).returncode == 9
+    assert programs.run(code, cwd=programs.ROOT, environment={"MIGRATION": "die"}).returncode == 9
     assert content(old) == before
     assert main(arguments) == 0
     assert loaded(old) == (3.0, 1)

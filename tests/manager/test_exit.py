@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import programs
 from tests.manager.folders import names_in, steps_of
 from tests.manager.training import Training
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 
 _PROGRAM = """
@@ -31,14 +32,7 @@ if end == "with":
 
 
 def _ended(folder: Path, mode: str, end: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(folder), mode, end],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = programs.run(_PROGRAM, str(folder), mode, end, cwd=programs.ROOT, timeout=100)
     return done.returncode, done.stderr
 
 
@@ -82,13 +76,12 @@ if end == "destroy": dist.destroy_process_group()
 
 def _ended_together(folder: Path, mode: str, end: str) -> list[tuple[int, str]]:
     """Exit codes and errors of two ranks whose program drops its manager while a save is on its way."""
-    command = [sys.executable, "-c", _TOGETHER, str(folder / "run"), mode]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder / "store"), end], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    ranks = [
+        programs.start(_TOGETHER, str(folder / "run"), mode, str(rank), str(folder / "store"), end, cwd=programs.ROOT)
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=100)[1] for process in processes]
-    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])

@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from shardckpt.manager.garbage_collection import GarbageCollector, collect_garba
 from shardckpt.manager.retention import KeepBest, KeepEvery, KeepLatest
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt.plugins.resolver import read_manifest
+from tests import programs
 from tests.commit import owners
 from tests.faults.disks import make_read_only, small_disk
 from tests.manager import folders
@@ -265,15 +265,7 @@ def test_who_may_not_remove_is_warned() -> None:
     with tempfile.TemporaryDirectory() as name:
         folders.save_all(name, 1, 2, 3)
         Path(name).chmod(0o1777)
-        done = subprocess.run(
-            [sys.executable, "-c", program, name],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = programs.run(program, name, cwd=programs.ROOT)
         assert done.stdout.strip() == "[]", done.stderr
         assert "step 1 in" in done.stderr
         assert "(EPERM)" in done.stderr
@@ -435,15 +427,9 @@ def test_a_removal_from_a_store_that_fails_is_tried_again(
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the killer program found."""
     place = tmp_path_factory.mktemp("kill")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.manager.garbage_collection_killer", request.param, str(place)],
-        cwd=ROOT,
-        env={**os.environ, settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1", settings.SPOOL_DIR: str(place)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    variables = {settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1", settings.SPOOL_DIR: str(place)}
+    killer = "tests.manager.garbage_collection_killer"
+    done = programs.run("", request.param, str(place), module=killer, environment=variables, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

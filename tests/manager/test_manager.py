@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 BACKGROUND = pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+#: For what is done after the writing: the process, which takes seconds to start, in slow tests.
+THREAD_FIRST = pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_a_resumed_run_is_the_run_without_an_interruption(
 ) -> None:
     """Model, optimizer, schedule, loaders, counters and dropout go on from the newest step: the losses are equal."""
     config = {"async_mode": mode}
-    expected = ranks.run(world_size, jobs.unbroken, str(tmp_path / "a"), 9, config)
+    expected = ranks.run(world_size, jobs.unbroken, str(tmp_path / "a"), 9, {"enable_checkpoint": False})
     ranks.run(world_size, jobs.unbroken, str(tmp_path / "b"), 5, config)
     results = ranks.run(world_size, jobs.resumed, str(tmp_path / "b"), 9, config)
     assert results == [(4, losses[4:]) for losses in expected]
@@ -111,7 +113,7 @@ def test_close_waits(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     assert ranks.run(2, jobs.closed_without_wait, str(tmp_path), mode) == [{"step-1"}] * 2
 
 
-@BACKGROUND
+@THREAD_FIRST
 def test_the_last_save_has_no_side_effects(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """The model alone, cast, with integers as they are; the training's own states stay, and full saves go on."""
     config = {"async_mode": mode, "export_dtype": "bfloat16"}
@@ -208,7 +210,7 @@ def test_foreign_names_are_left_alone(tmp_path: Path) -> None:
     assert fresh.progress.step == 8
 
 
-@BACKGROUND
+@THREAD_FIRST
 def test_retention(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """The newest k stay, every n-th, and the best; what a rank lists is what is whole."""
     config = {"async_mode": mode, "interval": 1, "keep_latest_k": 2, "keep_every_n_steps": 4}

@@ -1,11 +1,16 @@
 """What tests/test_third_party_plugin.py runs with the Python of the environment that has the plugin.
 
-``python -m tests.plugins.session save BACKEND DIR DTYPE...``, ``load DIR DTYPE...``, ``refusal DIR...``.
+``python -m tests.plugins.session save BACKEND DIR DTYPE...``, ``load DIR DTYPE...``, ``commands LINE...``,
+``refusal DIR...``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
+import io
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -15,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from shardckpt import dist_checkpointing as dc
+from shardckpt.cli import main
 from shardckpt.errors import CannotLoadError
 from shardckpt.mapping import ShardedObject, ShardedTensor
-from tests.ranks import RankPool
+from tests.faults.forks import fork, wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
 ROWS, COLUMNS = 12, 6
 COMMON = {"step": 11, "args": {"lr": 0.25, "stages": ["warm", "cool"], "resume": None}}
 SAVERS, LOADERS = 2, 3
+GROUP_TIMEOUT, RUN_TIMEOUT = 8.0, 60.0  # seconds
 
 
 def whole(dtype: torch.dtype) -> torch.Tensor:
@@ -104,25 +111,43 @@ def _load(directory: str, dtypes: Sequence[str]) -> int:
     return len(shards)
 
 
+def _run_on_ranks(world: int, function: Callable[[], object]) -> None:
+    """Run a function on every rank of a group of forks, which have imported torch already."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def be(rank: int) -> None:
+            torch.set_num_threads(1)
+            method = f"file://{folder}/store"
+            dist.init_process_group("gloo", method, dt.timedelta(seconds=GROUP_TIMEOUT), world, rank)
+            function()
+            dist.barrier()
+            dist.destroy_process_group()
+
+        statuses = wait([fork(lambda rank=rank: be(rank)) for rank in range(world)], RUN_TIMEOUT)  # type: ignore[misc]
+    if any(status != 0 for status in statuses.values()):
+        raise SystemExit(f"{world} ranks ended with {list(statuses.values())}: see above")
+
+
 def save(backend: str, directory: str, *dtypes: str) -> None:
     """Save with 2 ranks, load with 3 under other layouts, and say what is stored."""
-    pool = RankPool(LOADERS)
-    try:
-        pool.run(SAVERS, _save, backend, directory, dtypes)
-        pool.run(LOADERS, _load, directory, dtypes)
-    finally:
-        pool.close()
+    _run_on_ranks(SAVERS, lambda: _save(backend, directory, dtypes))
+    _run_on_ranks(LOADERS, lambda: _load(directory, dtypes))
 
 
 def load(directory: str, *dtypes: str) -> dict[str, Any]:
     """Load with 3 ranks, and list what is stored."""
-    pool = RankPool(LOADERS)
-    try:
-        pool.run(LOADERS, _load, directory, dtypes)
-    finally:
-        pool.close()
+    _run_on_ranks(LOADERS, lambda: _load(directory, dtypes))
     stored = dc.load_tensors_metadata(directory)
     return {key: [str(shard.dtype), list(shard.global_shape)] for key, shard in stored.items()}
+
+
+def commands(*lines: str) -> list[tuple[int, str]]:
+    """Exit status of each command line of ``shardckpt``, and what it printed."""
+    found = []
+    for line in lines:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            found.append((main(shlex.split(line)), out.getvalue()))
+    return found
 
 
 def refusal(*directories: str) -> list[dict[str, Any]]:
@@ -146,5 +171,5 @@ def _builtin_works() -> bool:
 
 
 if __name__ == "__main__":
-    command = {"save": save, "load": load, "refusal": refusal}[sys.argv[1]]
+    command = {"save": save, "load": load, "commands": commands, "refusal": refusal}[sys.argv[1]]
     print(json.dumps(command(*sys.argv[2:])))  # noqa: T201 - the answer

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +15,7 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Ran
 from shardckpt.mapping import ShardedTensor
 from shardckpt.parallel import FullyParallelSaveStrategyWrapper
 from shardckpt_torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from tests import programs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,9 +231,7 @@ for arguments in (["inspect", "1"], ["verify", "1"], ["bend"], ["--traceback", "
 def test_api_and_command_name_the_plugin(site: Path, tmp_path: Path) -> None:
     """Errors of an installed plugin name entry point and distribution, in the API and the command line."""
     path = f"import sys; sys.path.insert(0, {str(site)!r})\n"
-    done = subprocess.run(
-        [sys.executable, "-c", path + SESSION], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = programs.run(path + SESSION, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     who = rf"of plugin bent \(shardckpt-bent 1\.5\), {re.escape(str(site))}/bent_plugin\.py:\d+"
     load, gate = (line.split("#") for line in done.stdout.splitlines())

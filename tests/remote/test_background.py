@@ -1,19 +1,19 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from shardckpt import dist_checkpointing as dc
 from shardckpt.maintenance.verify import verify_checkpoint
+from tests import programs
 from tests.names import DIGESTED, data_file
 from tests.remote import jobs
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.ranks import RankPool
     from tests.remote.store import Store
 
@@ -75,7 +75,7 @@ def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, 
     script = tmp_path / "train.py"
     program = f"""
         import sys
-        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+        sys.path.insert(0, {str(programs.ROOT)!r})
         from shardckpt import dist_checkpointing as dc
         from shardckpt.async_save import AsyncCallsQueue
         from tests.remote import jobs
@@ -85,8 +85,7 @@ def test_a_save_in_flight_at_the_end_of_one_process_is_finished(tmp_path: Path, 
     """
     script.write_text(textwrap.dedent(program))
     url = f"{'local' if persistent else 'looped'}://{tmp_path}/c"
-    command = [sys.executable, "-W", "error", str(script), url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = programs.run("", url, file=str(script), warnings_are_errors=True)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     jobs.check(url, 3.0)

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +15,7 @@ from shardckpt.errors import IncompleteCheckpointError, NotACheckpointError, Sto
 from shardckpt.maintenance.verify import verify_checkpoint
 from shardckpt.manifest import FileRecord
 from shardckpt.plugins.manager import get_plugin_manager
+from tests import programs
 from tests.names import SHARED
 from tests.remote import jobs
 from tests.trees import LoadTree, SaveTree
@@ -293,15 +291,9 @@ def kills(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     place = tmp_path_factory.mktemp("kills")
     spool = place / "spool"
     spool.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.remote.killer", str(place), *map(str, request.param)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, settings.SPOOL_DIR: str(spool), settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    variables = {settings.SPOOL_DIR: str(spool), settings.IO_THREADS: "1", settings.REMOTE_THREADS: "1"}
+    arguments = (str(place), *map(str, request.param))
+    done = programs.run("", *arguments, module="tests.remote.killer", environment=variables, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins.hookspecs import hookimpl
 from shardckpt.plugins.manager import get_plugin_manager
 from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+from tests import programs
 from tests.names import SHARED, data_file
 from tests.remote import jobs
 from tests.trees import SaveTree
@@ -258,19 +257,16 @@ def test_an_unknown_scheme_names_what_to_install(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prelude", "environment", "text"),
+    ("prelude", "disabled", "texts"),
     [
-        ("", {"SHARDCKPT_DISABLED_PLUGINS": "fsspec"}, "plugins that serve URLs: none"),
-        ("", {"SHARDCKPT_DISABLED_PLUGINS": "fsspec"}, "disabled by SHARDCKPT_DISABLED_PLUGINS"),
-        ("sys.modules['fsspec'] = None", {}, "pip install 'shardckpt[fsspec]'"),
+        ("", "fsspec", ("plugins that serve URLs: none", "disabled by SHARDCKPT_DISABLED_PLUGINS")),
+        ("sys.modules['fsspec'] = None", "", ("pip install 'shardckpt[fsspec]'",)),
     ],
 )
 def test_without_fsspec_local_directories_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prelude: str, environment: dict[str, str], text: str
+    tmp_path: Path, prelude: str, disabled: str, texts: tuple[str, ...]
 ) -> None:
     """With the plugin switched off or fsspec missing, URLs are refused with the reason and nothing else changes."""
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
     program = f"""
 import sys
 {prelude}
@@ -284,9 +280,10 @@ try:
 except dc.CheckpointingException as exc:
     print(exc)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = programs.run(program, environment={"SHARDCKPT_DISABLED_PLUGINS": disabled})
     assert done.returncode == 0, done.stderr
-    assert text in done.stdout
+    for text in texts:
+        assert text in done.stdout
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_child_of_a_busy_process_writes(tmp_path: Path) -> None:
     assert count == os.cpu_count()
     child = os.fork()
     if not child:
-        signal.alarm(5)
+        signal.alarm(60)
         NewFile(tmp_path / "data").write(memoryview(b"child"), 0)
         os._exit(0)
     status = os.waitpid(child, 0)[1]

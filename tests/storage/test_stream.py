@@ -443,13 +443,22 @@ def test_a_file_alone_has_all_threads(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_interrupt_leaves_no_threads() -> None:
     """Ctrl-C while the threads are waited for ends them all the same."""
     pool = stream.WriterPool(2)
+    interrupted = threading.Event()
     for own in (None, pool.add_file(), pool.add_file()):
-        pool.start(lambda: time.sleep(0.6), own)
+        pool.start(lambda: interrupted.wait(30), own)
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        interrupted.set()
+
+    def close() -> None:
+        threading.Timer(0.4, interrupt).start()
+        pool.close()
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            pool.close()
+            close()
     finally:
         signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 10

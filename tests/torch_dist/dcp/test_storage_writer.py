@@ -3,8 +3,6 @@ from __future__ import annotations
 import gc
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +26,7 @@ from shardckpt_torch_dist import (
     ShardedLoadPlanner,
     ShardedSavePlanner,
 )
+from tests import programs
 from tests.faults.test_kill import SAMPLED, bad, report_of
 from tests.interop.sample import check_equal
 from tests.names import MARKER, METADATA, RECORD, data_file
@@ -473,19 +472,14 @@ def test_async_save_on_the_group_of_the_training_is_refused(ranks: RankPool, tmp
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_async_save_in_a_process(tmp_path: Path, count: int) -> None:
     """AsyncCheckpointerType.PROCESS: the writer travels to DCP's processes, which commit; an error comes back."""
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.torch_dist.process_save", str(tmp_path), str(rank), str(count)],
-            cwd=Path(__file__).parents[3],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    program, root = "tests.torch_dist.process_save", programs.ROOT
+    ranks = [
+        programs.start("", str(tmp_path), str(rank), str(count), module=program, cwd=root, one_output=True)
         for rank in range(count)
     ]
-    for program in programs:
-        said = program.communicate(timeout=200)[0]
-        assert program.returncode == 0, said[-4000:]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=200)
+        assert rank.returncode == 0, said[-4000:]
     for name in ("c", "d"):
         plain_states.load(str(tmp_path / name), NEW, CheckpointStorageReader)
     assert [name for name in _left_beside(tmp_path / "c") if name not in ("d", "store")] == []
