@@ -108,4 +108,6 @@ def check_targets(targets: Iterable[int], world_size: int) -> None:
     """
     wrong = [target for target in targets if not 0 <= target < world_size]
     if wrong:
-        raise CheckpointingException(f"a message goes to rank {wrong[0]}, and the group has ranks 0 to {world_size - 1}")
+        raise CheckpointingException(
+            f"a message goes to rank {wrong[0]}, and the group has ranks 0 to {world_size - 1}"
+        )

@@ -25,7 +25,16 @@ from shardckpt.commit import (
 )
 from shardckpt.engine.pruning import clear_leftovers, make_superseded_check, owned_files
 from shardckpt.errors import StorageError, listed
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record, find_folders
+from shardckpt.manifest import (
+    INTEGRITY_NAME,
+    MARKER_NAME,
+    RECORD_NAME,
+    Integrity,
+    Marker,
+    Record,
+    find_folders,
+    list_files,
+)
 from shardckpt.storage import CheckpointWriter, digest_vote, negotiate_digest, on_store, refuse_unrecorded
 
 if TYPE_CHECKING:
@@ -39,6 +48,9 @@ logger = logging.getLogger(__name__)
 #: A save's name and owner, 128 bits each, travel as five numbers of 52 bits: what ranks compare are int64.
 _BITS = 52
 _PLACES = tuple(_BITS * number for number in range(5))
+#: Characters of the tables of digests of all ranks that the main rank gathers, and ``shardckpt.json`` has, at most.
+#: Where there are more, each table goes to a file of its own: at 16,384 ranks a rank's share is 512 characters.
+INLINE_TABLES = 8 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -137,12 +149,13 @@ class Transaction:
         comm = self.operation.comm
         with comm.local_phase("looking at the files of this rank"):
             added = writer.recorded_files()
-        files = added if before is None else before.files + added
+        files = self._move_tables(writer, added if before is None else before.files + added)
         sha256 = writer.sha256 if before is None else {**before.sha256, **writer.sha256}
         if self._upload is not None:
             with self.operation.local_phase("uploading"):
-                self._upload.check([file.name for file in files])
-                self._upload.put([file.name for file in added])
+                names, uploaded = list_files(files), () if before is None else list_files(before.files)
+                self._upload.check(names)
+                self._upload.put([name for name in names if name not in uploaded])
             # before the gather: once the main rank has all records it may commit, and what is there must stay
             self._upload.hand_over()
         everyone = comm.gather(WrittenFiles(files, sha256))
@@ -156,6 +169,20 @@ class Transaction:
                 self._publish(writer, written.files)
         if self._upload is not None:
             self._upload.close()
+
+    def _move_tables(self, writer: CheckpointWriter, files: list[FileRecord]) -> list[FileRecord]:
+        """Collective: write this rank's tables of digests into files of their own, if all ranks together have many.
+
+        One rank's tables stay in the record, however many: they come together nowhere.
+        """
+        if self.world_size == 1:
+            return files
+        size = sum(len(file.segments) for file in files if isinstance(file.segments, str))
+        if self.operation.comm.total(size)[0] <= INLINE_TABLES:
+            return files
+        with self.operation.local_phase("writing the tables of digests"):
+            files = writer.move_tables(files)
+        return files
 
     def abort(self) -> None:
         """Remove all that the save has written."""
@@ -211,7 +238,7 @@ class Transaction:
             writer.write(INTEGRITY_NAME, Integrity(files=hashes).dump(), keys=0)
 
     def _publish(self, writer: CheckpointWriter, files: list[FileRecord]) -> None:
-        known = {file.name for file in files}
+        known = list_files(files)
         if self._upload is not None:
             added = [file for file in writer.files if file.name not in {*known, MARKER_NAME}]
             self._upload.put([file.name for file in added])
@@ -219,7 +246,7 @@ class Transaction:
             return
         staging = self.staging or Path()
         # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
-        refuse_unrecorded(staging, known.union(file.name for file in writer.files))
+        refuse_unrecorded(staging, {*known, *(file.name for file in writer.files)})
         owned = partial(owned_files, self.target, self.operation.plugins)
         commit_staging(staging, self.target, owned, overwrite=self._overwrite)
 
@@ -272,8 +299,8 @@ def as_json(content: Any) -> Any:
 
 def check_records(files: list[FileRecord]) -> None:
     """Raise unless every file of all ranks has one record, with digests."""
-    counts = Counter(file.name for file in files)
-    twice = [f"{file.name!r} by rank {file.rank}" for file in files if counts[file.name] > 1]
+    counts = Counter(name for file in files for name in file.list_files())
+    twice = [f"{name!r} by rank {file.rank}" for file in files for name in file.list_files() if counts[name] > 1]
     if twice:
         raise StorageError(f"files were recorded twice: {listed(twice)}; put the rank's number into their names")
     # of a save to a directory only one could be created; ranks that save to a URL do not see each other's files
