@@ -43,7 +43,7 @@ from shardckpt.engine.pruning import (
     prune_spools,
 )
 from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
-from shardckpt.engine.transaction import CheckpointHeader, Transaction, WrittenFiles, as_json, commit_files
+from shardckpt.engine.transaction import CheckpointHeader, Transaction, WrittenFiles, as_json, commit_files, have_many_tables
 
 __all__ = [
     "MISSING",
@@ -70,6 +70,7 @@ __all__ = [
     "check_values",
     "clear_leftovers",
     "commit_files",
+    "have_many_tables",
     "explain_kept_leftover",
     "find_faults",
     "find_saver",

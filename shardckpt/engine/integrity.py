@@ -309,6 +309,9 @@ class _Contents:
                 for _ in self._blocks(file.name):  # the reader compares them with the digests of shardckpt.json
                     pass
                 return None
+            # of a table file the size is compared first: what stands in its place may have any
+            if file.name in self._tables and (fault := _find_size_fault(self._directory, file.name, file.nbytes, 0)):
+                return CorruptCheckpointError(f"{self._directory / file.name} {fault}")
             found = self.sha256(file.name)
         except CheckpointReplacedError:  # no fault of the file: the caller reads the new checkpoint from the start
             raise

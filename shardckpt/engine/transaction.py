@@ -38,8 +38,9 @@ from shardckpt.manifest import (
 from shardckpt.storage import CheckpointWriter, digest_vote, negotiate_digest, on_store, refuse_unrecorded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from shardckpt.distributed import Comm
     from shardckpt.engine.operation import Operation
     from shardckpt.manifest import FileRecord
 
@@ -175,10 +176,7 @@ class Transaction:
 
         One rank's tables stay in the record, however many: they come together nowhere.
         """
-        if self.world_size == 1:
-            return files
-        size = sum(len(file.segments) for file in files if isinstance(file.segments, str))
-        if self.operation.comm.total(size)[0] <= INLINE_TABLES:
+        if self.world_size == 1 or not have_many_tables(files, self.operation.comm):
             return files
         with self.operation.local_phase("writing the tables of digests"):
             files = writer.move_tables(files)
@@ -285,6 +283,17 @@ def commit_files(
     except BaseException:  # Ctrl-C, too: nothing of the save may stay
         transaction.abort()
         raise
+
+
+def have_many_tables(files: Iterable[FileRecord], comm: Comm) -> bool:
+    """Collective: return whether the tables of digests of all ranks are too many for ``shardckpt.json``.
+
+    Args:
+        files: The records of this rank's files, with their tables.
+        comm: The ranks that save.
+    """
+    size = sum(len(file.segments) for file in files if isinstance(file.segments, str))
+    return comm.total(size)[0] > INLINE_TABLES
 
 
 def as_json(content: Any) -> Any:
