@@ -43,7 +43,14 @@ from shardckpt.engine.pruning import (
     prune_spools,
 )
 from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
-from shardckpt.engine.transaction import CheckpointHeader, Transaction, WrittenFiles, as_json, commit_files, have_many_tables
+from shardckpt.engine.transaction import (
+    CheckpointHeader,
+    Transaction,
+    WrittenFiles,
+    as_json,
+    commit_files,
+    have_many_tables,
+)
 
 __all__ = [
     "MISSING",
@@ -70,10 +77,10 @@ __all__ = [
     "check_values",
     "clear_leftovers",
     "commit_files",
-    "have_many_tables",
     "explain_kept_leftover",
     "find_faults",
     "find_saver",
+    "have_many_tables",
     "is_damage",
     "list_digested_files",
     "list_recorded_files",
