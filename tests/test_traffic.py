@@ -12,7 +12,7 @@ RANKS = 1 << 14
 
 @pytest.mark.parametrize(("ranks", "limit"), [(512, 6 * MIB), (RANKS, 8 * MIB)])
 def test_file_records_stay_small_however_many_ranks_save(ranks: int, limit: int) -> None:
-    """With 1,000 segments a rank the main rank receives at most 8 MiB of records, where tables alone would be 168 MiB."""
+    """With 1,000 segments a rank the main rank receives at most 8 MiB; the tables alone would be 168 MiB."""
     found = count_record_traffic(ranks, 1000)
     assert found.received < limit
     assert found.sent < (16 * KIB if ranks < RANKS else 1 * KIB)

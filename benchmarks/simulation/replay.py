@@ -100,7 +100,14 @@ class Recorder:
     def gather_some(self, value: Any, *, given: bool) -> list[Any]:
         """The main rank has what some have sent."""
         self._sync()
-        data = pickle.dumps(value) if given else b""
+        return self._gather(pickle.dumps(value) if given else b"")
+
+    def gather_up_to(self, limit: int, value: Any) -> list[Any] | None:
+        """As ``gather``, or None if it were too much."""
+        data = pickle.dumps(value)
+        return None if self.largest(len(data))[0] * self.world_size > limit else self._gather(data)
+
+    def _gather(self, data: bytes) -> list[Any]:
         call = self._give(data, lambda: self._replay.move(self.rank, 0, len(data)))
         if not self.is_main:
             return []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from benchmarks.simulation.replay import Recorder, Replay
-from shardckpt.engine import WrittenFiles, have_many_tables
+from shardckpt.engine import INLINE_TABLES, WrittenFiles
 from shardckpt.manifest import FileRecord
 from shardckpt.mapping import ShardedTensor, is_main_replica
 from shardckpt.storage import Segments
@@ -72,13 +72,13 @@ def _compare(shards: list[ShardedTensor], comm: Any) -> None:
 
 
 def _gather_records(rank: int, segments: int, comm: Any) -> None:
-    """What a commit does: sum the tables, move them if they are many, and gather the records."""
+    """What a commit does: gather the records, without their tables if they are many."""
     table = _table(segments)
     name, size = f"__{rank}_0.distcp", segments * _SHARD_BYTES
     file = FileRecord(name=name, size=size, rank=rank, keys=segments, digest=table.root(), segments=table.pack())
-    if have_many_tables([file], comm):
+    if comm.gather_up_to(INLINE_TABLES, WrittenFiles([file], {})) is None:
         file = file.model_copy(update={"segments": len(table.to_bytes())})
-    comm.gather(WrittenFiles([file], {}))
+        comm.gather(WrittenFiles([file], {}))
 
 
 _tables: dict[int, Segments] = {}

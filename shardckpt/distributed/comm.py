@@ -277,6 +277,26 @@ class Comm:
     def gather_some(self, value: _T, *, given: bool) -> list[_T]:
         """Collective: return the values of the ranks with ``given=True``, as :meth:`gather` does."""
         data, longest = self._pickle_and_sync(value, given=given)
+        return self._gather_pickles(value, data, longest, given=given)
+
+    @_uninterrupted
+    def gather_up_to(self, limit: int, value: _T) -> list[_T] | None:
+        """Collective: do as :meth:`gather` does, unless the ranks send more than ``limit`` bytes.
+
+        Args:
+            limit: Most bytes of the longest pickle times the number of ranks.
+            value: As in :meth:`gather`.
+
+        Returns:
+            What :meth:`gather` returns; or None on every rank, and nothing was sent. With one rank, its value.
+        """
+        data, longest = self._pickle_and_sync(value)
+        if self.world_size > 1 and longest * self.world_size > limit:
+            return None
+        return self._gather_pickles(value, data, longest)
+
+    def _gather_pickles(self, value: _T, data: bytes, longest: int, *, given: bool = True) -> list[_T]:
+        """Collective: return on the main rank the values whose pickles the ranks have made."""
         if self.world_size == 1:
             return [value] if given else []
         senders = range(self.world_size if self.is_main else 0)

@@ -44,15 +44,16 @@ from shardckpt.engine.pruning import (
 )
 from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
 from shardckpt.engine.transaction import (
+    INLINE_TABLES,
     CheckpointHeader,
     Transaction,
     WrittenFiles,
     as_json,
     commit_files,
-    have_many_tables,
 )
 
 __all__ = [
+    "INLINE_TABLES",
     "MISSING",
     "CachedPlan",
     "CheckpointHeader",
@@ -80,7 +81,6 @@ __all__ = [
     "explain_kept_leftover",
     "find_faults",
     "find_saver",
-    "have_many_tables",
     "is_damage",
     "list_digested_files",
     "list_recorded_files",

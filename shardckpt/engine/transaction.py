@@ -38,9 +38,8 @@ from shardckpt.manifest import (
 from shardckpt.storage import CheckpointWriter, digest_vote, negotiate_digest, on_store, refuse_unrecorded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from shardckpt.distributed import Comm
     from shardckpt.engine.operation import Operation
     from shardckpt.manifest import FileRecord
 
@@ -49,8 +48,8 @@ logger = logging.getLogger(__name__)
 #: A save's name and owner, 128 bits each, travel as five numbers of 52 bits: what ranks compare are int64.
 _BITS = 52
 _PLACES = tuple(_BITS * number for number in range(5))
-#: Characters of the tables of digests of all ranks that the main rank gathers, and ``shardckpt.json`` has, at most.
-#: Where there are more, each table goes to a file of its own: at 16,384 ranks a rank's share is 512 characters.
+#: Bytes of file records with tables of digests that all ranks send to the main rank, at most. Where they would be more,
+#: each table goes to a file of its own, and records are gathered without: at 16,384 ranks, of 512 bytes each.
 INLINE_TABLES = 8 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -150,16 +149,22 @@ class Transaction:
         comm = self.operation.comm
         with comm.local_phase("looking at the files of this rank"):
             added = writer.recorded_files()
-        files = self._move_tables(writer, added if before is None else before.files + added)
+        files = added if before is None else before.files + added
         sha256 = writer.sha256 if before is None else {**before.sha256, **writer.sha256}
         if self._upload is not None:
             with self.operation.local_phase("uploading"):
-                names, uploaded = list_files(files), () if before is None else list_files(before.files)
-                self._upload.check(names)
-                self._upload.put([name for name in names if name not in uploaded])
+                self._upload.check([file.name for file in files])
+                self._upload.put([file.name for file in added])
             # before the gather: once the main rank has all records it may commit, and what is there must stay
             self._upload.hand_over()
-        everyone = comm.gather(WrittenFiles(files, sha256))
+        everyone = comm.gather_up_to(INLINE_TABLES, WrittenFiles(files, sha256))
+        if everyone is None:
+            with self.operation.local_phase("writing the tables of digests"):
+                files = writer.move_tables(files)
+                if self._upload is not None:
+                    self._upload.put([file.table_name for file in files if file.table_name])
+            sha256 = {**sha256, **writer.sha256}
+            everyone = comm.gather(WrittenFiles(files, sha256))
         self.operation.set_nbytes(sum(file.size for file in files))
         with self.operation.local_phase("committing"):
             if comm.is_main:
@@ -170,17 +175,6 @@ class Transaction:
                 self._publish(writer, written.files)
         if self._upload is not None:
             self._upload.close()
-
-    def _move_tables(self, writer: CheckpointWriter, files: list[FileRecord]) -> list[FileRecord]:
-        """Collective: write this rank's tables of digests into files of their own, if all ranks together have many.
-
-        One rank's tables stay in the record, however many: they come together nowhere.
-        """
-        if self.world_size == 1 or not have_many_tables(files, self.operation.comm):
-            return files
-        with self.operation.local_phase("writing the tables of digests"):
-            files = writer.move_tables(files)
-        return files
 
     def abort(self) -> None:
         """Remove all that the save has written."""
@@ -283,17 +277,6 @@ def commit_files(
     except BaseException:  # Ctrl-C, too: nothing of the save may stay
         transaction.abort()
         raise
-
-
-def have_many_tables(files: Iterable[FileRecord], comm: Comm) -> bool:
-    """Collective: return whether the tables of digests of all ranks are too many for ``shardckpt.json``.
-
-    Args:
-        files: The records of this rank's files, with their tables.
-        comm: The ranks that save.
-    """
-    size = sum(len(file.segments) for file in files if isinstance(file.segments, str))
-    return comm.total(size)[0] > INLINE_TABLES
 
 
 def as_json(content: Any) -> Any:

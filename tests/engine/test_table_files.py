@@ -101,24 +101,6 @@ def test_small_saves_have_their_tables_in_the_record(ranks: RankPool, tmp_path: 
     assert all(isinstance(file.segments, str) for file in _record(tmp_path / "c").files)
 
 
-def _save_sums(path: str, limit: int) -> None:
-    before = transaction.INLINE_TABLES, writer._INLINE_TABLE
-    transaction.INLINE_TABLES, writer._INLINE_TABLE = limit, 0
-    try:
-        jobs.save(path, 1.0)
-    finally:
-        transaction.INLINE_TABLES, writer._INLINE_TABLE = before
-
-
-def test_the_tables_of_all_ranks_together_decide(ranks: RankPool, tmp_path: Path) -> None:
-    """The limit is on the sum over the ranks, to the character."""
-    ranks.run(2, jobs.save, str(tmp_path / "0"), 1.0)
-    total = sum(len(str(file.segments)) for file in _record(tmp_path / "0").files)
-    for name, limit, count in (("1", total, 0), ("2", total - 1, len(_record(tmp_path / "0").files))):
-        ranks.run(2, _save_sums, str(tmp_path / name), limit)
-        assert len(_tables(tmp_path / name)) == count
-
-
 def test_one_process_keeps_its_tables(tmp_path: Path) -> None:
     """With one rank no tables come together, and local checkpoints, which send theirs, have them in the record."""
     _save(str(tmp_path / "c"))
