@@ -41,7 +41,10 @@ _FILE_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,31}}")
 _NAME_LENGTH = 1024  # what object stores allow for a key
 
 #: Newest format of ``shardckpt.json`` that this release reads.
-_NEWEST_FORMAT = 2
+_NEWEST_FORMAT = 3
+
+#: End of the name of a table file.
+TABLE_SUFFIX = ".digests"
 
 _NO_DIGEST = "0" * 64
 
@@ -61,6 +64,11 @@ def find_folders(names: Iterable[str]) -> set[str]:
     """Return the folders in names of files: ``{"a", "a/b"}`` for ``["a/b/c"]``."""
     innermost = {name.rpartition("/")[0] for name in names} - {""}
     return innermost.union(*map(list_parents, innermost))
+
+
+def list_files(files: Iterable[FileRecord]) -> dict[str, int]:
+    """Return the size in bytes, by name, of the files of some records, table files included."""
+    return {name: size for file in files for name, size in file.list_files().items()}
 
 
 def _check_name(name: str) -> str:
@@ -85,7 +93,12 @@ class Marker(BaseModel):
 
 
 class FileRecord(BaseModel):
-    """A file of the checkpoint: its path, size in bytes, rank and digests (:mod:`shardckpt.storage.digest`)."""
+    """A file of the checkpoint: its path, size in bytes, rank and digests (:mod:`shardckpt.storage.digest`).
+
+    The table of digests stands in ``segments`` as text. Where the tables of all ranks would be too much for one file,
+    each stands in a file of its own beside the file, the table file, and ``segments`` is the number of its bytes.
+    ``digest`` is the SHA-256 of the table, and so that of the table file.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -94,7 +107,16 @@ class FileRecord(BaseModel):
     rank: _Count
     keys: _Count
     digest: str
-    segments: str
+    segments: str | Annotated[int, Field(gt=0, strict=True)]
+
+    @property
+    def table_name(self) -> str:
+        """The path of the table file; ``""`` if there is none."""
+        return f"{self.name}{TABLE_SUFFIX}" if isinstance(self.segments, int) else ""
+
+    def list_files(self) -> dict[str, int]:
+        """Return the size in bytes, by name, of the file and of its table file, if it has one."""
+        return {self.name: self.size} | ({self.table_name: self.segments} if isinstance(self.segments, int) else {})
 
 
 class _Format(BaseModel):
@@ -107,13 +129,13 @@ class _Format(BaseModel):
 class Record(BaseModel):
     """``shardckpt.json``.
 
-    Format 2 is that of a checkpoint with files in folders. All others have format 1, which is all that the first
-    releases read: they refuse format 2.
+    Format 3 is that of a checkpoint with table files, format 2 that of one with files in folders. All others have
+    format 1, which is all that the first releases read: they refuse the formats that they do not know.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    format: Literal[1, 2] = 1
+    format: Literal[1, 2, 3] = 1
     save_id: str
     backend: str
     version: int
@@ -130,15 +152,25 @@ class Record(BaseModel):
 
     @model_validator(mode="after")
     def _check_files(self) -> Self:
-        folders = find_folders(file.name for file in self.files)
+        names = {file.name for file in self.files}
+        folders = find_folders(names)
         for file in self.files:
             if file.name in folders:
                 raise ValueError(f"{file.name!r} is the name of a file, and of a folder with files")
+            if table := file.table_name:
+                _check_name(table)
+                if table in folders or table in names:
+                    raise ValueError(f"{table!r} is the name of a table of digests, and of another file or a folder")
         return self
+
+    def list_files(self) -> dict[str, int]:
+        """Return the size in bytes of every file by its name, table files included."""
+        return list_files(self.files)
 
     def dump(self) -> bytes:
         """Return the bytes of ``shardckpt.json``, its own digest and the lowest format that can say it included."""
         least = 2 if any("/" in file.name for file in self.files) else 1
+        least = 3 if any(file.table_name for file in self.files) else least
         text = self.model_copy(update={"self_digest": _NO_DIGEST, "format": least}).model_dump_json(indent=1)
         # from the right: the digest is the last field, and the caller's metadata before it may have the same digits
         head, _, tail = text.rpartition(_NO_DIGEST)
@@ -217,6 +249,7 @@ __all__ = [
     "NAME_RULE",
     "RECORD_LIMIT",
     "RECORD_NAME",
+    "TABLE_SUFFIX",
     "FileRecord",
     "Integrity",
     "Manifest",
@@ -224,5 +257,6 @@ __all__ = [
     "Record",
     "find_folders",
     "is_file_name",
+    "list_files",
     "list_parents",
 ]

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.simulation.figures import COLUMNS, ROWS, Figures
 from benchmarks.simulation.replay import Replay
+from benchmarks.simulation.traffic import count_record_traffic
 from shardckpt import dist_checkpointing
 from shardckpt.mapping import ShardedTensor
 from shardckpt.strategy import PlanContext
@@ -33,6 +34,9 @@ def simulate(ranks: int, shards: int, full: int, folder: str) -> Figures:
     torch.set_num_threads(1)
     _validate(figures, ranks, shards)
     _traffic(figures, ranks, full)
+    records = count_record_traffic(ranks, full)
+    figures.sent(f"file records with {full:,} digests a rank", records.sent)
+    figures.received(f"file records with {full:,} digests a rank", records.received)
     _plan(figures, ranks, shards)
     figures.peak()
     if ranks * shards <= _STORED:

@@ -87,7 +87,7 @@ def _find_own(folder: RemoteFolder) -> set[str]:
         return found - in_folders
     path = RemotePath(folder) / RECORD_NAME
     try:
-        recorded = {file.name for file in Record.parse(read_file(path, RECORD_LIMIT)).files}
+        recorded = set(Record.parse(read_file(path, RECORD_LIMIT)).list_files())
     except (ValueError, RecursionError, CorruptCheckpointError, VersionTooNewError) as exc:
         why = str(exc).partition("\n")[0]
         logger.warning("objects in folders stay, since %s does not say which are the checkpoint's: %s", path, why)

@@ -124,12 +124,11 @@ class Upload:
         found = list_objects(self._folder)
         if self._is_anothers(found) or _in_progress_name(self.save_id) not in found:
             raise _taken(self._target)
-        for file in files:
-            if found.get(file.name) != file.size:
-                has = f"has {found[file.name]}" if file.name in found else "does not have it"
-                raise StorageError(
-                    f"{self._target / file.name}: rank {file.rank} uploaded {file.size} bytes, the store {has}"
-                )
+        uploaded = [(file.rank, name, size) for file in files for name, size in file.list_files().items()]
+        for rank, name, size in uploaded:
+            if found.get(name) != size:
+                has = f"has {found[name]}" if name in found else "does not have it"
+                raise StorageError(f"{self._target / name}: rank {rank} uploaded {size} bytes, the store {has}")
         self._marking = True  # before the upload: if it raises, the marker may exist all the same
         _upload(self._folder, self.spool, [self._marker])
         self._committed = True

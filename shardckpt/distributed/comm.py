@@ -38,11 +38,14 @@ from shardckpt.distributed.group_failure import (
 from shardckpt.distributed.groups import get_cpu_group, get_live_group, moves_between, resolve_group
 from shardckpt.distributed.long_wait import LongWait
 from shardckpt.distributed.pickling import unpickle_trusted
+from shardckpt.distributed.routing import DIRECT_RANKS, Grid, check_targets, join_parts, split_parts
 from shardckpt.errors import CheckpointingException, CommunicationError, RankFailedError
 from shardckpt.tensors import pack_bytes, view_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from shardckpt.distributed.routing import Hop
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -278,6 +281,26 @@ class Comm:
     def gather_some(self, value: _T, *, given: bool) -> list[_T]:
         """Collective: return the values of the ranks with ``given=True``, as :meth:`gather` does."""
         data, longest = self._pickle_and_sync(value, given=given)
+        return self._gather_pickles(value, data, longest, given=given)
+
+    @_uninterrupted
+    def gather_up_to(self, limit: int, value: _T) -> list[_T] | None:
+        """Collective: do as :meth:`gather` does, unless the ranks send more than ``limit`` bytes.
+
+        Args:
+            limit: Most bytes of the longest pickle times the number of ranks.
+            value: As in :meth:`gather`.
+
+        Returns:
+            What :meth:`gather` returns; or None on every rank, and nothing was sent. With one rank, its value.
+        """
+        data, longest = self._pickle_and_sync(value)
+        if self.world_size > 1 and longest * self.world_size > limit:
+            return None
+        return self._gather_pickles(value, data, longest)
+
+    def _gather_pickles(self, value: _T, data: bytes, longest: int, *, given: bool = True) -> list[_T]:
+        """Collective: return on the main rank the values whose pickles the ranks have made."""
         if self.world_size == 1:
             return [value] if given else []
         senders = range(self.world_size if self.is_main else 0)
@@ -338,6 +361,40 @@ class Comm:
             transfers = self._plan_transfers(sends, receives, self._group if device_type == "cpu" else self._own)
         self._connect(device_type)
         self._transfer(transfers)
+
+    @_uninterrupted
+    def all_to_all(self, parts: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Collective: send bytes to single ranks, and return what the ranks have sent to this one.
+
+        What all ranks must compare goes to owners (:func:`shardckpt.distributed.find_owner`) where gathering it on one
+        rank would be too much: each rank then receives about as much as it sends, for any number of ranks. Messages of
+        more than 64 ranks go over a third rank: see :mod:`shardckpt.distributed.routing`.
+
+        Args:
+            parts: Bytes by the rank that they go to; a rank with nothing to send passes ``{}``.
+
+        Returns:
+            Bytes by the rank that sent them, ascending; without the ranks that sent none.
+
+        Raises:
+            CheckpointingException: on every rank, if any failed before, or names a rank that does not exist.
+
+        Example:
+            >>> rows = defaultdict(list)  # doctest: +SKIP
+            >>> for key, row in mine:
+            ...     rows[find_owner(key, comm.world_size)].append(row)
+            >>> found = comm.all_to_all({owner: b"".join(some) for owner, some in rows.items()})
+        """
+        with self.local_phase(self._phase):
+            check_targets(parts, self.world_size)
+            grid = Grid(self.world_size, DIRECT_RANKS)
+            messages = _group_parts((grid.turn(self.rank, target), target, data) for target, data in parts.items())
+        if not self._sync(len(parts))[0]:
+            return {}
+        arrived = self._send_along(grid.first_hop(self.rank), messages)
+        onward = _group_parts((target, origin, data) for origin, found in arrived for target, data in found)
+        last = [*onward.items()] if grid.is_direct else self._send_along(grid.second_hop(self.rank), onward)
+        return dict(sorted((origin, data) for _, found in last for origin, data in found))
 
     @_uninterrupted
     def broadcast_tensors(self, routes: Sequence[_Route], device_type: str = "cpu") -> None:
@@ -423,6 +480,24 @@ class Comm:
         digests = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little") >> 2 for one in data]
         found = self._sync(*digests, *(-digest for digest in digests))
         return [largest == -smallest for largest, smallest in zip(found, found[len(digests) :], strict=False)]
+
+    def _send_along(
+        self, hop: Hop, messages: Mapping[int, list[tuple[int, bytes]]]
+    ) -> list[tuple[int, list[tuple[int, bytes]]]]:
+        """Collective: send a message to some partners; return the parts of those received, with their senders."""
+        with self.collective_phase(self._phase):
+            outgoing = {rank: pack_bytes(join_parts(messages[rank])) for rank in hop.receivers if rank in messages}
+            empty = _allocate(0)
+            lengths = {rank: torch.tensor([outgoing.get(rank, empty).nbytes], device="cpu") for rank in hop.receivers}
+            sizes = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in hop.senders}
+            transfers = self._plan_transfers(_routes(lengths), _routes(sizes), self._group)
+        self._transfer(transfers)
+        with self.collective_phase(self._phase):
+            incoming = {rank: _allocate(int(size)) for rank, size in sizes.items() if size}
+            transfers = self._plan_transfers(_routes(outgoing), _routes(incoming), self._group)
+        self._transfer(transfers)
+        found = [(rank, list(split_parts(view_tensor(message)))) for rank, message in incoming.items()]
+        return [*found, (self.rank, messages[self.rank])] if self.rank in messages else found
 
     def _plan_transfers(self, sends: Sequence[_Route], receives: Sequence[_Route], group: Any) -> list[Any]:
         """Return the sends and receives of this rank, not yet started."""
@@ -602,6 +677,18 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _allocate(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _routes(tensors: Mapping[int, torch.Tensor]) -> list[_Route]:
+    return [(tensor, rank) for rank, tensor in tensors.items()]
+
+
+def _group_parts(parts: Iterable[tuple[int, int, bytes]]) -> dict[int, list[tuple[int, bytes]]]:
+    """Return (rank, data) by the rank that they are sent to next."""
+    found: dict[int, list[tuple[int, bytes]]] = {}
+    for to, rank, data in parts:
+        found.setdefault(to, []).append((rank, data))
+    return found
 
 
 def _unpack(tensor: torch.Tensor) -> Any:

@@ -43,9 +43,17 @@ from shardckpt.engine.pruning import (
     prune_spools,
 )
 from shardckpt.engine.saving import SaveOptions, check_state, find_saver, save_checkpoint
-from shardckpt.engine.transaction import CheckpointHeader, Transaction, WrittenFiles, as_json, commit_files
+from shardckpt.engine.transaction import (
+    INLINE_TABLES,
+    CheckpointHeader,
+    Transaction,
+    WrittenFiles,
+    as_json,
+    commit_files,
+)
 
 __all__ = [
+    "INLINE_TABLES",
     "MISSING",
     "CachedPlan",
     "CheckpointHeader",

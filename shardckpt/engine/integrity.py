@@ -48,7 +48,8 @@ class ExpectedFile:
     Attributes:
         name: Its name in the directory.
         nbytes: Its size in bytes: as recorded in ``shardckpt.json``, else as it is now.
-        sha256: Its SHA-256 in ``integrity.json``, in hex; ``""`` if it has none there.
+        sha256: Its SHA-256 in ``integrity.json``, in hex, or else, of a table file, in ``shardckpt.json``; ``""`` if it
+            has none.
     """
 
     name: str
@@ -101,12 +102,18 @@ def list_digested_files(directory: Path, manifest: Manifest) -> list[ExpectedFil
     integrity = read_integrity(directory)
     if integrity is None and manifest.record is None:
         return None
-    sizes = {} if manifest.record is None else {file.name: file.size for file in manifest.record.files}
-    hashes = {} if integrity is None else integrity.files
+    sizes = {} if manifest.record is None else manifest.record.list_files()
+    hashes = _list_table_digests(manifest) | ({} if integrity is None else integrity.files)
     return [
         ExpectedFile(name, sizes[name] if name in sizes else _size(directory / name), hashes.get(name, ""))
         for name in sorted({*sizes, *hashes})
     ]
+
+
+def _list_table_digests(manifest: Manifest) -> dict[str, str]:
+    """Return the SHA-256 of every table file by its name: the digest of the file whose table it has."""
+    files = () if manifest.record is None else manifest.record.files
+    return {file.table_name: file.digest for file in files if file.table_name}
 
 
 def find_faults(
@@ -162,7 +169,7 @@ def find_incomplete_files(strategy: LoadStrategy, reader: CheckpointReader) -> l
         CheckpointReplacedError: another save has replaced the checkpoint, and its files are gone.
     """
     record = reader.manifest.record
-    sizes = {} if record is None else {file.name: file.size for file in record.files}
+    sizes = {} if record is None else record.list_files()
     indexed = {file.name: file for file in strategy.list_files(reader)} if isinstance(strategy, ChecksFiles) else {}
     found = []
     for name in sorted({*sizes, *indexed}):
@@ -215,7 +222,7 @@ def list_recorded_files(directory: Path, manifest: Manifest) -> dict[str, int | 
         Size by name, None if it is not recorded; empty if the checkpoint has neither file.
     """
     if manifest.record is not None:
-        return {file.name: file.size for file in manifest.record.files}
+        return dict(manifest.record.list_files())
     integrity = read_integrity(directory)
     return {} if integrity is None else dict.fromkeys(integrity.files)
 
@@ -238,7 +245,7 @@ def save_integrity_manifest(checkpoint_dir: str | os.PathLike[str]) -> None:
         (directory / _TEMPORARY).unlink(missing_ok=True)
         found = {path.name for path in directory.iterdir() if path.is_file() and not path.is_symlink()}
     # of files in folders only those with a record: other libraries give them names that no list of files may have
-    found.update(() if manifest.record is None else (file.name for file in manifest.record.files))
+    found.update(() if manifest.record is None else manifest.record.list_files())
     # a reader opens what another library wrote under any name, but refuses such names in a list of files
     names = [check_file_name(name) for name in sorted(found) if name != INTEGRITY_NAME]
     hashes = contents.reader.map(contents.sha256, names, size=lambda name: _size(directory / name))
@@ -284,7 +291,8 @@ class _Contents:
         self._directory = directory
         self._recorded = frozenset(file.name for file in manifest.record.files) if manifest.record else frozenset()
         self.reader = CheckpointReader(directory, manifest, verify=True)
-        # for files that shardckpt.json does not list, such as itself: they have only a SHA-256
+        self._tables = _list_table_digests(manifest)
+        # for table files, and files that shardckpt.json does not list, such as itself: they have only a SHA-256
         self._other = CheckpointReader(directory, Manifest(backend=manifest.backend, version=manifest.version))
 
     def sha256(self, name: str) -> str:
@@ -301,6 +309,9 @@ class _Contents:
                 for _ in self._blocks(file.name):  # the reader compares them with the digests of shardckpt.json
                     pass
                 return None
+            # of a table file the size is compared first: what stands in its place may have any
+            if file.name in self._tables and (fault := _find_size_fault(self._directory, file.name, file.nbytes, 0)):
+                return CorruptCheckpointError(f"{self._directory / file.name} {fault}")
             found = self.sha256(file.name)
         except CheckpointReplacedError:  # no fault of the file: the caller reads the new checkpoint from the start
             raise
@@ -308,8 +319,9 @@ class _Contents:
             return exc
         if found == file.sha256:
             return None
+        source = RECORD_NAME if self._tables.get(file.name) == file.sha256 else INTEGRITY_NAME
         return CorruptCheckpointError(
-            f"the SHA-256 of {self._directory / file.name} is {found}, {INTEGRITY_NAME} has {file.sha256}"
+            f"the SHA-256 of {self._directory / file.name} is {found}, {source} has {file.sha256}"
         )
 
     def _blocks(self, name: str) -> Iterator[memoryview]:

@@ -187,7 +187,7 @@ def owned_files(directory: Path, plugins: PluginManager, *, moved: bool = False)
     try:
         manifest = read_manifest(directory, plugins, moved=moved)
         if manifest.record is not None:
-            return owned | {file.name for file in manifest.record.files}
+            return owned | manifest.record.list_files().keys()
         reader = choose_reader(directory, manifest, plugins)
     except CheckpointingException as exc:
         logger.warning("%s is no readable checkpoint: all its files are kept (%s)", directory, exc)

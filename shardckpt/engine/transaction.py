@@ -25,7 +25,16 @@ from shardckpt.commit import (
 )
 from shardckpt.engine.pruning import clear_leftovers, make_superseded_check, owned_files
 from shardckpt.errors import StorageError, listed
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, RECORD_NAME, Integrity, Marker, Record, find_folders
+from shardckpt.manifest import (
+    INTEGRITY_NAME,
+    MARKER_NAME,
+    RECORD_NAME,
+    Integrity,
+    Marker,
+    Record,
+    find_folders,
+    list_files,
+)
 from shardckpt.storage import CheckpointWriter, digest_vote, negotiate_digest, on_store, refuse_unrecorded
 
 if TYPE_CHECKING:
@@ -39,6 +48,9 @@ logger = logging.getLogger(__name__)
 #: A save's name and owner, 128 bits each, travel as five numbers of 52 bits: what ranks compare are int64.
 _BITS = 52
 _PLACES = tuple(_BITS * number for number in range(5))
+#: Bytes of file records with tables of digests that all ranks send to the main rank, at most. Where they would be more,
+#: each table goes to a file of its own, and records are gathered without: at 16,384 ranks, of 512 bytes each.
+INLINE_TABLES = 8 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -145,7 +157,14 @@ class Transaction:
                 self._upload.put([file.name for file in added])
             # before the gather: once the main rank has all records it may commit, and what is there must stay
             self._upload.hand_over()
-        everyone = comm.gather(WrittenFiles(files, sha256))
+        everyone = comm.gather_up_to(INLINE_TABLES, WrittenFiles(files, sha256))
+        if everyone is None:
+            with self.operation.local_phase("writing the tables of digests"):
+                files = writer.move_tables(files)
+                if self._upload is not None:
+                    self._upload.put([file.table_name for file in files if file.table_name])
+            sha256 = {**sha256, **writer.sha256}
+            everyone = comm.gather(WrittenFiles(files, sha256))
         self.operation.set_nbytes(sum(file.size for file in files))
         with self.operation.local_phase("committing"):
             if comm.is_main:
@@ -211,7 +230,7 @@ class Transaction:
             writer.write(INTEGRITY_NAME, Integrity(files=hashes).dump(), keys=0)
 
     def _publish(self, writer: CheckpointWriter, files: list[FileRecord]) -> None:
-        known = {file.name for file in files}
+        known = list_files(files)
         if self._upload is not None:
             added = [file for file in writer.files if file.name not in {*known, MARKER_NAME}]
             self._upload.put([file.name for file in added])
@@ -219,7 +238,7 @@ class Transaction:
             return
         staging = self.staging or Path()
         # a file that no writer recorded has no digest: it would be in the checkpoint without ever being checked
-        refuse_unrecorded(staging, known.union(file.name for file in writer.files))
+        refuse_unrecorded(staging, {*known, *(file.name for file in writer.files)})
         owned = partial(owned_files, self.target, self.operation.plugins)
         commit_staging(staging, self.target, owned, overwrite=self._overwrite)
 
@@ -272,8 +291,8 @@ def as_json(content: Any) -> Any:
 
 def check_records(files: list[FileRecord]) -> None:
     """Raise unless every file of all ranks has one record, with digests."""
-    counts = Counter(file.name for file in files)
-    twice = [f"{file.name!r} by rank {file.rank}" for file in files if counts[file.name] > 1]
+    counts = Counter(name for file in files for name in file.list_files())
+    twice = [f"{name!r} by rank {file.rank}" for file in files for name in file.list_files() if counts[name] > 1]
     if twice:
         raise StorageError(f"files were recorded twice: {listed(twice)}; put the rank's number into their names")
     # of a save to a directory only one could be created; ranks that save to a URL do not see each other's files

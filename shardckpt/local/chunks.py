@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import Elements, Segments, Span, cut_spans
 from shardckpt.tensors import PAGE, view_tensor
 
@@ -33,9 +34,18 @@ class Chunk(NamedTuple):
 
 
 def list_chunks(record: Record) -> list[Chunk]:
-    """Return all bytes of a checkpoint's files except its JSON files, in the order of the record."""
+    """Return all bytes of a checkpoint's files except its JSON files, in the order of the record.
+
+    Raises:
+        CorruptCheckpointError: a table of digests is damaged, or not in the record, where those of one rank are.
+    """
     found = []
     for file in record.files:
+        if not isinstance(file.segments, str):
+            raise CorruptCheckpointError(
+                f"the digests of {file.name} are in a file of their own: that is a checkpoint of several ranks, and no "
+                "local one"
+            )
         segments = Segments.unpack(file.segments, file.digest, file.size, record.digest_algorithm)
         spans = cut_spans(segments, [(0, file.size)], CHUNK_BYTES, Elements(0, file.size))
         found += [Chunk(file.name, span) for span in spans]

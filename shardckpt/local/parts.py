@@ -128,11 +128,11 @@ def _find_fault(path: Path) -> str:
         record = read_manifest(path, get_plugin_manager()).record
         if record is None:
             return f"{path} has no {RECORD_NAME}"
-        for file in record.files:
-            with wrap_os_errors("find", path / file.name):
-                size = file_size(path / file.name)
-            if size != file.size:
-                return f"{path / file.name} has {size} bytes, {file.size} were written"
+        for name, written in record.list_files().items():
+            with wrap_os_errors("find", path / name):
+                size = file_size(path / name)
+            if size != written:
+                return f"{path / name} has {size} bytes, {written} were written"
     except CheckpointingException as exc:
         return str(exc)
     return ""

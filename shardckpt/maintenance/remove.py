@@ -159,11 +159,11 @@ def _replace(directory: Path, reader: CheckpointReader, removal: Removal) -> Non
         with CheckpointWriter(staging, 0, sha256=integrity is not None, algorithm=algorithm) as writer:
             for name, items in removal.rewritten.items():
                 rewrite_file(name, items, reader, writer, removal.heads.get(name, b""))
-            _write(writer, manifest.record, integrity, removal)
+            tables = _write(writer, manifest.record, integrity, removal)
         reader.close()  # NFS keeps a file that is removed while it is open, under another name
         # Files that are neither dropped nor rewritten are linked. They must be of the save that was opened: rewriting
         # takes as long as a save, and another save may have replaced the checkpoint meanwhile.
-        replace_target(staging, directory, removal.dropped, opened)
+        replace_target(staging, directory, removal.dropped | tables, opened)
 
 
 def _check_sources(directory: Path, manifest: Manifest, integrity: Integrity, removal: Removal) -> None:
@@ -176,16 +176,24 @@ def _check_sources(directory: Path, manifest: Manifest, integrity: Integrity, re
         raise CorruptCheckpointError(f"{directory}: {'; '.join(faults)}")
 
 
-def _write(writer: CheckpointWriter, record: Record | None, integrity: Integrity | None, removal: Removal) -> None:
+def _write(
+    writer: CheckpointWriter, record: Record | None, integrity: Integrity | None, removal: Removal
+) -> frozenset[str]:
+    """Write the new files and the files that name them; return the names of the table files that no longer apply."""
     for name, content in removal.renewed.items():
         writer.write(name, content, keys=0)
+    stale: frozenset[str] = frozenset()
     if record is not None:
         ranks = {file.name: file.rank for file in record.files}
         gone = removal.dropped | removal.renewed.keys() | removal.rewritten.keys()
-        files = [file.model_copy(update={"rank": ranks.get(file.name, file.rank)}) for file in writer.files]
+        stale = frozenset(file.table_name for file in record.files if file.table_name and file.name in gone)
+        # what had its tables in files of their own has too many for the record
+        written = writer.move_tables(writer.files) if any(file.table_name for file in record.files) else writer.files
+        files = [file.model_copy(update={"rank": ranks.get(file.name, file.rank)}) for file in written]
         files += [file for file in record.files if file.name not in gone]
         named = {"files": tuple(sorted(files, key=lambda file: file.name))}
         writer.write(RECORD_NAME, record.model_copy(update=named).dump(), keys=0)
     if integrity is not None:
-        kept = {name: digest for name, digest in integrity.files.items() if name not in removal.dropped}
+        kept = {name: digest for name, digest in integrity.files.items() if name not in removal.dropped | stale}
         writer.write(INTEGRITY_NAME, Integrity(files={**kept, **writer.sha256}).dump(), keys=0)
+    return stale

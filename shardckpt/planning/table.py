@@ -210,6 +210,11 @@ def fingerprint_specs(specs: list[TensorSpec], weights: torch.Tensor) -> list[in
     return fingerprint(_full_boxes([spec.shape for spec in specs]), weights)
 
 
+def fingerprint_each(specs: list[TensorSpec], weights: torch.Tensor) -> torch.Tensor:
+    """Return what each tensor adds to :func:`fingerprint_specs`: int64 of shape (n, LANES)."""
+    return _products(_full_boxes([spec.shape for spec in specs])) * weights % PRIME
+
+
 def are_equal_in_field(found: list[int], wanted: list[int]) -> bool:
     """Return whether two fingerprints, or sums of some, are equal modulo :data:`PRIME`."""
     return all((one - other) % PRIME == 0 for one, other in zip(found, wanted, strict=True))

@@ -3,7 +3,7 @@
 Segments of 1 byte to 1 MiB (4 MiB in older checkpoints) tile a file: a small record is one segment, a large one is cut
 into several. The table of (length, digest) pairs is stored as two little-endian columns in base64: lengths as uint32,
 compressed with zlib, and digests in their own width, uncompressed because they are random (older checkpoints compressed
-them, too). SHA-256 of the table is the digest of the file.
+them, too). SHA-256 of the table is the digest of the file. A table file has the two columns as they are.
 """
 
 from __future__ import annotations
@@ -148,9 +148,13 @@ class Segments:
             raise StorageError(f"a file of {len(self)} records and pieces is more than is read: write several files")
         return base64.b64encode(zlib.compress(_little(self.lengths), 1) + _little(self.digests)).decode()
 
+    def to_bytes(self) -> bytes:
+        """Return the two columns, for :meth:`from_bytes`: the content of a table file."""
+        return _little(self.lengths) + _little(self.digests)
+
     def root(self) -> str:
         """Return the digest of the file: SHA-256 of the table, in hex."""
-        return hashlib.sha256(_little(self.lengths) + _little(self.digests)).hexdigest()
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @classmethod
     def unpack(cls, text: str, root: str, size: int, algorithm: str) -> Segments:
@@ -165,14 +169,29 @@ class Segments:
         Raises:
             CorruptCheckpointError: the text is not the table with this digest, or its segments do not tile the file.
         """
-        typecode = _find(algorithm).typecode
-        wide = array(_LENGTH).itemsize + array(typecode).itemsize
         try:
             inflate = zlib.decompressobj()
-            raw = inflate.decompress(base64.b64decode(text, validate=True), min(_MAX_TABLE, wide * size + 1))
+            raw = inflate.decompress(base64.b64decode(text, validate=True), limit_table(size, algorithm) + 1)
             raw += inflate.unused_data  # the digests, which are not compressed
         except (binascii.Error, zlib.error, ValueError) as exc:
             raise CorruptCheckpointError(f"the table of digests is damaged: {exc}") from exc
+        return cls.from_bytes(raw, root, size, algorithm)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, root: str, size: int, algorithm: str) -> Segments:
+        """Return the table that :meth:`to_bytes` returned.
+
+        Args:
+            raw: The two columns.
+            root: Their digest.
+            size: Of the file in bytes.
+            algorithm: Name of the digest algorithm.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not the table with this digest, or its segments do not tile the file.
+        """
+        typecode = _find(algorithm).typecode
+        wide = array(_LENGTH).itemsize + array(typecode).itemsize
         if len(raw) % wide or hashlib.sha256(raw).hexdigest() != root:
             raise CorruptCheckpointError("the table of digests is damaged: it does not have the digest that is stored")
         split = len(raw) // wide * array(_LENGTH).itemsize
@@ -181,6 +200,15 @@ class Segments:
         if found.size != size or max(lengths, default=1) > MAX_SEGMENT or min(lengths, default=1) < 1:
             raise CorruptCheckpointError(f"the table of digests is for {found.size} bytes, or not cut as it should be")
         return found
+
+
+def limit_table(size: int, algorithm: str) -> int:
+    """Return the most bytes that the table of a file of ``size`` bytes may have: no segment is empty.
+
+    Raises:
+        CorruptCheckpointError: there is no such algorithm.
+    """
+    return min(_MAX_TABLE, (array(_LENGTH).itemsize + array(_find(algorithm).typecode).itemsize) * size)
 
 
 def _find(algorithm: str) -> Algorithm:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CorruptCheckpointError, StorageError
+from shardckpt.errors import CheckpointReplacedError, CorruptCheckpointError, StorageError
 from shardckpt.manifest import RECORD_NAME
-from shardckpt.storage.digest import Segments
+from shardckpt.storage.digest import Segments, limit_table
 from shardckpt.storage.directory import RelativePath, was_replaced
 from shardckpt.storage.filesystem import (
     check_file_name,
     check_foreign_name,
     close_file,
     open_existing,
+    read_into,
     refuse_linked_folders,
     same_file,
     status,
@@ -39,12 +40,20 @@ class OpenFile:
         name: Its name in the checkpoint.
         record: The record of the file as it was written, if there is one.
         algorithm: Name of the digest algorithm, if digests are checked.
+        read_table: Returns the content of the record's table file.
 
     Raises:
         CorruptCheckpointError: the file does not have the recorded size.
     """
 
-    def __init__(self, path: Path, name: str, record: FileRecord | None, algorithm: str | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        record: FileRecord | None,
+        algorithm: str | None,
+        read_table: Callable[[FileRecord, str], bytes],
+    ) -> None:
         self.path = path
         self.name = name
         self.fd, self.size = open_existing(path)
@@ -54,6 +63,7 @@ class OpenFile:
         self._record = record
         self._algorithm = algorithm
         self._segments: Segments | None = None
+        self._read_table = read_table
         if record is not None and self.size != record.size:
             self.close()
             raise CorruptCheckpointError(
@@ -63,13 +73,20 @@ class OpenFile:
 
     @property
     def segments(self) -> Segments | None:
-        """The table of digests, unpacked at the first access; None if digests are not checked."""
+        """The table of digests, read or unpacked at the first access; None if digests are not checked."""
         if self._segments is None and self._record is not None and self._algorithm is not None:
             record = self._record
             try:
-                self._segments = Segments.unpack(record.segments, record.digest, record.size, self._algorithm)
+                if isinstance(record.segments, str):
+                    self._segments = Segments.unpack(record.segments, record.digest, record.size, self._algorithm)
+                else:
+                    table = self._read_table(record, self._algorithm)
+                    self._segments = Segments.from_bytes(table, record.digest, record.size, self._algorithm)
+            except CheckpointReplacedError:
+                raise
             except CorruptCheckpointError as exc:
-                raise CorruptCheckpointError(f"{self.path}: {exc}") from exc
+                where = f" (in {record.table_name})" if record.table_name else ""
+                raise CorruptCheckpointError(f"{self.path}: {exc}{where}") from exc
         return self._segments
 
     def reopen(self) -> None:
@@ -139,7 +156,7 @@ class OpenFiles:
             raise CorruptCheckpointError(f"{path} is asked for and not one of the files of the checkpoint")
         with self._detect_replacement():
             refuse_linked_folders(self._directory, name)
-            file = OpenFile(path, name, record, self._algorithm)
+            file = OpenFile(path, name, record, self._algorithm, self._read_table)
         if record is None and isinstance(path, RelativePath) and (found := status(file.fd)) is not None:
             self._stamps.setdefault(name, _stamp(found))
         return file
@@ -204,6 +221,24 @@ class OpenFiles:
                     file.close()
             self._files.clear()
             self._open.clear()
+
+    def _read_table(self, record: FileRecord, algorithm: str) -> bytes:
+        """Return the content of a record's table file, whose size is checked before memory is taken for it."""
+        name = record.table_name
+        path = self._directory / check_file_name(name)
+        with self._detect_replacement():
+            refuse_linked_folders(self._directory, name)
+            fd, size = open_existing(path)
+            try:
+                if size != record.segments or size > limit_table(record.size, algorithm):
+                    raise CorruptCheckpointError(
+                        f"the table of digests is damaged: it has {size} bytes, {record.segments} were written"
+                    )
+                table = bytearray(size)
+                read_into(fd, path, memoryview(table), 0)
+            finally:
+                close_file(fd)
+        return bytes(table)
 
     def _used(self, file: OpenFile) -> None:
         self._open.pop(file.name, None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import settings
 from shardckpt.errors import CheckpointingException, CheckpointReplacedError, CorruptCheckpointError
-from shardckpt.manifest import RECORD_NAME, find_folders
+from shardckpt.manifest import RECORD_NAME, TABLE_SUFFIX, find_folders
 from shardckpt.storage.abilities import has_local_files
 from shardckpt.storage.buffers import BufferPool
 from shardckpt.storage.digest import MAX_SEGMENT, Digest, digest_function
@@ -120,6 +120,8 @@ class CheckpointReader:
         """
         if self._records is not None and name in self._records:
             return True
+        if self._records is not None and self._is_table(name):
+            return False  # the reader's own: no strategy reads it
         path = self.place / check_file_name(name)
         found = is_there(path)
         if found and self._records is not None and name in find_folders(self._records):
@@ -163,7 +165,7 @@ class CheckpointReader:
         """
         for name in names if len(names) < OPEN_FILES else ():
             try:
-                self.size(name)
+                _ = self._files.get(name).segments  # a table that stands in a file of its own is read now, too
             except CheckpointReplacedError:  # noqa: PERF203 - of files, few
                 raise
             except CheckpointingException:
@@ -323,6 +325,11 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _is_table(self, name: str) -> bool:
+        """Return whether a file holds the table of digests of another file of the checkpoint."""
+        record = (self._records or {}).get(name.removesuffix(TABLE_SUFFIX))
+        return record is not None and record.table_name == name
 
     @cached_property
     def _workers(self) -> Workers:

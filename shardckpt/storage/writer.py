@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from shardckpt import settings
 from shardckpt.errors import PluginError, StorageError, listed
-from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, NAME_RULE, RECORD_NAME, is_file_name
-from shardckpt.storage.digest import SMALL_RECORD, digest_function, preferred
+from shardckpt.manifest import INTEGRITY_NAME, MARKER_NAME, NAME_RULE, RECORD_NAME, TABLE_SUFFIX, is_file_name
+from shardckpt.storage.digest import SMALL_RECORD, Segments, digest_function, preferred
 from shardckpt.storage.filesystem import make_folders
 from shardckpt.storage.new_file import NewFile
 from shardckpt.storage.packed_shards import PackedShards
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 #: Names that the commit writes itself, after all other files are recorded.
 _OURS = frozenset({MARKER_NAME, RECORD_NAME, INTEGRITY_NAME})
+
+#: Characters of a packed table that stays in its record, at most: a table file would take more than it saves.
+_INLINE_TABLE = 256
+#: Table files that are written at a time.
+_TABLES_AT_ONCE = 16
 
 Produce = Callable[[], Sequence[memoryview]]
 
@@ -323,6 +328,39 @@ class CheckpointWriter:
         if sha256:
             self.sha256[name] = sha256
         return record
+
+    def move_tables(self, files: Iterable[FileRecord]) -> list[FileRecord]:
+        """Write the tables of digests of some files into files of their own beside them, durably.
+
+        Small tables stay in their records, and so do those whose files have names that are too long for another suffix.
+
+        Args:
+            files: Records of complete files, which may be of other writers.
+
+        Returns:
+            The records in the same order; those whose tables were written say so.
+
+        Raises:
+            StorageError: another file has the name of a table file.
+        """
+        moved, waiting = list(files), []
+        for number, file in enumerate(moved):
+            name = f"{file.name}{TABLE_SUFFIX}"
+            if isinstance(file.segments, str) and len(file.segments) > _INLINE_TABLE and is_file_name(name):
+                table = Segments.unpack(file.segments, file.digest, file.size, self._algorithm).to_bytes()
+                moved[number] = file.model_copy(update={"segments": len(table)})
+                waiting.append(self.begin(name, table, keys=0))
+            if len(waiting) == _TABLES_AT_ONCE:
+                self._finish_tables(waiting)
+        self._finish_tables(waiting)
+        return moved
+
+    def _finish_tables(self, waiting: list[FileWriter]) -> None:
+        """Complete table files: their content has a digest in the record of the file that they are beside."""
+        for writer in waiting:
+            self.finish(writer)
+            self.files.pop()
+        waiting.clear()
 
     def record_shards(self, shards: Iterable[ShardedBase] | PackedShards) -> None:
         """Record which shards this rank's files hold; each rank calls it, once or more.

@@ -55,6 +55,22 @@ def test_values_of_any_size_are_gathered(ranks: RankPool, unit: int) -> None:
     assert results == [[[0, unit, 2 * unit], [unit], []], [[], [], []], [[], [], []]]
 
 
+def _gathers_up_to() -> list[Any]:
+    comm = Comm()
+    value = bytes(100 * comm.rank)
+    return [comm.gather_up_to(limit, value) for limit in (0, 300, 1 << 20)]
+
+
+def test_a_gather_has_a_limit(ranks: RankPool) -> None:
+    """What the longest value times the ranks exceeds is gathered by none; one rank has its own in any case."""
+    assert ranks.run(1, _gathers_up_to) == [[[b""]] * 3]
+    assert ranks.run(3, _gathers_up_to) == [
+        [None, None, [b"", bytes(100), bytes(200)]],
+        [None, None, []],
+        [None, None, []],
+    ]
+
+
 def _fails(where: str) -> None:
     comm = Comm()
     with comm.collective_phase("outer"):
@@ -271,6 +287,8 @@ def _fails_in_a_local_phase(then: str) -> int:
         "total": lambda: comm.total(1),
         "gather": lambda: comm.gather(1),
         "all_gather": lambda: comm.all_gather(1),
+        "all_to_all": lambda: comm.all_to_all({0: b"x"}),
+        "gather_up_to": lambda: comm.gather_up_to(0, 1),
         "broadcast": lambda: comm.broadcast(1),
         "main_runs": lambda: comm.main_runs("x", lambda: 1),
         "exchange": lambda: comm.exchange([], []),
@@ -296,6 +314,8 @@ def _phase(comm: Comm) -> None:
         "total",
         "gather",
         "all_gather",
+        "all_to_all",
+        "gather_up_to",
         "broadcast",
         "main_runs",
         "exchange",

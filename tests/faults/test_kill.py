@@ -99,6 +99,23 @@ def test_killed_save_of_a_tree_leaves_old_or_new(tmp_path: Path, case: str, allo
         ("existing, no exchange", {"old", "new", "set aside"}),
     ],
 )
+def test_killed_save_with_table_files_leaves_old_or_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
+    """The same holds where each file's table of digests is in a file of its own, which is durable before its name."""
+    report = report_of(tmp_path, case, 60, "table_killer")
+    assert bad(report["outcomes"], allowed) == []
+    assert {outcome["state"] for outcome in report["outcomes"]} == allowed
+    assert any("fsync" in point["line"] and ".digests>" in point["line"] for point in report["points"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "allowed"),
+    [
+        ("fresh", {"absent", "new"}),
+        ("existing", {"old", "new"}),
+        ("existing, no exchange", {"old", "new", "set aside"}),
+    ],
+)
 def test_killed_at_every_call(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
     report = report_of(tmp_path, case, ALL)

@@ -83,14 +83,6 @@ def _other_global_shape(state: dict[str, Any], rank: int, world: int) -> None:
         state["uneven"] = replace(state["uneven"], global_shape=(samples.UNEVEN + 1, 3))
 
 
-def _key_without_pickle(state: dict[str, Any], rank: int, world: int) -> None:
-    class Name(str):
-        __slots__ = ()
-
-    if rank == 1:
-        state["named"] = ShardedTensor.from_rank_offsets(Name("named"), torch.ones(2))
-
-
 def _broken_factory(state: dict[str, Any], rank: int, world: int) -> None:
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
         if rank == 1:
@@ -126,7 +118,6 @@ def _common_without_pickle(state: dict[str, Any], rank: int, world: int) -> None
         (_no_main_replica, "ShardingError", ["tensor 'layer'", "no rank holds a main replica"]),
         (_other_dtype, "ShardingError", ["'half'", "dtype", "bfloat16 on rank 0", "float32 on rank 1"]),
         (_other_global_shape, "ShardingError", ["'uneven'", "global_shape", "(11, 3) on rank 0", "(12, 3) on rank 1"]),
-        (_key_without_pickle, "RankFailedError", ["rank 1, in ", "pickle"]),
         (
             _broken_factory,
             "RankFailedError",
