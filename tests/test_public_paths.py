@@ -73,6 +73,7 @@ PUBLIC = {
         "CheckpointStorageReader CheckpointStorageWriter ShardedLoadPlanner ShardedSavePlanner "
         "TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy"
     ),
+    "shardckpt_safetensors": "SafetensorsSaveShardedStrategy",
     "shardckpt_ep": "EPLoadPlanner EPSavePlanner ExpertLayout expert_layouts expert_sharded_state_dict",
 }
 
@@ -91,6 +92,7 @@ LIGHT = (
     "shardckpt.integrations.fsspec.plugin",
     "shardckpt_torch_dist.plugin",
     "shardckpt_ep.plugin",
+    "shardckpt_safetensors.plugin",
 )
 
 

@@ -75,8 +75,9 @@ class RequestedTensors:
         others += self._matched.uncovered
         check_no_partial_overlap(shard for shard in others if is_quantized(shard.data))
         self._others = self._match_others(others, shapes)
-        unallocated = torch.tensor([shard.data is None for shard in shards], dtype=torch.bool, device="cpu")
-        self._check_sizes(sort_unique(specs[unallocated]), reader)
+        unallocated = [shard.data is None for shard in shards]
+        if any(unallocated):
+            self._check_sizes(sort_unique(specs[torch.tensor(unallocated, device="cpu")]), reader)
 
     def units(self) -> list[Unit]:
         """Return the regions to read, in units that one thread reads, in the order of the files.

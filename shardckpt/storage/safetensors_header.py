@@ -17,8 +17,8 @@ LENGTH_BYTES = 8
 HEADER_LIMIT = 100_000_000
 _ALIGN = 8
 _METADATA = "__metadata__"
-#: Most commas in a header that is parsed: it bounds the objects that a hostile one becomes.
-_MOST_PARTS = 1 << 21
+#: Most commas in the header of a table of columns.
+_MOST_PARTS = 1 << 18
 #: Most axes of a tensor.
 _MOST_AXES = 64
 #: Bits of an element, by the format's name of its dtype.
@@ -103,13 +103,17 @@ def header_length(first: bytes, size: int, source: str) -> int:
     return length
 
 
-def parse_head(text: bytes | memoryview, size: int, source: str) -> tuple[dict[str, str], dict[str, FileEntry]]:
+def parse_head(
+    text: bytes | memoryview, size: int, source: str, most_parts: int = _MOST_PARTS
+) -> tuple[dict[str, str], dict[str, FileEntry]]:
     """Parse the header of a file that nobody vouches for.
 
     Args:
         text: The header, without its length.
         size: Bytes of the file.
         source: Named in errors.
+        most_parts: Most commas that it may have, which bounds the objects that a hostile one becomes. By default enough
+            for a table of columns.
 
     Returns:
         The metadata, and the tensors by name, whose payloads fill the rest of the file without holes.
@@ -117,17 +121,17 @@ def parse_head(text: bytes | memoryview, size: int, source: str) -> tuple[dict[s
     Raises:
         CorruptCheckpointError: it is malformed, names something twice, or contradicts itself or the size.
     """
-    data = bytes(text)
     try:
-        if data.count(b",") > _MOST_PARTS:
+        decoded = str(text, "utf-8")
+        if decoded.count(",") > most_parts:
             raise ValueError("it has too many parts")
-        header = json.loads(data.decode(), object_pairs_hook=unique_dict)
+        header = json.loads(decoded, object_pairs_hook=unique_dict)
         if not isinstance(header, dict):
             raise ValueError("it is not an object")
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("its metadata is not text by name")
-        first = LENGTH_BYTES + len(data)
+        first = LENGTH_BYTES + len(text)
         found = {name: _parse_entry(name, entry, first) for name, entry in header.items()}
         end = first
         for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from shardckpt.storage import CheckpointReader
 
 
+#: Most commas in the header of a data file: those of a million tensors.
+_MOST_PARTS = 1 << 23
+
+
 def list_files(reader: CheckpointReader) -> list[StoredFile]:
     """Return the files that a checkpoint must have; see :class:`shardckpt.strategy.ChecksFiles`."""
     named = [StoredFile(INDEX_FILE), StoredFile(COMMON_FILE)]
@@ -59,5 +63,5 @@ def _check_head(reader: CheckpointReader, name: str) -> int:
     """Check that a file opens as safetensors; return where its payloads begin."""
     size, source = reader.size(name), f"{reader.directory / name}"
     length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)
-    parse_head(reader.read_range(name, LENGTH_BYTES, length, "the header"), size, source)
+    parse_head(reader.read_range(name, LENGTH_BYTES, length, "the header"), size, source, _MOST_PARTS)
     return LENGTH_BYTES + length

@@ -24,7 +24,7 @@ from shardckpt.errors import (
     listed,
 )
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
-from shardckpt.planning import Table, find_untiled, list_rows, make_column, make_matrix, number_groups, sort_unique
+from shardckpt.planning import Table, find_untiled, list_rows, make_column, make_matrix, number_groups
 from shardckpt.storage import Columns, check_file_name, pack_columns, unique_dict
 from shardckpt_safetensors.dtypes import dtype_name, parse_dtype
 from shardckpt_safetensors.names import Lazy, Strings, StringTable
@@ -273,7 +273,7 @@ class StoredIndex(ChunkIndex):
             volume,
         )
         unknown = (chunks.file < 0) | (chunks.file >= len(self.files))
-        self._refuse(unknown, self.keys, "has a payload in a file that the index does not name", numbers[spec])
+        self._refuse(unknown, numbers[spec], "has a payload in a file that the index does not name")
         return chunks, bounds
 
     def take_object(self, name: str) -> StoredObject:
@@ -326,38 +326,36 @@ class StoredIndex(ChunkIndex):
 
     def _check_boxes(self, table: Table, numbers: torch.Tensor) -> torch.Tensor:
         """Check that boxes fill their tensors, and are in order; return their volumes."""
-        keys = [self.keys[number] for number in numbers.tolist()]
-        spec = table.spec
+        spec, owners = table.spec, numbers[table.spec]
         extents, lacked = self._extents[numbers].long(), self._lacked[numbers]
         inside = (table.offset >= 0) & (table.offset <= extents[spec] - table.extent) & (table.extent >= lacked[spec])
         inside = inside.all(1)
-        self._refuse(~inside, keys, "has a box outside of its shape", spec)
+        self._refuse(~inside, owners, "has a box outside of its shape")
         volume = table.volume()
         totals = torch.zeros(len(numbers), dtype=torch.int64, device="cpu").index_add_(0, spec, volume)
         shapes = [self.shapes[number] for number in numbers.tolist()]
-        self._refuse(totals != extents.prod(1), keys, "has boxes that do not have each of its elements once")
+        self._refuse(totals != extents.prod(1), numbers, "has boxes that do not have each of its elements once")
         wrong = find_untiled(table, shapes)
         if wrong:
-            self._fail(keys[wrong[0]], "has boxes that do not have each of its elements once")
+            self._fail(self.keys[int(numbers[wrong[0]])], "has boxes that do not have each of its elements once")
         steps = table.offset[1:] - table.offset[:-1]
         moved = steps != 0
         first = moved.to(torch.uint8).argmax(1, keepdim=True) if steps.shape[1] else moved.long()
         back = steps.gather(1, first).view(-1) < 0 if steps.shape[1] else torch.zeros(len(steps), dtype=torch.bool)
-        self._refuse(back & (spec[1:] == spec[:-1]), keys, "has boxes that are not sorted by their offsets", spec[1:])
+        self._refuse(back & (spec[1:] == spec[:-1]), owners[1:], "has boxes that are not sorted by their offsets")
         return volume
 
     def _check_payloads(self, chunks: Chunks, numbers: torch.Tensor) -> None:
         """Check that payloads lie in their files, aligned and behind a header, and share no bytes."""
-        keys = [self.keys[number] for number in numbers.tolist()]
         spec, start, length = chunks.box.spec, chunks.start, chunks.length
         sizes = self._sizes_of(chunks.file)
         bad = (start % ALIGN != 0) | (start < ALIGN) | (length > sizes - start)
-        self._refuse(bad, keys, "has a payload outside of its file, or not at a multiple of 64 bytes", spec)
+        self._refuse(bad, numbers[spec], "has a payload outside of its file, or not at a multiple of 64 bytes")
         order = start.argsort(stable=True)
         order = order[chunks.file[order].argsort(stable=True)]
         file, start, length = chunks.file[order], start[order], length[order]
         common = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
-        self._refuse(common, keys, "has a payload that shares bytes with another", spec[order][1:])
+        self._refuse(common, numbers[spec[order]][1:], "has a payload that shares bytes with another")
 
     def _sizes_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the size in bytes of the file with each number."""
@@ -371,11 +369,10 @@ class StoredIndex(ChunkIndex):
             raise CorruptCheckpointError(f"{self._source}: it names {name}, which is not a file of this checkpoint")
         return self._sizes[name]
 
-    def _refuse(self, bad: torch.Tensor, keys: Sequence[str], fault: str, spec: torch.Tensor | None = None) -> None:
-        """Raise CorruptCheckpointError with the key of the first row that is bad."""
+    def _refuse(self, bad: torch.Tensor, numbers: torch.Tensor, fault: str) -> None:
+        """Raise CorruptCheckpointError with the key of the first row that is bad; each has the number of its tensor."""
         if bool(bad.any()):
-            row = int(bad.nonzero()[0, 0])
-            self._fail(keys[row if spec is None else int(spec[row])], fault)
+            self._fail(self.keys[int(numbers[bad][0])], fault)
 
     def _fail(self, key: str, fault: str) -> None:
         raise CorruptCheckpointError(f"{self._source}: {key!r:.300} {fault}")
@@ -435,9 +432,9 @@ def _parse_header(text: str | None) -> IndexHeader:
 
 
 def _parse_dtypes(names: Sequence[str], codes: torch.Tensor) -> list[torch.dtype]:
-    codes = codes.long()
-    known = {code: parse_dtype(names[code]) for code in sort_unique(codes).tolist()}
-    return [known[code] for code in codes.tolist()]
+    found = codes.tolist()
+    known = {code: parse_dtype(names[code]) for code in set(found)}
+    return [known[code] for code in found]
 
 
 def _trim(extents: torch.Tensor, axes: torch.Tensor) -> list[Ints]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardckpt_safetensors.write_plan import Payload
 
 #: Most items in a file: headers stay well below what readers accept.
-_MOST_ITEMS = 1 << 18
+_MOST_ITEMS = 1 << 16
 PADDING = "__padding__"
 _METADATA = "__metadata__"
 

@@ -114,8 +114,11 @@ class Strings:
         Raises:
             CorruptCheckpointError: One is empty, too long, not UTF-8, or there twice.
         """
-        used, places = pairs.long().unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        texts = self.get(used)
+        places = pairs.long()
+        numbers = torch.arange(len(self), device="cpu")
+        if len(self) > 2 * places.numel():  # most strings are of other columns
+            numbers, places = places.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        texts = self.get(numbers)
         found = [texts[first] + texts[second] for first, second in places.tolist()]
         for name in found:
             if not 0 < len(name) <= _LONGEST or (4 * len(name) > _LONGEST < len(name.encode())):

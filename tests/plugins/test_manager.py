@@ -116,7 +116,7 @@ def test_disabled_plugins_are_not_imported(site: Site, monkeypatch: pytest.Monke
     module = site.install("toys", "toy", REGISTERS.format(backend="toy"))
     monkeypatch.setenv("SHARDCKPT_DISABLED_PLUGINS", " toy ,other")
     plugins = PluginManager()
-    assert _backends(plugins) == {"ep", "torch_checkpointing", "torch_dist", "zarr"}
+    assert _backends(plugins) == {"ep", "safetensors", "torch_checkpointing", "torch_dist", "zarr"}
     assert _plugin(plugins, "toy").fault == "disabled by SHARDCKPT_DISABLED_PLUGINS"
     assert module not in sys.modules
 

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from shardckpt import dist_checkpointing as dc
+from shardckpt.errors import CheckpointingException, CorruptCheckpointError, ShapeMismatchError
+from shardckpt.mapping import ShardedTensor
+from shardckpt_safetensors import SafetensorsSaveShardedStrategy
+from shardckpt_torch_dist import TorchDistSaveShardedStrategy
+from tests.torch_dist.te_stand_in import ClosedStandIn, Float8StandIn, MXFP8StandIn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = torch.randn(24, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+@pytest.fixture(
+    params=[TorchDistSaveShardedStrategy, SafetensorsSaveShardedStrategy], ids=["torch_dist", "safetensors"]
+)
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tensor in three pieces."""
+    pieces = [
+        ShardedTensor("w", FULL[low : low + 8].clone(), FULL.dtype, (8, 64), (24, 64), (low, 0), None)
+        for low in (0, 8, 16)
+    ]
+    dc.save({"w": pieces}, tmp_path / "c", request.param())
+    return tmp_path / "c"
+
+
+def _wanted(data: Any, low: int, **options: Any) -> ShardedTensor:
+    return ShardedTensor("w", data, data.dtype, tuple(data.shape), (24, 64), (low, 0), None, **options)
+
+
+def _load(path: Path, wanted: ShardedTensor) -> Any:
+    return dc.load({"w": wanted}, path, validate_access_integrity=False)["w"]
+
+
+@pytest.mark.parametrize("kind", [Float8StandIn, MXFP8StandIn])
+@pytest.mark.parametrize(("low", "rows"), [(0, 24), (8, 8), (5, 13)])
+def test_quantized_destinations(path: Path, kind: Any, low: int, rows: int) -> None:
+    """A quantized destination over several pieces has what quantizing the values gives, in one step."""
+    destination = kind.quantized(torch.ones(rows, 64, dtype=FULL.dtype))
+    loaded = _load(path, _wanted(destination, low))
+    assert loaded is destination
+    assert torch.equal(loaded.dequantize(), kind.quantized(FULL[low : low + rows]).dequantize())
+
+
+def test_a_destination_that_cannot_be_quantized_is_refused(path: Path) -> None:
+    """A quantized class that takes no values is an error with the key."""
+    with pytest.raises(CheckpointingException, match=r"'w'.*ClosedStandIn"):
+        _load(path, _wanted(ClosedStandIn.quantized(torch.ones(24, 64, dtype=FULL.dtype)), 0))
+
+
+def test_a_negated_view_with_a_cast(path: Path) -> None:
+    """A destination that shows its memory negated has the values, cast to its dtype, with their signs."""
+    view = torch._neg_view(torch.zeros(13, 64))
+    assert torch.equal(_load(path, _wanted(view, 5)), FULL[5:18].float())
+
+
+def test_another_global_shape(path: Path) -> None:
+    """With allow_shape_mismatch the common rows are loaded, and the others are zero; without, it is an error."""
+    wide = ShardedTensor("w", torch.ones(30, 64, dtype=FULL.dtype), FULL.dtype, (30, 64), (30, 64), (0, 0), None)
+    with pytest.raises(ShapeMismatchError, match="'w'"):
+        _load(path, wide)
+    wide.allow_shape_mismatch = True
+    loaded = _load(path, wide)
+    assert torch.equal(loaded[:24], FULL)
+    assert not loaded[24:].any()
+
+
+def test_flattened_ranges(path: Path) -> None:
+    """A part of a flattened block has its elements, over the pieces that are stored."""
+    flat = torch.zeros(1000, dtype=FULL.dtype)
+    wanted = ShardedTensor("w", flat, FULL.dtype, (24, 64), (24, 64), (0, 0), None, flattened_range=slice(37, 1037))
+    assert torch.equal(_load(path, wanted), FULL.reshape(-1)[37:1037])
+
+
+def test_files_are_as_large_as_the_index_says_before_memory_is_taken(path: Path) -> None:
+    """A shard without data is not allocated if the files do not have its bytes."""
+    data = next(file for file in path.iterdir() if file.name.startswith(("rank_", "__0")))
+    data.write_bytes(data.read_bytes()[:64])
+    wanted = ShardedTensor.from_global_shape("w", FULL.dtype, (24, 64))
+    with pytest.raises(CorruptCheckpointError, match=data.name):
+        _load(path, wanted)
+    assert wanted.data is None
