@@ -56,9 +56,9 @@ _COUNTABLE = 2.0**58
 
 
 class IndexHeader(BaseModel):
-    """The JSON of the index."""
+    """The JSON of the index; with extensions, which a removal of keys keeps."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     format: Annotated[str, Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$")]
     required_features: list[str]

@@ -87,7 +87,7 @@ def _place_items(index: StoredIndex) -> list[tuple[int | str, Item, Placed]]:
 
 
 def _encode_rest(
-    index: StoredIndex, names: Mapping[int, list[str]], keys: Collection[str], rewritten: Mapping[str, list[KeptItem]]
+    index: StoredIndex, names: Mapping[int, list[str]], keys: frozenset[str], rewritten: Mapping[str, list[KeptItem]]
 ) -> bytes:
     """Return the index of what stays."""
     offsets = {Item(name, item.start, item.nbytes): item.to for name, items in rewritten.items() for item in items}
@@ -120,4 +120,9 @@ def _encode_rest(
     aliases = {name: place for place, number in enumerate(stays) for name in names[number][1:]}
     if unknown := {stored.codec for stored in index.objects.values()} - set(CODECS):
         raise CorruptCheckpointError(f"objects have codecs that this release does not know: {sorted(unknown)}")
-    return encode_index(plan, index.header, aliases)
+    header = index.header.model_copy(deep=True)
+    scales = (header.model_extra or {}).get("block_scales")
+    if isinstance(scales, dict):  # those of what is gone would name no tensor
+        for name in keys & scales.keys():
+            del scales[name]
+    return encode_index(plan, header, aliases)

@@ -13,7 +13,8 @@ from shardckpt.errors import CheckpointingException, CorruptCheckpointError, Ver
 from shardckpt.mapping import ShardedTensor
 from shardckpt.planning import Table
 from shardckpt.storage import Columns
-from shardckpt_safetensors.index import StoredIndex, encode_index, make_header
+from shardckpt.testing.contract.rewriting import open_reader
+from shardckpt_safetensors.index import StoredIndex, encode_index, make_header, read_index
 from tests.safetensors.checkpoints import BIAS, ROWS, change_index, save, wanted_state
 
 if TYPE_CHECKING:
@@ -103,9 +104,14 @@ def test_two_boxes_that_share_bytes_are_refused(path: Path) -> None:
 
 
 def test_features(path: Path) -> None:
-    """An unknown required feature is refused by name; an unknown optional one, and other fields, are ignored."""
+    """An unknown required feature is refused by name; unknown optional ones, and other fields, are ignored and kept."""
     change_index(path, header=lambda header: header.update({"optional_features": ["later"], "acme.note": {"a": [1]}}))
     assert dc.load(wanted_state(), path)["step"] == 5
+    dc.remove_sharded_tensors(path, "layers.0.bias")
+    with open_reader(path) as reader:
+        header = read_index(reader).header.model_dump()
+    assert header["optional_features"] == ["later"]
+    assert header["acme.note"] == {"a": [1]}
     change_index(path, header=lambda header: header.update(required_features=["tiled_boxes"]))
     with pytest.raises(VersionTooNewError, match="tiled_boxes"):
         dc.load(wanted_state(), path)
