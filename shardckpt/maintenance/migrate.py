@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardckpt.distributed import Comm
 from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate
 from shardckpt.errors import VersionTooOldError
-from shardckpt.plugins import StrategyAction, get_plugin_manager, hold_checkpoint
+from shardckpt.plugins import StrategyAction, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, retry_if_replaced
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def migrate_checkpoint(
         The backend, the old version, and the new version.
 
     Raises:
+        UnknownBackendError: no installed plugin knows its backend.
         VersionTooOldError: no installed plugin has a migration from its version to ``to``.
         CheckpointingException: the old checkpoint cannot be read, or the new one not written.
     """
@@ -54,6 +55,8 @@ def _migrate(
         chosen = next((m for m in choices if to in (None, m.to_version)), None)
         if chosen is None:
             every = plugins.registry.migrations(manifest.backend)
+            if not every and not plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend):
+                choose_reader(source, manifest, plugins)  # raises: it names the distribution to install
             found = ", ".join(f"{m.from_version} to {m.to_version}" for m in every) or "none"
             raise VersionTooOldError(
                 f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}; no installed plugin "

@@ -10,8 +10,9 @@ import torch
 from shardckpt import CheckpointReader, CheckpointWriter, LoadStrategy, Migration, SaveStrategy, hookimpl
 from shardckpt import dist_checkpointing as dc
 from shardckpt.cli import main
-from shardckpt.errors import VersionTooOldError
+from shardckpt.errors import UnknownBackendError, VersionTooOldError
 from shardckpt.maintenance import migrate_checkpoint
+from shardckpt.manifest import MARKER_NAME, RECORD_NAME, Record
 from shardckpt.mapping import ShardedTensor
 from shardckpt.plugins import get_plugin_manager
 from tests import programs
@@ -159,3 +160,15 @@ def test_what_has_no_migration_says_which_there_are(old: Path, tmp_path: Path) -
     ):
         migrate_checkpoint(tmp_path / "new", tmp_path / "newer", to=9)
     assert not (tmp_path / "newer").exists()
+
+
+def test_a_backend_that_is_not_installed(old: Path) -> None:
+    """Without any plugin of the backend, the error says what to install, as that of a load does."""
+    for file, name in ((MARKER_NAME, "sharded_backend"), (RECORD_NAME, "backend")):
+        fields = json.loads((old / file).read_bytes())
+        (old / file).write_text(json.dumps({**fields, name: "nobodys"}))
+    record = Record.model_validate_json((old / RECORD_NAME).read_bytes())
+    (old / RECORD_NAME).write_bytes(record.model_copy(update={"reader": "shardckpt-nobody 1.0"}).dump())
+    with pytest.raises(UnknownBackendError, match=r"Install the distribution that provides it: shardckpt-nobody 1\.0"):
+        migrate_checkpoint(old, old.with_name("new"))
+    assert not old.with_name("new").exists()
