@@ -457,7 +457,11 @@ class ChecksFiles(Protocol):
         """Return the files that the checkpoint must have, without ``metadata.json`` and ``shardckpt.json``.
 
         Args:
-            reader: Reads the checkpoint's files; only the index is needed.
+            reader: Reads the checkpoint's files. Read the index only: a data file that is gone or cut must not change
+                the list.
+
+        Raises:
+            CheckpointingException: the index is missing or damaged, so that there is no list.
         """
 
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
@@ -470,6 +474,9 @@ class ChecksFiles(Protocol):
             By file name: None for a file without fault; a :class:`~shardckpt.errors.CorruptCheckpointError` for one
             that is not what was written; a :class:`~shardckpt.errors.StorageError` for one that cannot be read. The
             errors are returned, not raised.
+
+        Raises:
+            CheckpointingException: as :meth:`list_files`: the index is missing or damaged.
         """
 
 
@@ -536,12 +543,13 @@ class RemovesKeys(Protocol):
         Nothing is written here; the core writes and commits. The common state stays.
 
         Args:
-            prefix: What the keys begin with.
+            prefix: What the keys begin with. The key of an object is its unique key, as :meth:`LoadStrategy.load_index`
+                lists it: ``"rng/shard_0_2"``. :attr:`Removal.keys` has the same.
             reader: Reads the checkpoint's files.
 
         Returns:
             The changes. A file that holds any other key is not dropped: it is rewritten without the removed bytes, or
-            stays as it is.
+            stays as it is where that would cost more than it frees; ``shardckpt remove`` says how much is free.
         """
 
 

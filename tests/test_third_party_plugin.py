@@ -261,7 +261,7 @@ def test_after_uninstalling_the_error_says_what_to_install(environment: Environm
     for text in (
         str(old),
         "'npy'",
-        "shardckpt-npy 1.0 or newer reads it",
+        "shardckpt-npy 1.0 or newer, which reads or migrates it",
         "installed readers: ep 1 (shardckpt",
         "torch_dist 1 (shardckpt",
     ):

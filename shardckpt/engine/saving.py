@@ -201,10 +201,11 @@ def find_saver(strategy: Any, plugins: PluginManager) -> SaveStrategy:
     for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
         if version in (None, entry.version):
             return entry.create()  # type: ignore[no-any-return]
-    names = (
-        ", ".join(f"{e.backend} {e.version}" for e in plugins.registry.entries(StrategyAction.SAVE_SHARDED)) or "none"
-    )
+    entries = plugins.registry.entries(StrategyAction.SAVE_SHARDED)
+    names = ", ".join(f"{entry.backend} {entry.version}" for entry in entries) or "none"
+    advice = "If a plugin brings it, install its distribution on every rank: pip install ..."
+    for entry in plugins.registry.entries(StrategyAction.SAVE_SHARDED, backend):
+        advice = f"{entry.distribution} installs version {entry.version}; another release of it may have more"
     raise UnknownBackendError(
-        f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. If a plugin brings it, "
-        "install its distribution on every rank: pip install ..."
+        f"no installed strategy saves {strategy!r}; installed: {names}{plugins.faults_text()}. {advice}"
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.distributed import Comm
 from shardckpt.engine import CheckpointHeader, Operation, commit_files, locate
-from shardckpt.errors import VersionTooOldError
+from shardckpt.errors import CannotLoadError, VersionTooOldError
 from shardckpt.plugins import StrategyAction, choose_reader, get_plugin_manager, hold_checkpoint
 from shardckpt.storage import CheckpointReader, retry_if_replaced
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import os
     from pathlib import Path
 
+    from shardckpt.manifest import Manifest
     from shardckpt.plugins import PluginManager
     from shardckpt.storage import CheckpointWriter
 
@@ -37,11 +38,30 @@ def migrate_checkpoint(
     Raises:
         UnknownBackendError: no installed plugin knows its backend.
         VersionTooOldError: no installed plugin has a migration from its version to ``to``.
+        CannotLoadError: it has the newest version that is installed.
         CheckpointingException: the old checkpoint cannot be read, or the new one not written.
     """
     plugins = get_plugin_manager()
     return retry_if_replaced(
         lambda: _migrate(locate(old, plugins), locate(new, plugins), to, plugins, overwrite=overwrite), old
+    )
+
+
+def _no_migration_error(source: Path, manifest: Manifest, to: int | None, plugins: PluginManager) -> CannotLoadError:
+    """Return the error for a checkpoint without a migration; that of the version gate if nothing installed reads it."""
+    every = plugins.registry.migrations(manifest.backend)
+    what = f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}"
+    versions = [entry.version for entry in plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend)]
+    if manifest.version > max(versions, default=manifest.version) or not (versions or every):
+        choose_reader(source, manifest, plugins)  # raises: it says what to install
+    if to in (None, manifest.version) and manifest.version == max(versions, default=0):
+        return CannotLoadError(
+            f"{what}, the newest that is installed: there is nothing to migrate. --to BACKEND writes another format"
+        )
+    found = ", ".join(f"{m.from_version} to {m.to_version}" for m in every) or "none"
+    return VersionTooOldError(
+        f"{what}; no installed plugin has a migration from version {manifest.version}"
+        f"{'' if to is None else f' to {to}'} (installed migrations of {manifest.backend!r}: {found})"
     )
 
 
@@ -54,15 +74,7 @@ def _migrate(
         choices = plugins.registry.migrations(manifest.backend, manifest.version)
         chosen = next((m for m in choices if to in (None, m.to_version)), None)
         if chosen is None:
-            every = plugins.registry.migrations(manifest.backend)
-            if not every and not plugins.registry.entries(StrategyAction.LOAD_SHARDED, manifest.backend):
-                choose_reader(source, manifest, plugins)  # raises: it names the distribution to install
-            found = ", ".join(f"{m.from_version} to {m.to_version}" for m in every) or "none"
-            raise VersionTooOldError(
-                f"{source} is a {manifest.backend!r} checkpoint of version {manifest.version}; no installed plugin "
-                f"has a migration from version {manifest.version}{'' if to is None else f' to {to}'} (installed "
-                f"migrations of {manifest.backend!r}: {found})"
-            )
+            raise _no_migration_error(source, manifest, to, plugins)
         entry = plugins.registry.find(StrategyAction.SAVE_SHARDED, manifest.backend, chosen.to_version)
         oldest_reader = str(entry.create().reader) if entry else ""
         header = CheckpointHeader(manifest.backend, chosen.to_version, oldest_reader)

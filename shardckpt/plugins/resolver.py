@@ -318,7 +318,7 @@ def _refusal_error(
     if not readers:
         return UnknownBackendError(
             f"{what}; no installed plugin reads that backend. Install the distribution that provides it"
-            f"{suggestion}{tail}"
+            f"{f': {first_reader} or newer, which reads or migrates it' if first_reader else ''}{tail}"
         )
     versions = [entry.version for entry in readers]
     if manifest.version in versions:

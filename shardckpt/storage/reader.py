@@ -141,7 +141,7 @@ class CheckpointReader:
         return is_gone(self.place, self.manifest)
 
     def check_unchanged(self) -> None:
-        """Raise an error if what was read may be of two saves; a load calls it last.
+        """Raise an error if what was read may be of two saves; the core calls it at the end of each load.
 
         No check is needed where digests were checked, or where a local directory is held open: that is one save's.
 

@@ -349,7 +349,7 @@ def test_an_unknown_backend_says_what_to_install(tmp_path: Path) -> None:
     """The error names backend and version, the release that reads it, and what is installed instead."""
     text = _refusal(UnknownBackendError, _saved(tmp_path / "checkpoint"), PluginManager())
     assert "'toy' checkpoint of version 1" in text
-    assert "Install the distribution that provides it: toys 1.0 or newer reads it" in text
+    assert "Install the distribution that provides it: toys 1.0 or newer, which reads or migrates it" in text
     assert "\ninstalled readers: " in text
     assert "torch_dist 1 (shardckpt " in text
 

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import threading
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +100,8 @@ def test_keys_are_refused_by_their_place() -> None:
 
 def test_a_quantized_tensor_is_refused() -> None:
     """Tensors of torch's quantized dtypes need more than their bytes: the error says what to give."""
-    with pytest.warns(UserWarning, match="quantize"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once in a process that these dtypes go
         value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with pytest.raises(ShardingError, match=r"int_repr\(\), scales"):
         encode_object(value, "object 'rng'")
