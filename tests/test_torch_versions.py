@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,15 @@ def test_no_row_is_below_the_floor() -> None:
     for row in read_table(README.read_text()):
         assert _minor(row.torch) >= OLDEST_TORCH
         assert _minor(row.python) >= (3, 10)
+
+
+def test_each_python_that_is_claimed_was_run_with_the_oldest_torch() -> None:
+    """The classifiers of pyproject.toml are the Pythons of the rows with the floor, and the newest torch has a row."""
+    project = (ROOT / "pyproject.toml").read_text()
+    claimed = {_minor(found) for found in re.findall(r"Programming Language :: Python :: (3\.\d+)", project)}
+    rows = read_table(README.read_text())
+    assert claimed == {_minor(row.python) for row in rows if _minor(row.torch) == OLDEST_TORCH}
+    assert max(_minor(row.torch) for row in rows) > OLDEST_TORCH
 
 
 def test_what_has_a_row_works() -> None:
