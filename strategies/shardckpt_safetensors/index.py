@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from contextlib import suppress
@@ -25,7 +24,7 @@ from shardckpt.errors import (
 )
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import Table, find_untiled, list_rows, make_column, make_matrix, number_groups
-from shardckpt.storage import Columns, check_file_name, pack_columns, unique_dict
+from shardckpt.storage import LENGTH_BYTES, Columns, check_file_name, header_length, pack_columns, parse_json
 from shardckpt_safetensors.dtypes import dtype_name, parse_dtype
 from shardckpt_safetensors.names import Lazy, Strings, StringTable
 
@@ -51,8 +50,10 @@ _MAJOR = 1
 #: Features that this release reads.
 _KNOWN_FEATURES: frozenset[str] = frozenset()
 _MOST_AXES = 64
-#: Below this number of elements, computed in floats, the size in bytes does not overflow int64.
-_COUNTABLE = 2.0**58
+#: Longest header, in bytes.
+_HEADER_LIMIT = 1 << 22
+#: What the bytes of a tensor, sizes of 0 left out, must be below. Floats compute products up to here exactly.
+_COUNTABLE = 2.0**53
 
 
 class IndexHeader(BaseModel):
@@ -186,7 +187,7 @@ class StoredIndex(ChunkIndex):
         self._extents = _read(columns, "tensor_shape", (count, width))
         self._lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
         _require(bool((~self._lacked | (self._extents == 1)).all()), "tensor_shape", "has a size of an axis too many")
-        _require(bool((self._extents.double().prod(1) < _COUNTABLE).all()), "tensor_shape", "has too many elements")
+        _require(bool((_count(self._extents) < _COUNTABLE).all()), "tensor_shape", "has too many elements")
         self.shapes = Lazy(count, lambda: _trim(self._extents, axes))
         ends = _read(columns, "tensor_end", (count,)).long()
         self.bounds = torch.cat([ends.new_zeros(1), ends])
@@ -263,6 +264,8 @@ class StoredIndex(ChunkIndex):
         boxes = self._boxes
         table = Table(spec, boxes.offset[which].long(), boxes.extent[which].long())
         itemsizes = make_column([self.dtypes[number].itemsize for number in numbers.tolist()])
+        many = _count(self._extents[numbers]) * itemsizes >= _COUNTABLE
+        self._refuse(many, numbers, "has a shape of too many bytes")
         volume = self._check_boxes(table, numbers)
         chunks = Chunks(
             table,
@@ -390,7 +393,10 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
 
 def _read_index(reader: CheckpointReader) -> StoredIndex:
     source = f"{reader.directory / INDEX_FILE}"
-    data = bytearray(reader.size(INDEX_FILE))
+    size = reader.size(INDEX_FILE)
+    if size > LENGTH_BYTES + _HEADER_LIMIT:  # in a smaller file no header is longer
+        header_length(reader.read_range(INDEX_FILE, 0, LENGTH_BYTES, "the index"), size, source, _HEADER_LIMIT)
+    data = bytearray(size)
     reader.read_into(INDEX_FILE, 0, memoryview(data), "the index")
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
@@ -409,7 +415,7 @@ def _read_index(reader: CheckpointReader) -> StoredIndex:
 def _parse_header(text: str | None) -> IndexHeader:
     """Return the JSON of the index, if this release reads it."""
     try:
-        found = json.loads(text or "", object_pairs_hook=unique_dict)
+        found = parse_json((text or "").encode())
         version = found.get("format") if isinstance(found, dict) else None
         if isinstance(version, str) and re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", version):
             major = int(version.partition(".")[0])
@@ -420,7 +426,7 @@ def _parse_header(text: str | None) -> IndexHeader:
             if major < _MAJOR:
                 raise ValueError(f"its format is {version}, which never was")
         header = IndexHeader.model_validate(found)
-    except (ValueError, RecursionError, ValidationError) as exc:
+    except (ValueError, ValidationError) as exc:
         raise CorruptCheckpointError(f"the JSON in its metadata is damaged: {exc}") from exc
     unknown = sorted(set(header.required_features) - _KNOWN_FEATURES)
     if unknown:
@@ -478,6 +484,11 @@ def _read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
         expected = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected ({expected})")
     return found
+
+
+def _count(extents: torch.Tensor) -> torch.Tensor:
+    """Return the products of sizes as floats, sizes of 0 left out."""
+    return extents.clamp(min=1).double().prod(1)
 
 
 def _require(fine: bool, name: str, fault: str) -> None:
