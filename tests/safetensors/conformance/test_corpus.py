@@ -43,17 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-#: What our reader does not refuse yet.
-_MISSED = (*("shape_too_large", "payloads_share_bytes", "object_shares_bytes", "payload_in_header", "nested_too_deep"),)
-_MISSED_HEADERS = ("length_of_data_file_2_63", "length_of_data_file_wraps")
-_OUR_CASES = [
-    pytest.param(
-        case, marks=[pytest.mark.xfail(reason="our reader takes it")] if case.name in _MISSED else [], id=case.name
-    )
-    for case in CASES
-]
-
-
 def _ask_node(directories: list[Path], **environment: str) -> list[dict[str, object]]:
     ended = subprocess.run(
         [*NODE_READER, *map(str, directories)],
@@ -111,7 +100,7 @@ def test_the_independent_reader_is_right(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-@pytest.mark.parametrize("case", _OUR_CASES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_our_reader_is_right(case: Case, folder: Path) -> None:
     """Our own reader, by verify and open_checkpoint, gives the verdict of each entry, and finds the same tensors."""
     assert find_fault(case, describe(ours.read_checkpoint, str(folder / case.name), CheckpointingException)) == ""
@@ -148,14 +137,7 @@ def test_the_readers_refuse_hostile_headers(tmp_path: Path) -> None:
     assert {line["verdict"] for line in lines} == {"invalid"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(reason="our reader takes it")] if name in _MISSED_HEADERS else [])
-        for name, _ in draw_hostile(5)
-        if "100_mb" not in name
-    ],
-)
+@pytest.mark.parametrize("name", [name for name, _ in draw_hostile(5) if "100_mb" not in name])
 def test_our_reader_refuses_hostile_headers(name: str, tmp_path: Path) -> None:
     """Our own reader refuses each hostile header, by one of its own errors."""
     write_hostile(tmp_path, 5, {name})
