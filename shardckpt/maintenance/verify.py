@@ -52,9 +52,10 @@ class FileResult:
 def verify_checkpoint(directory: str | os.PathLike[str]) -> list[FileResult]:
     """Check every file of a checkpoint. Not collective: threads of this process share the work.
 
-    Files with a digest in ``shardckpt.json`` or ``integrity.json`` are read completely and compared with it. Of a
-    checkpoint that another library wrote, the structure of the other files is checked: that each exists, contains the
-    ranges that the index names and nothing after them, and has there what the index says. That checks no value. Files
+    Files with a digest in ``shardckpt.json`` or ``integrity.json`` are read completely and compared with it. If none
+    differs, the structure of all files is checked, where the strategy can: that each exists, contains the ranges that
+    the index names and nothing after them, and has there what the index says. That checks no value, and reads little
+    but the index and headers; of a checkpoint that another library wrote it may be the only check. Files
     that do not belong to the checkpoint are listed as foreign, which is no fault.
 
     Args:

@@ -121,8 +121,8 @@ def parse_head(
         text: The header, without its length.
         size: Bytes of the file.
         source: Named in errors.
-        most_parts: Most commas outside of strings, which bounds the objects that a hostile one becomes. By default enough
-            for a table of columns.
+        most_parts: Most commas outside of strings, which bounds the objects that a hostile one becomes. By default
+            enough for a table of columns.
 
     Returns:
         The metadata, and the tensors by name, whose payloads fill the rest of the file without holes.

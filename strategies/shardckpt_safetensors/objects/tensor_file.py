@@ -34,7 +34,7 @@ class FileTensor(NamedTuple):
 
 
 class FilePlace(NamedTuple):
-    """A tensor that the header declares: the name of its dtype, its shape, and where its bytes are behind the header."""
+    """A tensor that the header declares: its dtype's name, its shape, and where its bytes are behind the header."""
 
     kind: str
     shape: Sequence[int]
@@ -65,7 +65,9 @@ def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]
     length = header_length(bytes(data[:LENGTH_BYTES]), len(data), what)
     payload = data[LENGTH_BYTES + length :]
     tree, places = parse_tree_head(data[LENGTH_BYTES : LENGTH_BYTES + length], len(data), what)
-    tensors = {name: FileTensor(kind, shape, payload[start:stop]) for name, (kind, shape, start, stop) in places.items()}
+    tensors = {
+        name: FileTensor(kind, shape, payload[start:stop]) for name, (kind, shape, start, stop) in places.items()
+    }
     return tree, tensors
 
 

@@ -3,7 +3,8 @@
 The command gets one directory as its last argument. It prints one line of JSON and exits with 0, ``{"verdict": "valid",
 "tensors": {name: [dtype, shape, SHA-256 of the bytes in row-major order]}}``, or with 1, ``{"verdict": "invalid",
 "why": ...}``. ``"objects": {name: [codec, SHA-256 of the payload]}`` is compared, too, where it is printed.
-An answer may cost what ``no_tensors``, a valid entry, costs, and 1 s of CPU and 200 MB more. ``--hostile`` takes generated headers in place of the corpus; ``--entry NAME`` one entry.
+An answer may cost 1 s of CPU and 200 MB more than
+``no_tensors``, a valid entry. ``--hostile`` takes generated headers in place of the corpus; ``--entry NAME`` one entry.
 """
 
 from __future__ import annotations

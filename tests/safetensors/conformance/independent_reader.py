@@ -24,9 +24,9 @@ def read_files(place):  # the record's save_id, and the bytes of each file by na
     data = {file["name"]: read_file(place, file["name"], file["size"]) for file in record["files"]}
     need(record["format"] in (1, 2, 3) and len(data) == len(record["files"]), "a later format, or a file twice")
     for name, size, expected, text in ([f[k] for k in ("name", "size", "digest", "segments")] for f in record["files"]):
-        apart, z = isinstance(text, int), zlib.decompressobj()
-        blob = read_file(place, f"{name}.digests", text) if apart else base64.b64decode(text, validate=True)
-        table = (blob[: (n := text // (4 + wide) * 4)], blob[n:]) if apart else (z.decompress(blob, len(blob)), z.unused_data)
+        own, z = isinstance(text, int), zlib.decompressobj()
+        raw = read_file(place, f"{name}.digests", text) if own else base64.b64decode(text, validate=True)
+        table = (raw[: (n := text // (4 + wide) * 4)], raw[n:]) if own else (z.decompress(raw, len(raw)), z.unused_data)
         lengths, digests = (np.frombuffer(column, f"<u{n}").tolist() for column, n in zip(table, (4, wide)))
         ends = [*itertools.accumulate(lengths, initial=0)]
         need(hashlib.sha256(b"".join(table)).hexdigest() == expected, f"{name}: the digest of its table differs")

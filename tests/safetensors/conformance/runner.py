@@ -7,11 +7,11 @@ import os
 import subprocess
 import tempfile
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 #: What an answer may cost above the start of the process: seconds of CPU, and bytes of memory.
 CPU_LIMIT, MEMORY_LIMIT = 1.0, 200_000_000
