@@ -17,7 +17,7 @@ import pytest
 from shardckpt.errors import CheckpointingException
 from tests.safetensors.conformance import ours
 from tests.safetensors.conformance.corpus import HERE, Case, find_fault, read_cases, unpack_corpus
-from tests.safetensors.conformance.draft import Link
+from tests.safetensors.conformance.draft import INDEX, Link
 from tests.safetensors.conformance.fuzz import draw_hostile, write_hostile
 from tests.safetensors.conformance.independent_reader import read_checkpoint
 from tests.safetensors.conformance.make_corpus import describe_entry, list_entries
@@ -144,11 +144,11 @@ def test_a_wrong_answer_is_found() -> None:
 
 
 def test_the_readers_refuse_hostile_headers(hostile: Path) -> None:
-    """Headers drawn anew are refused by both readers; the slow test measures them."""
-    directories = sorted(hostile.iterdir())
+    """Headers of less than 1 MB are refused by both readers; the slow test has the others."""
+    directories = [path for path in sorted(hostile.iterdir()) if (path / INDEX).stat().st_size < 1_000_000]
     lines = [describe(read_checkpoint, str(path)) for path in directories]
     lines += _ask_node(directories) if NODE else []
-    assert len(directories) >= 25
+    assert len(directories) >= 15
     assert {line["verdict"] for line in lines} == {"invalid"}
 
 
