@@ -33,8 +33,8 @@ def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | 
     """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
     found = {INDEX_FILE: find_error(_check_index, reader), COMMON_FILE: find_error(_check_common, reader)}
     if found[INDEX_FILE] is None:  # else nobody knows what is in the data files
-        for name, items in _group_items(reader).items():
-            found[name] = find_error(_check_data_file, reader, name, items)
+        for name in sorted(read_index(reader).files):
+            found[name] = find_error(_check_data_file, reader, name)
     return found
 
 
@@ -57,18 +57,18 @@ def _check_common(reader: CheckpointReader) -> None:
     parse_tree_head(memoryview(_read_head(reader, COMMON_FILE, size, source)), size, source)
 
 
-def _check_data_file(reader: CheckpointReader, name: str, items: list[tuple[str, Item]]) -> None:
+def _check_data_file(reader: CheckpointReader, name: str) -> None:
     """Check that a data file opens as safetensors, and that its payloads lie behind its header and before its end."""
     size, source = reader.size(name), f"{reader.directory / name}"
     head = _read_head(reader, name, size, source)
     parse_head(head, size, source, _MOST_PARTS)
     first = LENGTH_BYTES + len(head)
-    for key, item in items:
-        if item.offset < first or item.offset + item.length > size:
-            raise CorruptCheckpointError(
-                f"{reader.directory / name}: the payload of {key!r} at byte {item.offset} is not behind the header of "
-                f"{first} bytes, or not before the end of the file at {size}"
-            )
+    outside = read_index(reader).find_outside(name, first, size)
+    if outside is not None:
+        raise CorruptCheckpointError(
+            f"{source}: the payload of {outside[0]!r} at byte {outside[1]} is not behind the header of {first} bytes, "
+            f"or not before the end of the file at {size}"
+        )
 
 
 def _read_head(reader: CheckpointReader, name: str, size: int, source: str) -> bytes:

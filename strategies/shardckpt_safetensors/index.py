@@ -7,7 +7,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
@@ -300,18 +299,55 @@ class StoredIndex(ChunkIndex):
         Raises:
             CorruptCheckpointError: It contradicts itself, or the files.
         """
-        self.take_chunks(torch.arange(len(self.keys), device="cpu"))
+        self._check_payloads(self._every_chunk, torch.arange(len(self.keys), device="cpu"))
         for name in self.objects:
             self.take_object(name)
         _ = self.numbers
-        items = self.list_items()
-        for (_, one), (key, other) in pairwise(items):
-            if one.file == other.file and one.offset + one.length > other.offset:
-                self._fail(key, "has a payload that shares bytes with another")
+        file, start, length = self._places
+        order = _sort_places(file, start, length)
+        file, start, length = file[order], start[order], length[order]
+        common = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
+        if bool(common.any()):
+            self._fail(self._key_of(int(order[1:][common][0])), "has a payload that shares bytes with another")
+
+    def find_outside(self, name: str, first: int, size: int) -> tuple[str, int] | None:
+        """Return the key and the start of a payload of a file that is not in its bytes from ``first`` to ``size``."""
+        number = self.files.index(name)
+        low, high = self._reach
+        if low[number] >= first and high[number] <= size:
+            return None
+        file, start, length = self._places
+        row = int(((file == number) & ((start < first) | (start + length > size))).nonzero()[0])
+        return self._key_of(row), int(start[row])
+
+    @cached_property
+    def _every_chunk(self) -> Chunks:
+        return self._select(torch.arange(len(self.keys), device="cpu"))[0]
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """File, start and length of all payloads: of the boxes, then of the objects."""
+        chunks, (_, *objects) = self._every_chunk, self._object_places
+        file, start, length = map(torch.cat, zip((chunks.file, chunks.start, chunks.length), objects, strict=True))
+        return file, start, length
+
+    @cached_property
+    def _reach(self) -> tuple[list[int], list[int]]:
+        """Where the first payload of each file begins, and the last one ends."""
+        file, start, length = self._places
+        low = torch.full((len(self.files),), torch.iinfo(torch.int64).max, device="cpu")
+        low.scatter_reduce_(0, file, start, "amin")
+        high = torch.zeros(len(self.files), dtype=torch.int64, device="cpu")
+        return low.tolist(), high.scatter_reduce_(0, file, start + length, "amax").tolist()
+
+    def _key_of(self, row: int) -> str:
+        """Return the key of a row of the places."""
+        spec = self._every_chunk.box.spec
+        return self.keys[int(spec[row])] if row < len(spec) else list(self.objects)[row - len(spec)]
 
     def list_items(self) -> list[tuple[str, Item]]:
         """Return all payloads with their keys, in the order of the files; these are not looked at."""
-        chunks, _ = self._select(torch.arange(len(self.keys), device="cpu"))
+        chunks = self._every_chunk
         rows = zip(
             chunks.box.spec.tolist(), chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True
         )
@@ -354,8 +390,7 @@ class StoredIndex(ChunkIndex):
         sizes = self._sizes_of(chunks.file)
         bad = (start % ALIGN != 0) | (start < ALIGN) | (length > sizes - start)
         self._refuse(bad, numbers[spec], "has a payload outside of its file, or not at a multiple of 64 bytes")
-        order = start.argsort(stable=True)
-        order = order[chunks.file[order].argsort(stable=True)]
+        order = _sort_places(chunks.file, start, length)
         file, start, length = chunks.file[order], start[order], length[order]
         common = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
         self._refuse(common, numbers[spec[order]][1:], "has a payload that shares bytes with another")
@@ -484,6 +519,14 @@ def _read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
         expected = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected ({expected})")
     return found
+
+
+def _sort_places(file: torch.Tensor, start: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Return the order of payloads in their files; an empty one comes before another at the same place."""
+    order = length.argsort(stable=True)
+    for column in (start, file):
+        order = order[column[order].argsort(stable=True)]
+    return order
 
 
 def _count(extents: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ import json
 import math
 from typing import Any
 
-from shardckpt import storage
 from shardckpt.storage import MOST_LEVELS
+from shardckpt.storage import parse_json as parse_strictly
 
 #: Digits of the longest integer that JSON holds here, -2^63 or 2^64 - 1, with the sign.
 _MOST_DIGITS = 20
@@ -21,7 +21,7 @@ def dump_json(tree: Any) -> str:
 def parse_json(data: bytes | bytearray | memoryview | str) -> Any:
     """Return the tree in a JSON text; ValueError if it is none, or nested too deeply."""
     text = data.encode() if isinstance(data, str) else data
-    return storage.parse_json(text, parse_int=_integer, parse_float=_float)
+    return parse_strictly(text, parse_int=_integer, parse_float=_float)
 
 
 def check_levels(tree: Any) -> None:
