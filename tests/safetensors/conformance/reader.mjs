@@ -1,5 +1,4 @@
-// A reader of (safetensors, 1) that verifies, made from FORMAT.md alone: `node reader.mjs DIRECTORY...`.
-// It prints one JSON line a directory, and exits with 0 if all are valid.
+// A reader of (safetensors, 1) that verifies, from FORMAT.md alone: `node reader.mjs DIRECTORY...` prints JSON lines.
 import crypto from "node:crypto";
 import fs from "node:fs";
 import path from "node:path";
@@ -101,7 +100,8 @@ class File {
   // The header of a safetensors file: entries by name, metadata, where the payloads begin.
   header(limit) {
     const begin = this.headerEnd(limit);
-    const { __metadata__: metadata = {}, ...entries } = parseObject(this.read(8, begin - 8), this.name);
+    const entries = parseObject(this.read(8, begin - 8), this.name), metadata = entries.__metadata__ ?? {};
+    delete entries.__metadata__;
     const spans = Object.values(entries).map((entry) => entry.data_offsets);
     const sound = spans.every((span) => span?.length === 2 && span.every(isCount) && span[0] <= span[1]);
     need(sound, `${this.name}: offsets in its header`);
