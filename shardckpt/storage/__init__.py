@@ -64,12 +64,12 @@ from shardckpt.storage.safetensors_header import (
     encode_header,
     header_length,
     parse_head,
-    unique_dict,
 )
 from shardckpt.storage.scatter import Source, StoredArray, read_box
 from shardckpt.storage.spans import Elements, Span, cut_spans
 from shardckpt.storage.staged_files import refuse_unrecorded
 from shardckpt.storage.stream import FileStream, WriterPool
+from shardckpt.storage.strict_json import MOST_LEVELS, parse_json
 from shardckpt.storage.workers import Workers
 from shardckpt.storage.writer import CheckpointWriter, FileWriter
 
@@ -77,6 +77,7 @@ __all__ = [
     "BLOCK_BYTES",
     "HEADER_LIMIT",
     "LENGTH_BYTES",
+    "MOST_LEVELS",
     "SEGMENT_BYTES",
     "SMALL_RECORD",
     "Buffer",
@@ -133,6 +134,7 @@ __all__ = [
     "open_new",
     "pack_columns",
     "parse_head",
+    "parse_json",
     "read_box",
     "read_file",
     "read_into",
@@ -144,7 +146,6 @@ __all__ = [
     "sync_directory",
     "sync_file",
     "sync_tree",
-    "unique_dict",
     "was_replaced",
     "wrap_os_errors",
 ]

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardckpt.errors import CorruptCheckpointError
+from shardckpt.storage.strict_json import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -90,16 +91,24 @@ def encode_header(
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def header_length(first: bytes, size: int, source: str) -> int:
+def header_length(first: bytes, size: int, source: str, limit: int = HEADER_LIMIT) -> int:
     """Return the length of the header in bytes, by the first 8 bytes of a file of ``size`` bytes.
 
+    Args:
+        first: The first 8 bytes.
+        size: Bytes of the file.
+        source: Named in errors.
+        limit: Longest header, in bytes.
+
     Raises:
-        CorruptCheckpointError: the file is too short for such a header, or the header is longer than readers accept.
+        CorruptCheckpointError: the file is too short for such a header, or the header is longer than the limit.
     """
     length = int.from_bytes(first, "little")
     # checked before memory is allocated for the header
-    if len(first) < LENGTH_BYTES or length > min(HEADER_LIMIT, size - LENGTH_BYTES):
+    if len(first) < LENGTH_BYTES or length > size - LENGTH_BYTES:
         raise CorruptCheckpointError(f"{source} of {size} bytes is not a safetensors file, or is cut short")
+    if length > limit:
+        raise CorruptCheckpointError(f"{source} has a header of {length} bytes; readers accept {limit}")
     return length
 
 
@@ -112,8 +121,8 @@ def parse_head(
         text: The header, without its length.
         size: Bytes of the file.
         source: Named in errors.
-        most_parts: Most commas that it may have, which bounds the objects that a hostile one becomes. By default enough
-            for a table of columns.
+        most_parts: Most commas outside of strings, which bounds the objects that a hostile one becomes. By default
+            enough for a table of columns.
 
     Returns:
         The metadata, and the tensors by name, whose payloads fill the rest of the file without holes.
@@ -122,10 +131,7 @@ def parse_head(
         CorruptCheckpointError: it is malformed, names something twice, or contradicts itself or the size.
     """
     try:
-        decoded = str(text, "utf-8")
-        if decoded.count(",") > most_parts:
-            raise ValueError("it has too many parts")
-        header = json.loads(decoded, object_pairs_hook=unique_dict)
+        header = parse_json(text, most_parts=most_parts)
         if not isinstance(header, dict):
             raise ValueError("it is not an object")
         metadata = header.pop(_METADATA, {})
@@ -140,17 +146,9 @@ def parse_head(
             end = entry.stop
         if end != size:
             raise ValueError(f"payloads end at byte {end} of a file of {size}")
-    except (ValueError, RecursionError) as exc:
+    except ValueError as exc:
         raise CorruptCheckpointError(f"{source}: its safetensors header is damaged: {exc}") from exc
     return metadata, found
-
-
-def unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of pairs from JSON; ValueError if a key is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key twice")
-    return found
 
 
 def _parse_entry(name: str, entry: Any, first: int) -> FileEntry:

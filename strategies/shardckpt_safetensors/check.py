@@ -8,6 +8,7 @@ from shardckpt.errors import CorruptCheckpointError
 from shardckpt.storage import LENGTH_BYTES, header_length, parse_head
 from shardckpt.strategy import StoredFile, find_error
 from shardckpt_safetensors.index import COMMON_FILE, INDEX_FILE, read_index
+from shardckpt_safetensors.objects import parse_tree_head
 
 if TYPE_CHECKING:
     from shardckpt.chunks import Item
@@ -23,19 +24,17 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
     """Return the files that a checkpoint must have; see :class:`shardckpt.strategy.ChecksFiles`."""
     named = [StoredFile(INDEX_FILE), StoredFile(COMMON_FILE)]
     for name, items in _group_items(reader).items():
-        end = max(item.offset + item.length for _, item in items)
+        end = max((item.offset + item.length for _, item in items), default=0)
         named.append(StoredFile(name, end, tuple(dict.fromkeys(key for key, _ in items))))
     return named
 
 
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
-    found = {
-        INDEX_FILE: find_error(read_index(reader).check),
-        COMMON_FILE: find_error(_check_head, reader, COMMON_FILE),
-    }
-    for name, items in _group_items(reader).items():
-        found[name] = find_error(_check_data_file, reader, name, items)
+    found = {INDEX_FILE: find_error(_check_index, reader), COMMON_FILE: find_error(_check_common, reader)}
+    if found[INDEX_FILE] is None:  # else nobody knows what is in the data files
+        for name in sorted(read_index(reader).files):
+            found[name] = find_error(_check_data_file, reader, name)
     return found
 
 
@@ -45,23 +44,34 @@ def _group_items(reader: CheckpointReader) -> dict[str, list[tuple[str, Item]]]:
     found: dict[str, list[tuple[str, Item]]] = {name: [] for name in sorted(index.files)}
     for key, item in index.list_items():
         found[item.file].append((key, item))
-    return {name: items for name, items in found.items() if items}
+    return found
 
 
-def _check_data_file(reader: CheckpointReader, name: str, items: list[tuple[str, Item]]) -> None:
+def _check_index(reader: CheckpointReader) -> None:
+    read_index(reader).check()
+
+
+def _check_common(reader: CheckpointReader) -> None:
+    """Check the header of the common state, and that its tree is JSON; the tensors are not read."""
+    size, source = reader.size(COMMON_FILE), f"{reader.directory / COMMON_FILE}"
+    parse_tree_head(memoryview(_read_head(reader, COMMON_FILE, size, source)), size, source)
+
+
+def _check_data_file(reader: CheckpointReader, name: str) -> None:
     """Check that a data file opens as safetensors, and that its payloads lie behind its header and before its end."""
-    first, size = _check_head(reader, name), reader.size(name)
-    for key, item in items:
-        if item.offset < first or item.offset + item.length > size:
-            raise CorruptCheckpointError(
-                f"{reader.directory / name}: the payload of {key!r} at byte {item.offset} is not behind the header of "
-                f"{first} bytes, or not before the end of the file at {size}"
-            )
-
-
-def _check_head(reader: CheckpointReader, name: str) -> int:
-    """Check that a file opens as safetensors; return where its payloads begin."""
     size, source = reader.size(name), f"{reader.directory / name}"
+    head = _read_head(reader, name, size, source)
+    parse_head(head, size, source, _MOST_PARTS)
+    first = LENGTH_BYTES + len(head)
+    outside = read_index(reader).find_outside(name, first, size)
+    if outside is not None:
+        raise CorruptCheckpointError(
+            f"{source}: the payload of {outside[0]!r} at byte {outside[1]} is not behind the header of {first} bytes, "
+            f"or not before the end of the file at {size}"
+        )
+
+
+def _read_head(reader: CheckpointReader, name: str, size: int, source: str) -> bytes:
+    """Return a file's header, without its length, which is checked before memory is taken for it."""
     length = header_length(reader.read_range(name, 0, min(size, LENGTH_BYTES), "the header"), size, source)
-    parse_head(reader.read_range(name, LENGTH_BYTES, length, "the header"), size, source, _MOST_PARTS)
-    return LENGTH_BYTES + length
+    return reader.read_range(name, LENGTH_BYTES, length, "the header")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
@@ -25,7 +23,7 @@ from shardckpt.errors import (
 )
 from shardckpt.mapping import PlainObject, ShardedObject, ShardedTensor
 from shardckpt.planning import Table, find_untiled, list_rows, make_column, make_matrix, number_groups
-from shardckpt.storage import Columns, check_file_name, pack_columns, unique_dict
+from shardckpt.storage import LENGTH_BYTES, Columns, check_file_name, header_length, pack_columns, parse_json
 from shardckpt_safetensors.dtypes import dtype_name, parse_dtype
 from shardckpt_safetensors.names import Lazy, Strings, StringTable
 
@@ -51,8 +49,10 @@ _MAJOR = 1
 #: Features that this release reads.
 _KNOWN_FEATURES: frozenset[str] = frozenset()
 _MOST_AXES = 64
-#: Below this number of elements, computed in floats, the size in bytes does not overflow int64.
-_COUNTABLE = 2.0**58
+#: Longest header, in bytes.
+_HEADER_LIMIT = 1 << 22
+#: What the bytes of a tensor, sizes of 0 left out, must be below. Floats compute products up to here exactly.
+_COUNTABLE = 2.0**53
 
 
 class IndexHeader(BaseModel):
@@ -186,7 +186,7 @@ class StoredIndex(ChunkIndex):
         self._extents = _read(columns, "tensor_shape", (count, width))
         self._lacked = torch.arange(width, device="cpu") >= axes.view(-1, 1)
         _require(bool((~self._lacked | (self._extents == 1)).all()), "tensor_shape", "has a size of an axis too many")
-        _require(bool((self._extents.double().prod(1) < _COUNTABLE).all()), "tensor_shape", "has too many elements")
+        _require(bool((_count(self._extents) < _COUNTABLE).all()), "tensor_shape", "has too many elements")
         self.shapes = Lazy(count, lambda: _trim(self._extents, axes))
         ends = _read(columns, "tensor_end", (count,)).long()
         self.bounds = torch.cat([ends.new_zeros(1), ends])
@@ -263,6 +263,8 @@ class StoredIndex(ChunkIndex):
         boxes = self._boxes
         table = Table(spec, boxes.offset[which].long(), boxes.extent[which].long())
         itemsizes = make_column([self.dtypes[number].itemsize for number in numbers.tolist()])
+        many = _count(self._extents[numbers]) * itemsizes >= _COUNTABLE
+        self._refuse(many, numbers, "has a shape of too many bytes")
         volume = self._check_boxes(table, numbers)
         chunks = Chunks(
             table,
@@ -297,18 +299,55 @@ class StoredIndex(ChunkIndex):
         Raises:
             CorruptCheckpointError: It contradicts itself, or the files.
         """
-        self.take_chunks(torch.arange(len(self.keys), device="cpu"))
+        self._check_payloads(self._every_chunk, torch.arange(len(self.keys), device="cpu"))
         for name in self.objects:
             self.take_object(name)
         _ = self.numbers
-        items = self.list_items()
-        for (_, one), (key, other) in pairwise(items):
-            if one.file == other.file and one.offset + one.length > other.offset:
-                self._fail(key, "has a payload that shares bytes with another")
+        file, start, length = self._places
+        order = _sort_places(file, start, length)
+        file, start, length = file[order], start[order], length[order]
+        common = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
+        if bool(common.any()):
+            self._fail(self._key_of(int(order[1:][common][0])), "has a payload that shares bytes with another")
+
+    def find_outside(self, name: str, first: int, size: int) -> tuple[str, int] | None:
+        """Return the key and the start of a payload of a file that is not in its bytes from ``first`` to ``size``."""
+        number = self.files.index(name)
+        low, high = self._reach
+        if low[number] >= first and high[number] <= size:
+            return None
+        file, start, length = self._places
+        row = int(((file == number) & ((start < first) | (start + length > size))).nonzero()[0])
+        return self._key_of(row), int(start[row])
+
+    @cached_property
+    def _every_chunk(self) -> Chunks:
+        return self._select(torch.arange(len(self.keys), device="cpu"))[0]
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """File, start and length of all payloads: of the boxes, then of the objects."""
+        chunks, (_, *objects) = self._every_chunk, self._object_places
+        file, start, length = map(torch.cat, zip((chunks.file, chunks.start, chunks.length), objects, strict=True))
+        return file, start, length
+
+    @cached_property
+    def _reach(self) -> tuple[list[int], list[int]]:
+        """Where the first payload of each file begins, and the last one ends."""
+        file, start, length = self._places
+        low = torch.full((len(self.files),), torch.iinfo(torch.int64).max, device="cpu")
+        low.scatter_reduce_(0, file, start, "amin")
+        high = torch.zeros(len(self.files), dtype=torch.int64, device="cpu")
+        return low.tolist(), high.scatter_reduce_(0, file, start + length, "amax").tolist()
+
+    def _key_of(self, row: int) -> str:
+        """Return the key of a row of the places."""
+        spec = self._every_chunk.box.spec
+        return self.keys[int(spec[row])] if row < len(spec) else list(self.objects)[row - len(spec)]
 
     def list_items(self) -> list[tuple[str, Item]]:
         """Return all payloads with their keys, in the order of the files; these are not looked at."""
-        chunks, _ = self._select(torch.arange(len(self.keys), device="cpu"))
+        chunks = self._every_chunk
         rows = zip(
             chunks.box.spec.tolist(), chunks.file.tolist(), chunks.start.tolist(), chunks.length.tolist(), strict=True
         )
@@ -351,8 +390,7 @@ class StoredIndex(ChunkIndex):
         sizes = self._sizes_of(chunks.file)
         bad = (start % ALIGN != 0) | (start < ALIGN) | (length > sizes - start)
         self._refuse(bad, numbers[spec], "has a payload outside of its file, or not at a multiple of 64 bytes")
-        order = start.argsort(stable=True)
-        order = order[chunks.file[order].argsort(stable=True)]
+        order = _sort_places(chunks.file, start, length)
         file, start, length = chunks.file[order], start[order], length[order]
         common = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
         self._refuse(common, numbers[spec[order]][1:], "has a payload that shares bytes with another")
@@ -390,7 +428,10 @@ def read_index(reader: CheckpointReader) -> StoredIndex:
 
 def _read_index(reader: CheckpointReader) -> StoredIndex:
     source = f"{reader.directory / INDEX_FILE}"
-    data = bytearray(reader.size(INDEX_FILE))
+    size = reader.size(INDEX_FILE)
+    if size > LENGTH_BYTES + _HEADER_LIMIT:  # in a smaller file no header is longer
+        header_length(reader.read_range(INDEX_FILE, 0, LENGTH_BYTES, "the index"), size, source, _HEADER_LIMIT)
+    data = bytearray(size)
     reader.read_into(INDEX_FILE, 0, memoryview(data), "the index")
     record = reader.manifest.record
     sizes = {} if record is None else {file.name: file.size for file in record.files}
@@ -409,7 +450,7 @@ def _read_index(reader: CheckpointReader) -> StoredIndex:
 def _parse_header(text: str | None) -> IndexHeader:
     """Return the JSON of the index, if this release reads it."""
     try:
-        found = json.loads(text or "", object_pairs_hook=unique_dict)
+        found = parse_json((text or "").encode())
         version = found.get("format") if isinstance(found, dict) else None
         if isinstance(version, str) and re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,9}", version):
             major = int(version.partition(".")[0])
@@ -420,7 +461,7 @@ def _parse_header(text: str | None) -> IndexHeader:
             if major < _MAJOR:
                 raise ValueError(f"its format is {version}, which never was")
         header = IndexHeader.model_validate(found)
-    except (ValueError, RecursionError, ValidationError) as exc:
+    except (ValueError, ValidationError) as exc:
         raise CorruptCheckpointError(f"the JSON in its metadata is damaged: {exc}") from exc
     unknown = sorted(set(header.required_features) - _KNOWN_FEATURES)
     if unknown:
@@ -478,6 +519,19 @@ def _read_unchecked(columns: Columns, name: str, shape: Ints) -> torch.Tensor:
         expected = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise CorruptCheckpointError(f"its column {name!r} is of shape {tuple(found.shape)}, expected ({expected})")
     return found
+
+
+def _sort_places(file: torch.Tensor, start: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """Return the order of payloads in their files; an empty one comes before another at the same place."""
+    order = length.argsort(stable=True)
+    for column in (start, file):
+        order = order[column[order].argsort(stable=True)]
+    return order
+
+
+def _count(extents: torch.Tensor) -> torch.Tensor:
+    """Return the products of sizes as floats, sizes of 0 left out."""
+    return extents.clamp(min=1).double().prod(1)
 
 
 def _require(fine: bool, name: str, fault: str) -> None:

@@ -42,8 +42,8 @@ def test_a_data_file_must_open_as_safetensors(path: Path) -> None:
     content = file.read_bytes()
     for changed in (content + b"\0", content[:8] + b"[" + content[9:], content[:-1]):
         file.write_bytes(changed)
-        assert set(_faults(path)) == {"rank_0_0.safetensors"} or changed == content[:-1]
-        assert "rank_0_0.safetensors" in _faults(path)
+        # of a file that is cut short the index says already that a payload is outside of it
+        assert set(_faults(path)) == {"index.safetensors" if changed == content[:-1] else "rank_0_0.safetensors"}
 
 
 def test_payloads_lie_behind_the_header(path: Path) -> None:

@@ -2,5 +2,13 @@
 
 from shardckpt_safetensors.objects.codecs import register_codec
 from shardckpt_safetensors.objects.payload import decode_object, decode_tree_file, encode_object, encode_tree_file
+from shardckpt_safetensors.objects.tensor_file import parse_tree_head
 
-__all__ = ["decode_object", "decode_tree_file", "encode_object", "encode_tree_file", "register_codec"]
+__all__ = [
+    "decode_object",
+    "decode_tree_file",
+    "encode_object",
+    "encode_tree_file",
+    "parse_tree_head",
+    "register_codec",
+]

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardckpt.errors import ShardingError
+from shardckpt.storage import MOST_LEVELS
 from shardckpt_safetensors.objects.codecs import Codec, class_name, codec_of_class
 from shardckpt_safetensors.objects.factories import FACTORY_NAMES
-from shardckpt_safetensors.objects.json_text import MOST_LEVELS, check_levels, dump_json
+from shardckpt_safetensors.objects.json_text import check_levels, dump_json
 from shardckpt_safetensors.objects.numpy_arrays import encode_array, encode_scalar, is_numpy, is_scalar
 from shardckpt_safetensors.objects.plain import KIND, LEAVES, PLAIN, encode_base64, has_surrogates, tagged
 from shardckpt_safetensors.objects.tensor_file import FileTensor

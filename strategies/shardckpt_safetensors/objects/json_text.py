@@ -6,8 +6,9 @@ import json
 import math
 from typing import Any
 
-#: Most arrays and objects of JSON, one in another.
-MOST_LEVELS = 500
+from shardckpt.storage import MOST_LEVELS
+from shardckpt.storage import parse_json as parse_strictly
+
 #: Digits of the longest integer that JSON holds here, -2^63 or 2^64 - 1, with the sign.
 _MOST_DIGITS = 20
 
@@ -19,15 +20,8 @@ def dump_json(tree: Any) -> str:
 
 def parse_json(data: bytes | bytearray | memoryview | str) -> Any:
     """Return the tree in a JSON text; ValueError if it is none, or nested too deeply."""
-    text = data if isinstance(data, str) else bytes(data).decode()
-    try:
-        tree = json.loads(
-            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
-        )
-    except RecursionError as exc:
-        raise ValueError(f"JSON with more than {MOST_LEVELS} levels") from exc
-    check_levels(tree)
-    return tree
+    text = data.encode() if isinstance(data, str) else data
+    return parse_strictly(text, parse_int=_integer, parse_float=_float)
 
 
 def check_levels(tree: Any) -> None:
@@ -53,15 +47,6 @@ def show(value: Any) -> str:
     return f"a list of {len(value)}" if type(value) is list else f"{value!r:.100}"
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"an object has {twice!r:.100} twice")
-    return found
-
-
 def _integer(text: str) -> int:
     # checked by length first: the time of int() grows with the square of the length
     value = int(text) if len(text) <= _MOST_DIGITS else None
@@ -75,7 +60,3 @@ def _float(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text:.40} is no finite float")
     return value
-
-
-def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")

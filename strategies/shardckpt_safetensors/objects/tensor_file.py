@@ -33,6 +33,15 @@ class FileTensor(NamedTuple):
     data: memoryview | bytes
 
 
+class FilePlace(NamedTuple):
+    """A tensor that the header declares: its dtype's name, its shape, and where its bytes are behind the header."""
+
+    kind: str
+    shape: Sequence[int]
+    start: int
+    stop: int
+
+
 def pack_file(tree: Any, tensors: dict[str, FileTensor], what: str) -> bytes:
     """Return the bytes of a file with a tree and tensors by name; ShardingError if its header would be too long."""
     # wide dtypes first: then every tensor begins at a multiple of its element size without padding
@@ -55,8 +64,26 @@ def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]
     """
     length = header_length(bytes(data[:LENGTH_BYTES]), len(data), what)
     payload = data[LENGTH_BYTES + length :]
+    tree, places = parse_tree_head(data[LENGTH_BYTES : LENGTH_BYTES + length], len(data), what)
+    tensors = {
+        name: FileTensor(kind, shape, payload[start:stop]) for name, (kind, shape, start, stop) in places.items()
+    }
+    return tree, tensors
+
+
+def parse_tree_head(header_text: memoryview, size: int, what: str) -> tuple[Any, dict[str, FilePlace]]:
+    """Return the tree in a header, and the places of the tensors, which fill the rest of the file.
+
+    Args:
+        header_text: The header, without its length.
+        size: Bytes of the file.
+        what: Named in errors.
+
+    Raises:
+        CorruptCheckpointError: It is damaged, or contradicts itself or the size.
+    """
     try:
-        header = parse_json(data[LENGTH_BYTES : LENGTH_BYTES + length])
+        header = parse_json(header_text)
         if type(header) is not dict:
             raise ValueError("its header is not an object")
         metadata = header.pop(_METADATA, None)
@@ -68,13 +95,13 @@ def parse_file(data: memoryview, what: str) -> tuple[Any, dict[str, FileTensor]]
             if start != end:
                 raise ValueError(f"{name!r:.100} begins at byte {start} of the payload, expected {end}")
             end = stop
-        if end != len(payload):
-            raise ValueError(f"{len(payload)} bytes of payload, expected {end}")
-        tensors = {
-            name: FileTensor(header[name]["dtype"], tuple(header[name]["shape"]), payload[start:stop])
+        if end != size - LENGTH_BYTES - len(header_text):
+            raise ValueError(f"{size - LENGTH_BYTES - len(header_text)} bytes of payload, expected {end}")
+        places = {
+            name: FilePlace(header[name]["dtype"], tuple(header[name]["shape"]), start, stop)
             for start, stop, name in spans
         }
-        return parse_json(metadata[_TREE]), tensors
+        return parse_json(metadata[_TREE]), places
     except ValueError as exc:
         raise CorruptCheckpointError(f"{what} is damaged: {exc}") from exc
 

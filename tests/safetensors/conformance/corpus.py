@@ -36,11 +36,13 @@ def read_cases() -> list[Case]:
     return [Case(**entry) for entry in json.loads((HERE / "corpus.json").read_text())]
 
 
-def unpack_corpus(folder: Path) -> None:
-    """Write each entry of ``corpus.zip`` as a directory below a folder, links as links."""
+def unpack_corpus(folder: Path, only: str | None = None) -> None:
+    """Write each entry of ``corpus.zip``, or only one, as a directory below a folder, links as links."""
     with zipfile.ZipFile(HERE / "corpus.zip") as archive:
         for info in archive.infolist():
             path = folder / info.filename
+            if only not in (None, info.filename.split("/")[0]):
+                continue
             path.parent.mkdir(parents=True, exist_ok=True)
             if stat.S_ISLNK(info.external_attr >> 16):
                 path.symlink_to(archive.read(info).decode())

@@ -22,10 +22,11 @@ def read_files(place):  # the record's save_id, and the bytes of each file by na
     need(hashlib.sha256((b"0" * 64).join(raw.rsplit(root.encode(), 1))).hexdigest() == root, "self_digest differs")
     wide, digest = DIGESTS.get(record["digest_algorithm"]) or need(0, f"cannot check {record['digest_algorithm']}")
     data = {file["name"]: read_file(place, file["name"], file["size"]) for file in record["files"]}
-    need(record["format"] in (1, 2) and len(data) == len(record["files"]), "a later format, or two files of one name")
+    need(record["format"] in (1, 2, 3) and len(data) == len(record["files"]), "a later format, or a file twice")
     for name, size, expected, text in ([f[k] for k in ("name", "size", "digest", "segments")] for f in record["files"]):
-        blob, inflate = base64.b64decode(text, validate=True), zlib.decompressobj()
-        table = inflate.decompress(blob, len(blob)), inflate.unused_data
+        own, z = isinstance(text, int), zlib.decompressobj()
+        raw = read_file(place, f"{name}.digests", text) if own else base64.b64decode(text, validate=True)
+        table = (raw[: (n := text // (4 + wide) * 4)], raw[n:]) if own else (z.decompress(raw, len(raw)), z.unused_data)
         lengths, digests = (np.frombuffer(column, f"<u{n}").tolist() for column, n in zip(table, (4, wide)))
         ends = [*itertools.accumulate(lengths, initial=0)]
         need(hashlib.sha256(b"".join(table)).hexdigest() == expected, f"{name}: the digest of its table differs")
@@ -57,12 +58,12 @@ def read_checkpoint(place):  # a Content: tensors by name as (dtype, shape, byte
     ends = [8 + int.from_bytes(data[f][:8], "little") for f in files]  # of what has been seen in each: the header
     need(all(f.endswith(".safetensors") and e <= min(len(data[f]), 8 + 10**8) for f, e in zip(files, ends)), "a header")
     need(len({*files} - {"index.safetensors", "common.safetensors"}) == len(files), "a file twice, or no data file")
-    objects = [*zip(*(col["object_" + k] for k in ("file", "start", "nbytes", "codec")))]
+    rest = [*zip(*(col["object_" + k] for k in ("file", "start", "nbytes", "codec")))]
     boxes = [[col["box_" + k][a:b] for k in ("file", "start", "offset", "extent")]
              for a, b in itertools.pairwise([0, *col["tensor_end"]])]
     found, kinds = {}, [[DTYPES[name] for name in dtypes][d] for d in col["tensor_dtype"]]
     spans = [(f, s, math.prod(e) * kind.itemsize) for kind, rows in zip(kinds, boxes) for f, s, _, e in zip(*rows)]
-    for f, s, n in sorted(spans + [o[:3] for o in objects]):
+    for f, s, n in sorted(spans + [o[:3] for o in rest]):
         need(s % 64 == 0 and ends[f] <= s <= s + n <= len(data[files[f]]), f"{files[f]}: no payload may be at {s}")
         ends[f] = s + n
     for t, (name, kind, n, shape) in enumerate(zip(names, kinds, col["tensor_axes"], col["tensor_shape"])):
@@ -75,6 +76,5 @@ def read_checkpoint(place):  # a Content: tensors by name as (dtype, shape, byte
             array[box], seen[box] = np.frombuffer(data[files[f]], kind, math.prod(e), s).reshape(e[:n]), True
         found[name] = need(seen.all(), "an overlap") or (dtypes[col["tensor_dtype"][t]], shape[:n], array.tobytes())
     found |= {name: found[names[t]] for name, t in zip(names[len(boxes) :], col["alias_tensor"])}
-    rest = zip(names[len(found) :], objects)
-    return Content(found, {name: (codecs[c], data[files[f]][s : s + n]) for name, (f, s, n, c) in rest})
+    return Content(found, {o: (codecs[c], data[files[f]][a:][:n]) for o, (f, a, n, c) in zip(names[len(found):], rest)})
 if __name__ == "__main__": run_reader(read_checkpoint)

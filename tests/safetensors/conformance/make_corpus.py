@@ -111,7 +111,12 @@ def list_valid() -> list[Entry]:
                 )
             ],
         ),
-        valid("many_files", "A row in each of 24 files.", [Tensor("w", (24, 2), boxes=many)]),
+        valid(
+            "many_files",
+            "A row in each of 24 files, whose digests stand in files of their own: the record has format 3.",
+            [Tensor("w", (24, 2), boxes=many)],
+            record=_move_tables,
+        ),
         valid(
             "folders",
             "Files in folders: the record has format 2.",
@@ -366,7 +371,7 @@ def list_invalid() -> list[Entry]:  # noqa: PLR0915 -- a statement an entry
     )
     add("version_2", "metadata.json names version 2.", files=lambda d: d.marker.update({"sharded_backend_version": 2}))
     add(
-        "record_format_3", "The record has a format that is not known.", record=lambda d: d.record.update({"format": 3})
+        "record_format_4", "The record has a format that is not known.", record=lambda d: d.record.update({"format": 4})
     )
     # headers
     add("header_key_twice", "A column is there twice.", files=_column_twice)
@@ -512,6 +517,15 @@ def _other_table(draft: Draft) -> None:
     row = draft.record["files"][2]
     size = row["size"]
     row["segments"] = digest_table(draft.files[row["name"]], [64, size - 64], "crc32")[1]
+
+
+def _move_tables(draft: Draft) -> None:
+    draft.record["format"] = 3
+    for row in draft.record["files"]:
+        # of one segment: its length and its crc32
+        content = draft.files[row["name"]]
+        row["segments"] = 8
+        draft.files[f"{row['name']}.digests"] = struct.pack("<II", len(content), zlib.crc32(content))
 
 
 def _bomb(draft: Draft) -> None:

@@ -1,5 +1,4 @@
-// A reader of (safetensors, 1) that verifies, made from FORMAT.md alone: `node reader.mjs DIRECTORY...`.
-// It prints one JSON line a directory, and exits with 0 if all are valid.
+// A reader of (safetensors, 1) that verifies, from FORMAT.md alone: `node reader.mjs DIRECTORY...` prints JSON lines.
 import crypto from "node:crypto";
 import fs from "node:fs";
 import path from "node:path";
@@ -32,8 +31,7 @@ const CRC_TABLE = Uint32Array.from({ length: 256 }, (_, n) => {
 const slowCrc32 = (bytes) => ~bytes.reduce((crc, byte) => CRC_TABLE[(crc ^ byte) & 255] ^ (crc >>> 8), ~0) >>> 0;
 const crc32 = (!process.env.SLOW_CRC32 && zlib.crc32) || slowCrc32; // older versions of node have none
 
-// JSON.parse takes the last of two equal keys, and nests as deep as the text does: brackets are counted before it, keys
-// after it, when the text is known to be JSON.
+// JSON.parse takes the last of two equal keys, and nests as deep as the text does: it checks neither.
 function parseJson(bytes, what) {
   let depth = 0, quoted = false;
   for (let n = 0; n < bytes.length; n++) {
@@ -85,10 +83,9 @@ class File {
   read(start, nbytes) {
     need(isCount(start) && isCount(nbytes) && start + nbytes <= this.size, `${this.name}: bytes behind its end`);
     const bytes = Buffer.alloc(nbytes);
-    for (let done = 0; done < nbytes; ) {
-      const got = fs.readSync(this.handle, bytes, done, nbytes - done, start + done);
+    for (let done = 0, got = 0; done < nbytes; done += got) {
+      got = fs.readSync(this.handle, bytes, done, nbytes - done, start + done);
       need(got > 0, `${this.name} ends early`);
-      done += got;
     }
     return bytes;
   }
@@ -118,13 +115,19 @@ class File {
   }
 }
 
-// Check the digests of a file's segments, by its row in the record.
-function checkDigests(file, row) {
+// The lengths of a file's segments, and their digests.
+function readTable(row, open) {
+  const table = isCount(row.segments) && open(`${row.name}.digests`, row.segments), half = row.segments >> 1;
+  if (table) return [table.read(0, half), table.read(half, row.segments - half)];
   const blob = Buffer.from(row.segments, "base64");
   need(blob.toString("base64") === row.segments, `${row.name}: segments are no base64`);
   // what follows the lengths is at least as long as they are: that bounds what they may inflate to
-  const { buffer: lengths, engine } = zlib.inflateSync(blob, { info: true, maxOutputLength: blob.length });
-  const digests = blob.subarray(engine.bytesWritten);
+  const { buffer, engine } = zlib.inflateSync(blob, { info: true, maxOutputLength: blob.length });
+  return [buffer, blob.subarray(engine.bytesWritten)];
+}
+
+function checkDigests(file, row, open) {
+  const [lengths, digests] = readTable(row, open);
   need(digests.length === lengths.length && lengths.length % 4 === 0, `${row.name}: lengths and digests do not match`);
   need(sha256(Buffer.concat([lengths, digests])) === row.digest, `${row.name}: the digest of its table differs`);
   let end = 0;
@@ -141,17 +144,15 @@ function checkDigests(file, row) {
 function readRecord(open) {
   const [marked, recorded] = [open("metadata.json", 1 << 20), open("shardckpt.json", 2 ** 31)];
   const marker = parseObject(marked.read(0, marked.size), "metadata.json");
-  const text = recorded.read(0, recorded.size);
-  const record = parseObject(text, "shardckpt.json");
+  const text = recorded.read(0, recorded.size), record = parseObject(text, "shardckpt.json");
   const backend = [marker.sharded_backend, marker.sharded_backend_version, record.backend, record.version];
   need(JSON.stringify(backend) === '["safetensors",1,"safetensors",1]', `backend and version are ${backend}`);
-  need(record.format === 1 || record.format === 2, `shardckpt.json: unknown format ${record.format}`);
+  need([1, 2, 3].includes(record.format), `shardckpt.json: unknown format ${record.format}`);
   need(/^[0-9a-f]{64}$/.test(record.self_digest), "shardckpt.json: no self_digest");
   const at = text.lastIndexOf(record.self_digest);
   text.fill("0", at, at + 64);
   need(sha256(text) === record.self_digest, "shardckpt.json: self_digest differs");
   need(record.digest_algorithm === "crc32", `digests are ${record.digest_algorithm}: this reader has crc32 alone`);
-  need(Array.isArray(record.files), "shardckpt.json: no files");
   return record;
 }
 
@@ -206,7 +207,7 @@ function readCheckpoint(open) {
     need(file.size === row.size, `${row.name} has ${file.size} bytes, not ${row.size}`);
     files.set(row.name, file);
   }
-  for (const row of record.files) checkDigests(files.get(row.name), row);
+  for (const row of record.files) checkDigests(files.get(row.name), row, open);
   const index = files.get("index.safetensors") ?? need(false, "the record names no index.safetensors");
   const common = files.get("common.safetensors") ?? need(false, "the record names no common.safetensors");
   parseJson(Buffer.from(common.header(1e8).metadata.tree), "the common state");

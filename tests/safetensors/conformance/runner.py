@@ -7,11 +7,11 @@ import os
 import subprocess
 import tempfile
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 #: What an answer may cost above the start of the process: seconds of CPU, and bytes of memory.
 CPU_LIMIT, MEMORY_LIMIT = 1.0, 200_000_000
@@ -32,7 +32,7 @@ class Run(NamedTuple):
     peak: int
 
     def find_excess(self, start: Run) -> str:
-        """Return what it took too much of, compared with a process that found nothing to read; or ``""``."""
+        """Return what it took too much of, compared with a process that found little to read; or ``""``."""
         cpu, peak = self.cpu - start.cpu, self.peak - start.peak
         if cpu > CPU_LIMIT or peak > MEMORY_LIMIT:
             return f"took {cpu:.2f} s and {peak / 1e6:.0f} MB"
@@ -59,10 +59,9 @@ def run_reader(command: Sequence[str], directory: Path) -> Run:
     )
 
 
-def measure_start(command: Sequence[str]) -> Run:
-    """Return what the command takes where there is nothing to read: the least of three runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [run_reader(command, Path(folder)) for _ in range(3)]
+def measure_start(command: Sequence[str], directory: Path) -> Run:
+    """Return what the command takes where there is little to read, after all imports: the least of three runs."""
+    runs = [run_reader(command, directory) for _ in range(3)]
     return Run(runs[0].line, min(run.cpu for run in runs), min(run.peak for run in runs))
 
 
