@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 SAMPLED = 50
 FEW = 25  # in the default run; the same cases are killed at every call by slow tests
 ALL = 10_000
+#: What is at the path before a save, and what a kill may leave there.
+CASES: list[tuple[str, set[str]]] = [
+    ("fresh", {"absent", "new"}),
+    ("existing", {"old", "new"}),
+    ("existing, no exchange", {"old", "new", "set aside"}),
+]
 
 pytestmark = pytest.mark.skipif(
     shutil.which("strace") is None, reason="strace is not installed: kills at chosen system calls need it"
@@ -91,14 +97,7 @@ def test_killed_save_of_a_tree_leaves_old_or_new(tmp_path: Path, case: str, allo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "allowed"),
-    [
-        ("fresh", {"absent", "new"}),
-        ("existing", {"old", "new"}),
-        ("existing, no exchange", {"old", "new", "set aside"}),
-    ],
-)
+@pytest.mark.parametrize(("case", "allowed"), CASES)
 def test_killed_save_with_table_files_leaves_old_or_new(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """The same holds where each file's table of digests is in a file of its own, which is durable before its name."""
     report = report_of(tmp_path, case, 60, "table_killer")
@@ -108,14 +107,7 @@ def test_killed_save_with_table_files_leaves_old_or_new(tmp_path: Path, case: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "allowed"),
-    [
-        ("fresh", {"absent", "new"}),
-        ("existing", {"old", "new"}),
-        ("existing, no exchange", {"old", "new", "set aside"}),
-    ],
-)
+@pytest.mark.parametrize(("case", "allowed"), CASES)
 def test_killed_at_every_call(tmp_path: Path, case: str, allowed: set[str]) -> None:
     """The same holds at every single call; without RENAME_EXCHANGE the one window is named, and renaming ends it."""
     report = report_of(tmp_path, case, ALL)
