@@ -467,6 +467,10 @@ class ChecksFiles(Protocol):
     def check_files(self, reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
         """Return what is wrong with each of the listed files; values of tensors are not read.
 
+        Check what the index says of a file: that it is there, that it has the ranges that the index names and the size
+        that follows, and what the format writes around the values (headers, counts), so far as it can be compared
+        without reading them. Changed values are found by digests, not here.
+
         Args:
             reader: Reads the checkpoint's files.
 
@@ -520,7 +524,7 @@ class Removal:
 
     Attributes:
         keys: The keys that are removed.
-        renewed: New content of the files that name the keys, by file name.
+        renewed: New content of the files that name the keys, by file name. An index keeps the save id that it has.
         dropped: Names of the files that are not needed any more.
         rewritten: For each file that also holds other keys: the items that stay, in the order of both files.
         heads: The first bytes of rewritten files whose format begins with a header.
@@ -548,8 +552,9 @@ class RemovesKeys(Protocol):
             reader: Reads the checkpoint's files.
 
         Returns:
-            The changes. A file that holds any other key is not dropped: it is rewritten without the removed bytes, or
-            stays as it is where that would cost more than it frees; ``shardckpt remove`` says how much is free.
+            The changes; empty if no key begins with the prefix, which the core reports. A file that holds any other key
+            is not dropped: it is rewritten without the removed bytes, or stays as it is where that would cost more than
+            it frees; ``shardckpt remove`` says how much is free.
         """
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardckpt.maintenance import FileResult
 
 _STRUCTURE = (
-    "they exist; they contain the ranges that the index names, and nothing after them; the archives are complete, of "
-    "the dtypes and sizes that the index says. Not checked: their values"
+    "they exist, contain the ranges that the index names, and are what it says as far as the format shows that without "
+    "the values. Not checked: the values"
 )
 
 

@@ -88,7 +88,7 @@ def remove_keys(
 
 def _remove(directory: Path, prefix: str, operation: Operation, *, dry_run: bool) -> RemovalReport:
     if not prefix:
-        raise CheckpointingException(f"key_prefix={prefix!r}: give the text that the keys to be removed begin with")
+        raise CheckpointingException(f"the prefix is {prefix!r}: give the text that the keys to be removed begin with")
     if not dry_run:
         clear_leftovers(directory, make_superseded_check(operation.plugins), restore=True)
     place, manifest = hold_checkpoint(directory, operation.plugins)

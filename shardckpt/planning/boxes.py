@@ -146,8 +146,8 @@ def part_view(shard: ShardedTensor, part: FlatPart) -> torch.Tensor:
         part: One of its parts.
 
     Returns:
-        A tensor of the shape of the part's box: a view of ``shard.data``, or of its dequantized values if that is
-        quantized and has another shape.
+        A tensor of the shape of the part's box: a view of ``shard.data``, detached, so that it can be written also
+        where that requires grad; or of its dequantized values if that is quantized and has another shape.
 
     Raises:
         ValueError: the shard has no data.

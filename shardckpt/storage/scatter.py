@@ -47,7 +47,7 @@ class StoredArray(NamedTuple):
 
     Attributes:
         file: The file's name.
-        offset: Of the first element in the file, in bytes.
+        offset: Of the first element in the file, in bytes; any, aligned or not.
         dtype: The tensor's dtype.
         shape: The tensor's shape.
     """

@@ -73,7 +73,7 @@ class FileWriter:
         modulo 4096: then direct writes take the bytes from where they are, without a copy.
 
         Args:
-            nbytes: Size of the record in bytes.
+            nbytes: Size of the record in bytes; 0 is a record, too.
             produce: Returns the record's parts, ``nbytes`` bytes together, which must not change until
                 :meth:`CheckpointWriter.finish` returns; called once, in any thread.
             keys: How many stored items the record holds, for reports.

@@ -272,7 +272,7 @@ def test_an_empty_prefix_is_refused(tmp_path: Path) -> None:
     """The prefix of everything is a mistake, not a wish."""
     path = golden("0.16.1", tmp_path)
     before = files_of(path)
-    with pytest.raises(CheckpointingException, match="key_prefix=''"):
+    with pytest.raises(CheckpointingException, match="the prefix is ''"):
         dc.remove_sharded_tensors(path, "")
     assert files_of(path) == before
 
