@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardckpt.maintenance import FileResult
 
 _STRUCTURE = (
-    "they exist, contain the ranges that the index names, and are what it says as far as the format shows that without "
-    "the values. Not checked: the values"
+    "they exist, contain the ranges that the index names, and are what it says as far as their structure shows that. "
+    "Not checked: their values"
 )
 
 
