@@ -32,10 +32,13 @@ def list_files(reader: CheckpointReader) -> list[StoredFile]:
 def check_files(reader: CheckpointReader) -> dict[str, CheckpointingException | None]:
     """Return the error of each of those files, or None; see :class:`shardckpt.strategy.ChecksFiles`."""
     found = {INDEX_FILE: find_error(_check_index, reader), COMMON_FILE: find_error(_check_common, reader)}
-    if found[INDEX_FILE] is None:  # else nobody knows what is in the data files
-        for name in sorted(read_index(reader).files):
-            found[name] = find_error(_check_data_file, reader, name)
-    return found
+    if find_error(read_index, reader) is not None:  # then nobody knows which data files there are
+        return found
+    is_sound = found[INDEX_FILE] is None
+    faults = {n: find_error(_check_data_file, reader, n, is_sound) for n in sorted(read_index(reader).files)}
+    if any(fault is not None for fault in faults.values()):
+        found[INDEX_FILE] = None  # without digests, a file that is gone or cut contradicts the index: the file is wrong
+    return {**found, **faults}
 
 
 def _group_items(reader: CheckpointReader) -> dict[str, list[tuple[str, Item]]]:
@@ -57,12 +60,17 @@ def _check_common(reader: CheckpointReader) -> None:
     parse_tree_head(memoryview(_read_head(reader, COMMON_FILE, size, source)), size, source)
 
 
-def _check_data_file(reader: CheckpointReader, name: str) -> None:
-    """Check that a data file opens as safetensors, and that its payloads lie behind its header and before its end."""
+def _check_data_file(reader: CheckpointReader, name: str, index_is_sound: bool) -> None:
+    """Check that a data file opens as safetensors, and that its payloads lie behind its header and before its end.
+
+    The payloads are looked at only if the index is sound.
+    """
     size, source = reader.size(name), f"{reader.directory / name}"
     head = _read_head(reader, name, size, source)
     parse_head(head, size, source, _MOST_PARTS)
     first = LENGTH_BYTES + len(head)
+    if not index_is_sound:
+        return
     outside = read_index(reader).find_outside(name, first, size)
     if outside is not None:
         raise CorruptCheckpointError(
