@@ -422,7 +422,8 @@ class StoredFile:
     Attributes:
         name: Its path in the directory.
         nbytes: Least size in bytes; 0 if the index does not say.
-        keys: The tensors and objects that are in it, or parts of them; empty for a file that serves all of them.
+        keys: The tensors and objects that are in it, or parts of them, whether or not it has more, such as the common
+            state, which has no key; empty for a file that serves all of them.
     """
 
     name: str
@@ -526,7 +527,8 @@ class Removal:
         keys: The keys that are removed.
         renewed: New content of the files that name the keys, by file name. An index keeps the save id that it has.
         dropped: Names of the files that are not needed any more.
-        rewritten: For each file that also holds other keys: the items that stay, in the order of both files.
+        rewritten: For each file that also holds other keys: the items that stay, in the order of both files. Items
+            without bytes may be left out.
         heads: The first bytes of rewritten files whose format begins with a header.
     """
 
